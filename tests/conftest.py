@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, settings
 
 from asyncrl import collector
 from asyncrl.storage.lines import read_lines
-from asyncrl.telemetry.metrics import METRICS_FILE
-from asyncrl.telemetry.registry import OF_EVERY_ROW, metric_of
-from asyncrl.telemetry.resumed import CONFIG_FILE
+from asyncrl.telemetry.folder.resumed import CONFIG_FILE
+from asyncrl.telemetry.metrics.log import METRICS_FILE
+from asyncrl.telemetry.metrics.registry import OF_EVERY_ROW, metric_of
 
 PATIENCE_S = 60.0
 """For what was told to end and has not quite: a thread in its last poll, a process that is closing its sockets."""
@@ -158,7 +158,7 @@ def _every_run_wrote_metrics_that_are_registered(tmp_path_factory: pytest.TempPa
         if (rows.parent / CONFIG_FILE).is_file():
             names = {name for row in read_lines(rows).rows for name in row if name not in OF_EVERY_ROW}
             strange |= {name: str(rows) for name in names if metric_of(name) is None}
-    assert strange == {}, "write these into asyncrl/telemetry/registry.py"
+    assert strange == {}, "write these into asyncrl/telemetry/metrics/registry.py"
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from asyncrl.cli.main import COMMANDS, main
 from asyncrl.cli.model_size import ModelSize, kv_values, model_size, tensor_shapes
 from asyncrl.config import config_dir, load_config
 from asyncrl.data.warmup_recipe import AgentRecipe, WarmupRecipe
-from asyncrl.telemetry.console import PlainConsole
+from asyncrl.telemetry.live.console import PlainConsole
 
 
 @pytest.fixture

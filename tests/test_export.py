@@ -19,7 +19,7 @@ from asyncrl.learner.checkpoints.checkpoint import Checkpoints
 from asyncrl.learner.roles import build_roles
 from asyncrl.storage.occupancy import in_turn
 from asyncrl.storage.sealed import verify, verify_export
-from asyncrl.telemetry.run_folder import prepare_run_folder
+from asyncrl.telemetry.folder.run_folder import prepare_run_folder
 from tests.learner.checkpoints.test_checkpoint import state
 from tests.learner.feed import tiny_checkpoint
 

@@ -29,10 +29,10 @@ from asyncrl.learner.checkpoints.checkpoint import Checkpoints, LearnerState
 from asyncrl.schema import Config
 from asyncrl.storage import sealed
 from asyncrl.storage.checkpoints import begin_branch, newest_proven
-from asyncrl.telemetry import curves
-from asyncrl.telemetry.progress import RunView
-from asyncrl.telemetry.resumed import resumed_lines
-from asyncrl.telemetry.run_folder import begin_settings, origin_of, prepare_run_folder
+from asyncrl.telemetry.folder.resumed import resumed_lines
+from asyncrl.telemetry.folder.run_folder import begin_settings, origin_of, prepare_run_folder
+from asyncrl.telemetry.live.progress import RunView
+from asyncrl.telemetry.reports import curves
 
 pytestmark = pytest.mark.timeout(400)
 

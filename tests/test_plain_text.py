@@ -14,9 +14,9 @@ from rich.console import Console
 from asyncrl.cli.local import show_failure
 from asyncrl.cli.supervisor import Role
 from asyncrl.plain_text import PlainStream, plain
-from asyncrl.telemetry.console import PlainConsole
-from asyncrl.telemetry.progress import RunView
-from asyncrl.telemetry.tails import REWARD_WARNING
+from asyncrl.telemetry.live.console import PlainConsole
+from asyncrl.telemetry.live.progress import RunView
+from asyncrl.telemetry.live.tails import REWARD_WARNING
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\rgone\u202etxt.exe\x7f"
 

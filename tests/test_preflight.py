@@ -13,7 +13,7 @@ from asyncrl.cli.main import main
 from asyncrl.config import load_config, read_config
 from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 from asyncrl.data.smoke_rows import NUMBERS_V1
-from asyncrl.telemetry.run_folder import prepare_run_folder
+from asyncrl.telemetry.folder.run_folder import prepare_run_folder
 
 REWARDS = """
 import os, time

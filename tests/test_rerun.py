@@ -13,7 +13,7 @@ from asyncrl.config import config_to_dict, load_config, read_config
 from asyncrl.digests import learner_digest
 from asyncrl.errors import ConfigError, JournalError, RunFolderError
 from asyncrl.replay.audit.rerun import read_surviving
-from asyncrl.telemetry.run_folder import write_config
+from asyncrl.telemetry.folder.run_folder import write_config
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from asyncrl.losses.config import resolve
 from asyncrl.schema import Config
 from asyncrl.sft.rules import load_sft
 from asyncrl.sft.settings import SftConfig
-from asyncrl.telemetry.run_folder import RUN_FILE, changes_in, write_config
+from asyncrl.telemetry.folder.run_folder import RUN_FILE, changes_in, write_config
 
 ROOT = Path(__file__).resolve().parents[1]
 GIVEN = ["model.path=m", "data.path=d.jsonl", "reward.function=r.py:score"]

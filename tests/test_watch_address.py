@@ -12,7 +12,7 @@ from asyncrl.cli.main import main
 from asyncrl.cli.watch_address import OVER_S, AddressView, numbers, problems, who
 from asyncrl.replay.net.keyring import make_keys
 from asyncrl.replay.protocol import PeerSeen, View
-from asyncrl.telemetry.console import PlainConsole
+from asyncrl.telemetry.live.console import PlainConsole
 from asyncrl.types import NO_VERSION
 from tests.addresses import free_address
 from tests.replay.helpers import Clock

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from asyncrl.telemetry.alarms import ALARMS, WINDOW
-from asyncrl.telemetry.raised import PASSING
+from asyncrl.telemetry.metrics.alarms import ALARMS, WINDOW
+from asyncrl.telemetry.metrics.raised import PASSING
 
 HEAD = f"""# Alarms
 
-Made by `asyncrl alarms --markdown > docs/alarms.md` from `asyncrl/telemetry/alarms.py`: change that, not this page.
+Made by `asyncrl alarms --markdown > docs/alarms.md` from `asyncrl/telemetry/metrics/alarms.py`: change that,
+not this page.
 
 The learner looks at every row that it writes. An alarm is printed, and written into `alarms.jsonl` of the run folder,
 when it begins to hold, and again when it is over, after how many steps: once it has not held for {WINDOW}, the next

@@ -1,4 +1,4 @@
-"""`asyncrl compare RUN RUN ...`: see `asyncrl.telemetry.compared`."""
+"""`asyncrl compare RUN RUN ...`: see `asyncrl.telemetry.reports.compared`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 
 from rich.table import Table
 
-from asyncrl.telemetry.compared import (
+from asyncrl.telemetry.live.console import PlainConsole
+from asyncrl.telemetry.metrics.registry import metric_of
+from asyncrl.telemetry.reports.compared import (
     TAIL,
     TAIL_MOST,
     Difference,
@@ -24,9 +26,7 @@ from asyncrl.telemetry.compared import (
     read_runs,
     shown,
 )
-from asyncrl.telemetry.console import PlainConsole
-from asyncrl.telemetry.registry import metric_of
-from asyncrl.telemetry.report import diverged_from
+from asyncrl.telemetry.reports.summary import diverged_from
 
 ABSENT = "-"
 

@@ -28,7 +28,7 @@ from asyncrl.plain_text import plain
 from asyncrl.rewards.score import Outcome
 from asyncrl.rewards.trial import score_texts
 from asyncrl.schema import Config, RewardConfig
-from asyncrl.telemetry.console import PlainConsole
+from asyncrl.telemetry.live.console import PlainConsole
 
 COUNTED = 4096
 """Prompts of each source that are tokenized, beside the first and the longest."""

@@ -28,8 +28,8 @@ from asyncrl.digests import run_digest
 from asyncrl.replay.shards.__main__ import shard_config
 from asyncrl.schema import Config
 from asyncrl.storage.checkpoints import proven, trained_steps
-from asyncrl.telemetry.resumed import kept_dtypes
-from asyncrl.telemetry.run_folder import changes_in, refuse_used_folder
+from asyncrl.telemetry.folder.resumed import kept_dtypes
+from asyncrl.telemetry.folder.run_folder import changes_in, refuse_used_folder
 
 
 def rewarding(config: Config) -> str:

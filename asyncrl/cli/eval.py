@@ -35,7 +35,7 @@ from asyncrl.evaluator.results import reasons, results, table_of, text_of
 from asyncrl.schema import Config
 from asyncrl.storage.checkpoints import EXPORT_DIR
 from asyncrl.storage.full_disk import Patience
-from asyncrl.telemetry.resumed import CONFIG_FILE, is_supervised
+from asyncrl.telemetry.folder.resumed import CONFIG_FILE, is_supervised
 
 SEES_A_GPU = "import torch; print(torch.cuda.is_available())"
 TORCH_S = 300.0

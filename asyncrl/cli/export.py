@@ -39,8 +39,8 @@ from asyncrl.storage.checkpoints import (
     trained_steps,
 )
 from asyncrl.storage.occupancy import in_turn
-from asyncrl.telemetry.resumed import CONFIG_FILE, is_supervised
-from asyncrl.telemetry.run_folder import config_note, origin_of
+from asyncrl.telemetry.folder.resumed import CONFIG_FILE, is_supervised
+from asyncrl.telemetry.folder.run_folder import config_note, origin_of
 
 CPU = torch.device("cpu")
 TRIES = 10

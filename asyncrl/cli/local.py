@@ -38,13 +38,8 @@ from asyncrl.schema import Config, TelemetryConfig
 from asyncrl.storage.best import BEST, read_best
 from asyncrl.storage.checkpoints import CHECKPOINT_DIR, EXPORT_DIR, chosen, proven, trained_in, trained_steps
 from asyncrl.storage.full_disk import BOARD_FILE, read_board
-from asyncrl.telemetry.console import PlainConsole
-from asyncrl.telemetry.evaluations import Row
-from asyncrl.telemetry.pool_words import PoolWords
-from asyncrl.telemetry.progress import RunView
-from asyncrl.telemetry.report import CURVES_FILE, read_metrics, suggestions, summary, without
-from asyncrl.telemetry.resumed import kept_dtypes
-from asyncrl.telemetry.run_folder import (
+from asyncrl.telemetry.folder.resumed import kept_dtypes
+from asyncrl.telemetry.folder.run_folder import (
     STOP_FILE,
     changes_in,
     occupied,
@@ -53,7 +48,12 @@ from asyncrl.telemetry.run_folder import (
     refuse_used_folder,
     said_of_gone,
 )
-from asyncrl.telemetry.starting import StartWatch
+from asyncrl.telemetry.live.console import PlainConsole
+from asyncrl.telemetry.live.pool_words import PoolWords
+from asyncrl.telemetry.live.progress import RunView
+from asyncrl.telemetry.live.starting import StartWatch
+from asyncrl.telemetry.metrics.evaluations import Row
+from asyncrl.telemetry.reports.summary import CURVES_FILE, read_metrics, suggestions, summary, without
 
 TURN_S = 0.2
 EXIT_REFUSED = 2
@@ -338,7 +338,7 @@ def show_report(config: Config, folder: Path, console: Console, typed: Sequence[
         _say(console, f"run folder: {folder}  ({again})")
         return
     try:
-        load("asyncrl.telemetry.curves").plot_curves(rows, folder / CURVES_FILE, config.run.name)
+        load("asyncrl.telemetry.reports.curves").plot_curves(rows, folder / CURVES_FILE, config.run.name)
         drawn = CURVES_FILE
     # A full disk, a matplotlib that does not load here, or finds no ticks between rewards of ±1e308: the run's own end
     # and exit code say more.

@@ -261,7 +261,7 @@ def _make_keys(given: argparse.Namespace) -> int:
 
 
 def _audit(given: argparse.Namespace) -> int:
-    if load("asyncrl.telemetry.resumed").is_supervised(given.run):
+    if load("asyncrl.telemetry.folder.resumed").is_supervised(given.run):
         raise RunFolderError(
             f"{given.run} is a run of asyncrl sft: it has no journal to balance. Its checkpoints are proven "
             "when it resumes"

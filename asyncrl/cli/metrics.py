@@ -6,11 +6,12 @@ import sys
 from collections.abc import Sequence
 
 from asyncrl.errors import ConfigError
-from asyncrl.telemetry.registry import METRICS, Metric
+from asyncrl.telemetry.metrics.registry import METRICS, Metric
 
 HEAD = """# Metrics
 
-Made by `asyncrl metrics --markdown > docs/metrics.md` from `asyncrl/telemetry/registry.py`: change that, not this page.
+Made by `asyncrl metrics --markdown > docs/metrics.md` from `asyncrl/telemetry/metrics/registry.py`: change that,
+not this page.
 On the command line `asyncrl metrics WORD` shows those whose name or meaning has the word.
 
 A step is one row of `metrics.jsonl`, and an evaluation is one. A row also has `step`, `policy_version` (the version

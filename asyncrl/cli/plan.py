@@ -32,9 +32,9 @@ from asyncrl.planner.simulation import Setup
 from asyncrl.replay.core.admission import AdmissionSettings
 from asyncrl.rollout.concurrency import slots_per_worker
 from asyncrl.schema import Config
-from asyncrl.telemetry.console import PlainConsole
-from asyncrl.telemetry.report import read_metrics
-from asyncrl.telemetry.resumed import CONFIG_FILE, is_supervised
+from asyncrl.telemetry.folder.resumed import CONFIG_FILE, is_supervised
+from asyncrl.telemetry.live.console import PlainConsole
+from asyncrl.telemetry.reports.summary import read_metrics
 
 GPUS, COST = "gpus", "cost."
 PICTURES = (".png", ".svg", ".pdf")

@@ -33,8 +33,8 @@ from asyncrl.own_code import try_in_process
 from asyncrl.rewards.several import uncovered
 from asyncrl.rewards.trial import refuse_unscored, try_reward
 from asyncrl.schema import Config, EnvironmentConfig
-from asyncrl.telemetry.alarms import Alarms
-from asyncrl.telemetry.registry import METRICS, metric_of
+from asyncrl.telemetry.metrics.alarms import Alarms
+from asyncrl.telemetry.metrics.registry import METRICS, metric_of
 
 TRIED_ROWS = 3
 """First rows of each source that the reward is called on."""

@@ -30,7 +30,7 @@ from asyncrl.data.modes import LETTERS, REVERSE_SHARE, WORD_LENGTH, write_modes
 from asyncrl.data.quick_agents import AGENTS, write_rows
 from asyncrl.data.warmup_recipe import AgentRecipe, RewardRecipe, WarmupRecipe
 from asyncrl.errors import AsyncRLError
-from asyncrl.telemetry.report import QUICKSTART
+from asyncrl.telemetry.reports.summary import QUICKSTART
 
 WARMUP_TIMEOUT_S = 900.0
 REWARD_MODEL = frozenset({"reward=model", "experiment=reward_model"})

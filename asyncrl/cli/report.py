@@ -1,4 +1,4 @@
-"""`asyncrl report RUN ...`: see `asyncrl.telemetry.page`."""
+"""`asyncrl report RUN ...`: see `asyncrl.telemetry.reports.page`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from asyncrl.cli.target import refuse_no_place
 from asyncrl.storage.sealed import replace_text
-from asyncrl.telemetry.page import page_of
+from asyncrl.telemetry.reports.page import page_of
 
 REPORT_FILE = "report.html"
 

@@ -20,9 +20,9 @@ from types import FrameType
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.http_server import HttpServer
-from asyncrl.telemetry.metrics import EVAL_SAMPLES_FILE, HISTOGRAMS_FILE, METRICS_FILE, SAMPLES_FILE
-from asyncrl.telemetry.page import page_of
-from asyncrl.telemetry.raised import ALARMS_FILE
+from asyncrl.telemetry.metrics.log import EVAL_SAMPLES_FILE, HISTOGRAMS_FILE, METRICS_FILE, SAMPLES_FILE
+from asyncrl.telemetry.metrics.raised import ALARMS_FILE
+from asyncrl.telemetry.reports.page import page_of
 
 LOOPBACK = "127.0.0.1"
 AGAIN_S = 15

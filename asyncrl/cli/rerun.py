@@ -55,12 +55,12 @@ from asyncrl.plain_text import make_streams_plain
 from asyncrl.replay.audit.rerun import History, RetainedReplay, read_surviving
 from asyncrl.schema import Config
 from asyncrl.storage.checkpoints import EXPORT_DIR
-from asyncrl.telemetry.console import PlainConsole
-from asyncrl.telemetry.metrics import MetricsLog
-from asyncrl.telemetry.report import read_metrics
-from asyncrl.telemetry.rerun_report import comparison, plot_comparison
-from asyncrl.telemetry.resumed import changed_code, is_supervised
-from asyncrl.telemetry.run_folder import owner_of, prepare_run_folder
+from asyncrl.telemetry.folder.resumed import changed_code, is_supervised
+from asyncrl.telemetry.folder.run_folder import owner_of, prepare_run_folder
+from asyncrl.telemetry.live.console import PlainConsole
+from asyncrl.telemetry.metrics.log import MetricsLog
+from asyncrl.telemetry.reports.rerun import comparison, plot_comparison
+from asyncrl.telemetry.reports.summary import read_metrics
 
 FREE = ("loss", "advantage", "critic", "reference", "learner", "model.compile", "replay.max_staleness", "overwrite")
 """What a rerun may set: the data is what it is."""

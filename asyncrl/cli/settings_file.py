@@ -21,8 +21,8 @@ from asyncrl.losses.config import resolve
 from asyncrl.losses.settings import KEYS as LOSS_KEYS
 from asyncrl.losses.settings import LossConfig
 from asyncrl.schema import Config
-from asyncrl.telemetry.origins import FromFile
-from asyncrl.telemetry.run_folder import RUN_FILE, without_blots
+from asyncrl.telemetry.folder.origins import FromFile
+from asyncrl.telemetry.folder.run_folder import RUN_FILE, without_blots
 
 ENDINGS = (".yaml", ".yml")
 OF_ITS_OWN = ("resume", "overwrite", "run.name", "run.dir", "replay.shard_address")

@@ -27,10 +27,8 @@ from asyncrl.sft.look import Looked, lines, look, runs
 from asyncrl.sft.rules import check_sft_machine, load_sft
 from asyncrl.sft.settings import SftConfig, learner_config
 from asyncrl.storage.checkpoints import CHECKPOINT_DIR, EXPORT_DIR, proven, trained_in, trained_steps
-from asyncrl.telemetry.console import PlainConsole
-from asyncrl.telemetry.report import read_metrics, summary, without
-from asyncrl.telemetry.resumed import kept_dtypes
-from asyncrl.telemetry.run_folder import (
+from asyncrl.telemetry.folder.resumed import kept_dtypes
+from asyncrl.telemetry.folder.run_folder import (
     changes_in,
     note_steps,
     occupied,
@@ -38,6 +36,8 @@ from asyncrl.telemetry.run_folder import (
     refuse_used_folder,
     said_of_gone,
 )
+from asyncrl.telemetry.live.console import PlainConsole
+from asyncrl.telemetry.reports.summary import read_metrics, summary, without
 
 MODULE = "asyncrl.sft"
 SHOWN_TOKENS = 600

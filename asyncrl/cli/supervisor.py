@@ -17,7 +17,7 @@ from types import FrameType, MappingProxyType
 
 from asyncrl.family import LOOK_S, Family, ProcessId, ProcessTable, bound
 from asyncrl.standstill import Standstills
-from asyncrl.telemetry.over import forget_ends, note_ends
+from asyncrl.telemetry.live.over import forget_ends, note_ends
 
 TAIL_LINES = 30
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

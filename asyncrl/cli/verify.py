@@ -25,7 +25,7 @@ from asyncrl.learner.publishing.probes import probes_of_run
 from asyncrl.learner.roles import build_roles
 from asyncrl.schema import Config
 from asyncrl.storage.checkpoints import CHECKPOINT_DIR, EXPORT_DIR, newest_whole
-from asyncrl.telemetry.resumed import is_supervised
+from asyncrl.telemetry.folder.resumed import is_supervised
 from asyncrl.weights.canary import Canary, Difference, Tolerance, compare
 from asyncrl.weights.publishing.gather import unique_tensors
 

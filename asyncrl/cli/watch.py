@@ -1,4 +1,4 @@
-"""`asyncrl watch RUN`: see `asyncrl.telemetry.watching`."""
+"""`asyncrl watch RUN`: see `asyncrl.telemetry.live.watching`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from rich.table import Table
 
 from asyncrl.config import read_settings
 from asyncrl.errors import RunFolderError
-from asyncrl.telemetry.alarms import ALARMS
-from asyncrl.telemetry.console import PlainConsole
-from asyncrl.telemetry.resumed import CONFIG_FILE
-from asyncrl.telemetry.run_folder import steps_noted
-from asyncrl.telemetry.watching import WatchView
+from asyncrl.telemetry.folder.resumed import CONFIG_FILE
+from asyncrl.telemetry.folder.run_folder import steps_noted
+from asyncrl.telemetry.live.console import PlainConsole
+from asyncrl.telemetry.live.watching import WatchView
+from asyncrl.telemetry.metrics.alarms import ALARMS
 
 TURN_S = 1.0
 

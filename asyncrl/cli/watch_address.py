@@ -22,9 +22,9 @@ from asyncrl.replay.client.viewer import Viewer
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.protocol import PeerSeen, View
 from asyncrl.standstill import NAMED_S
-from asyncrl.telemetry.console import PlainConsole, live_on
-from asyncrl.telemetry.progress import by_age, clock
-from asyncrl.telemetry.watching import one_line
+from asyncrl.telemetry.live.console import PlainConsole, live_on
+from asyncrl.telemetry.live.progress import by_age, clock
+from asyncrl.telemetry.live.watching import one_line
 from asyncrl.types import NO_VERSION
 
 TURN_S = 1.0

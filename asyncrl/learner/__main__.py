@@ -39,9 +39,9 @@ from asyncrl.replay.net.keyring import with_keys
 from asyncrl.replay.net.malloc import keep_heap
 from asyncrl.schema import Config
 from asyncrl.storage.occupancy import lived_in
-from asyncrl.telemetry.progress import PrintingLog
-from asyncrl.telemetry.resumed import kept_dtypes
-from asyncrl.telemetry.run_folder import begin_settings, changes_in, prepare_run_folder, still_of
+from asyncrl.telemetry.folder.resumed import kept_dtypes
+from asyncrl.telemetry.folder.run_folder import begin_settings, changes_in, prepare_run_folder, still_of
+from asyncrl.telemetry.live.progress import PrintingLog
 from asyncrl.weights.factory import backend_of, make_publisher
 
 log = logging.getLogger("asyncrl.learner")

@@ -39,8 +39,8 @@ from asyncrl.replay.protocol import LearnerReplay
 from asyncrl.schema import Config
 from asyncrl.storage.best import BestCheckpoint
 from asyncrl.storage.checkpoints import CHECKPOINT_DIR
-from asyncrl.telemetry.resumed import ROWS, rows_here
-from asyncrl.telemetry.run_folder import origin_of
+from asyncrl.telemetry.folder.resumed import ROWS, rows_here
+from asyncrl.telemetry.folder.run_folder import origin_of
 from asyncrl.types import NO_VERSION
 from asyncrl.weights.base import Publisher
 

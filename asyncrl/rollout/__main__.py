@@ -18,7 +18,7 @@ from asyncrl.plain_text import make_streams_plain
 from asyncrl.rollout.host import EXIT_FAILED, EXIT_REFUSED, WorkerSpec, run_worker_here
 from asyncrl.rollout.pool import run_pool
 from asyncrl.storage.log_stream import keep_logging
-from asyncrl.telemetry.resumed import kept_dtypes
+from asyncrl.telemetry.folder.resumed import kept_dtypes
 
 
 def main(arguments: list[str]) -> int:

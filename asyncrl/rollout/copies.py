@@ -7,7 +7,7 @@ from typing import Any
 from asyncrl.data.local_tokenizer import TOKENIZER, tokenizer_digest
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Config
-from asyncrl.telemetry.resumed import ROWS, rows_here
+from asyncrl.telemetry.folder.resumed import ROWS, rows_here
 from asyncrl.weights.base import SubscriberRendezvous
 
 

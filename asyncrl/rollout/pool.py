@@ -46,7 +46,7 @@ from asyncrl.rollout.host import (
 from asyncrl.schema import Config
 from asyncrl.standstill import Standstills, watched_supervisors
 from asyncrl.storage.occupancy import lived_in
-from asyncrl.telemetry.pool_words import marked
+from asyncrl.telemetry.live.pool_words import marked
 
 HOST_MODULES = {"ray": "ray_host", "process": "process_host"}
 TURN_S = 0.5

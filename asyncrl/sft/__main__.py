@@ -27,10 +27,10 @@ from asyncrl.sft.rules import check_sft_machine, load_sft
 from asyncrl.sft.settings import SftConfig, learner_config
 from asyncrl.sft.train import Start, train_rows
 from asyncrl.storage.occupancy import lived_in
-from asyncrl.telemetry.metrics import METRICS_FILE
-from asyncrl.telemetry.progress import PrintingLog
-from asyncrl.telemetry.resumed import kept_dtypes
-from asyncrl.telemetry.run_folder import begin_settings, changes_in, prepare_run_folder, still_of
+from asyncrl.telemetry.folder.resumed import kept_dtypes
+from asyncrl.telemetry.folder.run_folder import begin_settings, changes_in, prepare_run_folder, still_of
+from asyncrl.telemetry.live.progress import PrintingLog
+from asyncrl.telemetry.metrics.log import METRICS_FILE
 
 log = logging.getLogger("asyncrl.sft")
 

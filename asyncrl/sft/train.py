@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class RowLog(Protocol):
-    """Where rank 0 writes rows (`asyncrl.telemetry.metrics.MetricsLog`)."""
+    """Where rank 0 writes rows (`asyncrl.telemetry.metrics.log.MetricsLog`)."""
 
     def write(self, step: int, policy_version: int | None, row: dict[str, float]) -> None: ...
 

@@ -44,7 +44,7 @@ from asyncrl.rollout.rewards import make_rewards
 from asyncrl.rollout.wiring import Scoring, Texts, environment_of, evaluation_of, group_shape, load_texts, make_runner
 from asyncrl.rollout.worker import Evaluate
 from asyncrl.schema import Config
-from asyncrl.telemetry.evaluations import is_evaluation
+from asyncrl.telemetry.metrics.evaluations import is_evaluation
 from asyncrl.types import NO_VERSION, Assignment, StepPlan, Trajectory, TrajectoryGroup
 from asyncrl.weights.base import Canary, PublishStats
 

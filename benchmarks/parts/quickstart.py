@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from asyncrl.telemetry.evaluations import is_evaluation
+from asyncrl.telemetry.metrics.evaluations import is_evaluation
 
 ACCURACY = "eval/heldout/accuracy"
 SMALL = (

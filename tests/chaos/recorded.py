@@ -26,8 +26,8 @@ from asyncrl.replay.journal.durable import open_core
 from asyncrl.replay.journal.log import Journal, JournalSettings
 from asyncrl.schema import Config, LearnerConfig, ModelConfig
 from asyncrl.storage.lines import read_lines
-from asyncrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE, MetricsLog
-from asyncrl.telemetry.run_folder import prepare_run_folder
+from asyncrl.telemetry.folder.run_folder import prepare_run_folder
+from asyncrl.telemetry.metrics.log import METRICS_FILE, SAMPLES_FILE, MetricsLog
 from asyncrl.types import NO_VERSION
 from tests.learner.feed import tiny_model
 from tests.replay.helpers import Clock, header, settings

@@ -8,9 +8,9 @@ import pytest
 from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.config import load_config, read_config
 from asyncrl.digests import learner_digest, run_digest
-from asyncrl.telemetry.origins import origins
-from asyncrl.telemetry.resumed import kept_dtypes
-from asyncrl.telemetry.run_folder import begin_settings, changes_in, config_note, prepare_run_folder
+from asyncrl.telemetry.folder.origins import origins
+from asyncrl.telemetry.folder.resumed import kept_dtypes
+from asyncrl.telemetry.folder.run_folder import begin_settings, changes_in, config_note, prepare_run_folder
 
 REQUIRED = ["model.path=m", "data.path=d.jsonl", "reward.function=r.py:f"]
 

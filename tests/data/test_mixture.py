@@ -24,7 +24,7 @@ from asyncrl.drawing.turns import LONGEST_ROUND, Turns, round_counts, spread
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.rollout.pool import absolute_paths
 from asyncrl.schema import DataConfig
-from asyncrl.telemetry.resumed import made_of
+from asyncrl.telemetry.folder.resumed import made_of
 
 WEIGHTS = st.lists(st.integers(1, 60), min_size=1, max_size=6)
 

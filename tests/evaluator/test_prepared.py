@@ -9,7 +9,7 @@ import pytest
 from asyncrl.cli.eval import engine_kind, prepared
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
-from asyncrl.telemetry.run_folder import prepare_run_folder
+from asyncrl.telemetry.folder.run_folder import prepare_run_folder
 
 TRAINING = ("model.path=m", "data.path=train.jsonl", "reward.function=r.py:f", "rollout.top_p=0.9", "rollout.top_k=50")
 

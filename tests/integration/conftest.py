@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 from asyncrl.data.modes import write_modes
-from asyncrl.telemetry.evaluations import is_evaluation
+from asyncrl.telemetry.metrics.evaluations import is_evaluation
 
 TEMPLATE = (
     "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"

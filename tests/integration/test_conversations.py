@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.telemetry.metrics import SAMPLES_FILE
+from asyncrl.telemetry.metrics.log import SAMPLES_FILE
 from tests.integration.conftest import StartLocal
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.cli.quickstart import prepare, quickstart_overrides
 from asyncrl.data.warmup_recipe import WarmupRecipe
-from asyncrl.telemetry.evaluations import is_evaluation
+from asyncrl.telemetry.metrics.evaluations import is_evaluation
 
 pytestmark = [pytest.mark.slow, pytest.mark.unhurried, pytest.mark.timeout(2700)]
 LAYOUT = ["learner.ranks=8", "learner.sequence_parallel=2", "learner.tensor_parallel=2"]

@@ -17,7 +17,7 @@ import pytest
 
 from asyncrl.cli.main import main
 from asyncrl.config import load_config
-from asyncrl.telemetry.run_folder import write_config
+from asyncrl.telemetry.folder.run_folder import write_config
 
 REWARD = """
 import os, time

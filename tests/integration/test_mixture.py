@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2MoeConfig
 
 from asyncrl.cli.quickstart import prepare
 from asyncrl.data.warmup_recipe import WarmupRecipe
-from asyncrl.telemetry.evaluations import is_evaluation
+from asyncrl.telemetry.metrics.evaluations import is_evaluation
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]
 EXPERTS = 4

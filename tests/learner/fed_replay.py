@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from asyncrl.errors import NoProgress
 from asyncrl.evaluation.orders import EvalSummary
 from asyncrl.replay.protocol import Lease, Member, Restored, TrainedReply
-from asyncrl.telemetry.evaluations import is_evaluation
+from asyncrl.telemetry.metrics.evaluations import is_evaluation
 from asyncrl.weights.base import PublishStats
 from asyncrl.weights.canary import Canary
 from tests.learner.feed import make_lease, make_step

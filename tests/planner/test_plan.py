@@ -14,8 +14,8 @@ from asyncrl.config import load_config, settings_as_used, to_yaml
 from asyncrl.errors import ConfigError
 from asyncrl.planner.given import Given
 from asyncrl.planner.search import Effort, Search, Split
-from asyncrl.telemetry.report import METRICS_FILE
-from asyncrl.telemetry.resumed import CONFIG_FILE
+from asyncrl.telemetry.folder.resumed import CONFIG_FILE
+from asyncrl.telemetry.reports.summary import METRICS_FILE
 from tests.planner.test_calibration import PACED, write_run
 from tests.planner.test_simulation import costs, setup
 

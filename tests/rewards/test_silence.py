@@ -11,7 +11,7 @@ import pytest
 from asyncrl.rewards import silence
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.silence import Silence
-from asyncrl.telemetry.tails import RewardWarnings
+from asyncrl.telemetry.live.tails import RewardWarnings
 from tests.replay.helpers import Clock
 
 HANGS = f"{Path(__file__).with_name('reward_functions.py')}:by_command"

@@ -16,7 +16,7 @@ from asyncrl.data.local_tokenizer import TOKENIZER, tokenizer_digest
 from asyncrl.errors import ConfigError
 from asyncrl.rollout.copies import SameCopies
 from asyncrl.schema import Config
-from asyncrl.telemetry.resumed import ROWS, rows_here
+from asyncrl.telemetry.folder.resumed import ROWS, rows_here
 from tests.weights.board import Board, WorkerRendezvous
 
 

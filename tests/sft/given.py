@@ -18,7 +18,7 @@ from asyncrl.sft.rows import SftRows, train_sources
 from asyncrl.sft.rules import load_sft
 from asyncrl.sft.settings import SftConfig
 from asyncrl.sft.train import SftTraining, train_rows
-from asyncrl.telemetry.evaluations import is_evaluation
+from asyncrl.telemetry.metrics.evaluations import is_evaluation
 from tests.learner.feed import tiny_checkpoint
 
 CPU = torch.device("cpu")

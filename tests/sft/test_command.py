@@ -12,7 +12,7 @@ import pytest
 from asyncrl.cli.local import Ended
 from asyncrl.cli.main import main
 from asyncrl.data.byte_tokenizer import save_byte_tokenizer
-from asyncrl.telemetry.run_folder import prepare_run_folder
+from asyncrl.telemetry.folder.run_folder import prepare_run_folder
 from asyncrl.telemetry.trace import read_trace
 from tests.chat import spaced
 from tests.sft.given import settings, texts, train_alone, write

@@ -16,7 +16,7 @@ from asyncrl.errors import CheckpointDamagedError, CheckpointMismatchError
 from asyncrl.learner.checkpoints.resume import begin
 from asyncrl.sft.__main__ import open_log
 from asyncrl.sft.train import Start
-from asyncrl.telemetry.run_folder import prepare_run_folder
+from asyncrl.telemetry.folder.run_folder import prepare_run_folder
 from tests.sft.given import CPU, settings, train_alone
 
 OWN = ["learner.lr=1e-2", "data.max_tokens=64"]

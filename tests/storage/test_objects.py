@@ -13,8 +13,8 @@ from asyncrl.storage.best import read_best
 from asyncrl.storage.checkpoints import branch_begun, position_of, trained_in
 from asyncrl.storage.lines import row_of
 from asyncrl.storage.objects import read_object
-from asyncrl.telemetry.resumed import is_supervised
-from asyncrl.telemetry.run_folder import origin_of
+from asyncrl.telemetry.folder.resumed import is_supervised
+from asyncrl.telemetry.folder.run_folder import origin_of
 
 NONE = ["", "null", "[]", "3", '"x"', "[" * 100_000, '{"a":' * 100_000, "\0" * 64]
 

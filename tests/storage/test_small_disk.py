@@ -32,8 +32,8 @@ from asyncrl.storage.best import BEST, BestCheckpoint, read_best
 from asyncrl.storage.checkpoints import finished
 from asyncrl.storage.full_disk import Patience, make_board, read_board
 from asyncrl.storage.lines import read_lines
-from asyncrl.telemetry.metrics import MetricsLog
-from asyncrl.telemetry.run_folder import prepare_run_folder
+from asyncrl.telemetry.folder.run_folder import prepare_run_folder
+from asyncrl.telemetry.metrics.log import MetricsLog
 from asyncrl.weights.files.sender import FilesSender
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher
 from tests.learner.feed import tiny_checkpoint

@@ -64,7 +64,7 @@ from asyncrl.storage.checkpoints import (
     refuse_bare_fork,
 )
 from asyncrl.storage.full_disk import Patience
-from asyncrl.telemetry.run_folder import origin_of, owner_of
+from asyncrl.telemetry.folder.run_folder import origin_of, owner_of
 
 log = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from asyncrl.replay.core.balance import EARLY, UPDATES
 from asyncrl.replay.protocol import LearnerReplay
 from asyncrl.storage.checkpoints import CHECKPOINT_DIR, SUPERVISED, finished, position_of
 from asyncrl.storage.lines import read_lines, row_of, tail
-from asyncrl.telemetry.evaluations import is_evaluation
-from asyncrl.telemetry.metrics import METRICS_FILE
+from asyncrl.telemetry.metrics.evaluations import is_evaluation
+from asyncrl.telemetry.metrics.log import METRICS_FILE
 from asyncrl.types import NO_VERSION
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.config import LOG_DIR
-from asyncrl.telemetry.run_folder import STOP_FILE
+from asyncrl.telemetry.folder.run_folder import STOP_FILE
 
 Asked = Callable[[], bool]
 

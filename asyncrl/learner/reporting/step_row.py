@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class StepLog(Protocol):
-    """Where rank 0 writes rows (`asyncrl.telemetry.metrics.MetricsLog`)."""
+    """Where rank 0 writes rows (`asyncrl.telemetry.metrics.log.MetricsLog`)."""
 
     def write(self, step: int, policy_version: int, row: Mapping[str, float]) -> None: ...
 

@@ -1,0 +1,281 @@
+"""What a resume may change in a run, and what it may not.
+
+may        any setting but those below: each change is said in one line and kept at the head of `config.yaml`
+may not    what the run is made of: the model it began with, the rows of its data and their order (`seed`,
+           `data.shuffle`); by content, so that a folder that was moved is the same one; and its kind
+
+run.json   {"run_id": ..., "made_of": {"model": fingerprint, "data": fingerprint, "seed": 0, "data.shuffle": true},
+            "code": {"reward.function": fingerprint, ...}}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from asyncrl.checks.dtypes import AUTO, DTYPES, KEYS
+from asyncrl.checks.own_code import code_hashes, own_code
+from asyncrl.checks.sources import Place, Source, places, sources
+from asyncrl.config import by_key, config_to_dict, meant
+from asyncrl.errors import ConfigError, DataError, RunFolderError
+from asyncrl.schema import Config, RunSettings
+from asyncrl.storage.checkpoints import CHECKPOINT_DIR, proven
+from asyncrl.storage.objects import read_object
+from asyncrl.telemetry.folder.origins import FromFile
+
+RUN_FILE = "run.json"
+CONFIG_FILE = "config.yaml"
+ROWS = "rows"
+"""Under which name the learner announces the `rows_here` of its own."""
+RESUMED = "# resumed "
+SUPERVISED = "supervised"
+"""Kind of a run of `asyncrl sft`; one of reinforcement learning has none."""
+OF_A_START = frozenset(
+    {
+        "resume",
+        "overwrite",
+        "run.dir",
+        "run.name",
+        "replay.address",
+        "replay.shard_address",
+        "replay.keys",
+        "ray.address",
+        "ray.gpus_per_worker",
+        "placement.mode",
+        "placement.gpus",
+        "weights.backend",
+        "weights.port",
+        "weights.interface",
+    }
+)
+"""Settings that are of one start of a run, not of the run."""
+MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")
+SAVED_FILES = (".json", ".arrow")
+PIECE = 1 << 20
+"""Bytes read at either end of a file: a model of many gigabytes is known by them and by its size."""
+
+
+def made_of(config: RunSettings) -> dict[str, Any]:
+    """What no resume may change."""
+    kind = {} if isinstance(config, Config) else {"kind": SUPERVISED}
+    return {
+        **kind,
+        "model": fingerprint(config.model.path),
+        "data": data_fingerprint(config),
+        "seed": config.seed,
+        "data.shuffle": config.data.shuffle,
+        "data.order_by": config.data.order_by,
+    }
+
+
+def data_fingerprint(config: RunSettings) -> str:
+    """Of one file, that of its rows; of anything else 16 hex digits over what is drawn from: the rows of all sources,
+    their weights, and what chooses among them."""
+    found = sources(config.data)
+    described = [
+        {
+            "rows": _rows(source),
+            "mixed": [source.name, source.weight] if source.name else [],
+            "chosen": [source.prompt_column, *map(str, source.where)],
+            "args": source.args if source.runs_own_code else {},
+        }
+        for source in found
+    ]
+    first = described[0]
+    plain = len(found) == 1 and not first["mixed"] and first["chosen"] == ["prompt"] and not first["args"]
+    if plain and len(first["rows"]) == 1:
+        return first["rows"][0]
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def rows_here(config: Config) -> str:
+    """`data_fingerprint`; empty where some of it is not on this machine."""
+    try:
+        for source in sources(config.data):
+            places(source)
+    except (ConfigError, DataError):
+        return ""
+    return data_fingerprint(config)
+
+
+def _rows(source: Source) -> list[str]:
+    """Of each of its files; of a path that is not on this machine, which may be the learner's, the path itself."""
+    try:
+        return [_of_place(place) for place in places(source)]
+    except DataError:
+        return list(source.specs)
+
+
+def _of_place(place: Place) -> str:
+    if place.kind == "own":
+        return fingerprint(place.path.rpartition(":")[0]) + place.path.rpartition(":")[2]
+    return place.path if place.kind == "hub" else fingerprint(place.path, SAVED_FILES)
+
+
+def fingerprint(path: str, endings: Sequence[str] = MODEL_FILES) -> str:
+    """16 hex digits of a file, or of the files with these endings in a folder; of a name of a hub the name itself."""
+    place = Path(path)
+    if place.is_dir():
+        files = sorted(file for file in place.iterdir() if file.is_file() and file.suffix in endings)
+    elif place.is_file():
+        files = [place]
+    else:
+        return path
+    digest = hashlib.sha256()
+    for file in files:
+        name, size = file.name if place.is_dir() else "", file.stat().st_size
+        digest.update(f"{name}/{size}/".encode())
+        with file.open("rb") as opened:
+            digest.update(opened.read(PIECE))
+            if size > PIECE:
+                opened.seek(max(PIECE, size - PIECE), os.SEEK_SET)
+                digest.update(opened.read(PIECE))
+    return digest.hexdigest()[:16]
+
+
+def _noted(folder: Path, what: str) -> dict[str, Any]:
+    """Of `run.json`, empty where it is of an older version. Raises OSError, ValueError."""
+    found = read_object(folder / RUN_FILE).get(what, {})
+    if not isinstance(found, dict):
+        raise ValueError(f"{what} is no object")
+    return found
+
+
+def is_supervised(folder: Path) -> bool:
+    """Whether `folder` is of a run of `asyncrl sft`; where `run.json` is gone, by its settings."""
+    with suppress(OSError, ValueError):
+        return _noted(folder, "made_of").get("kind") == SUPERVISED
+    with suppress(OSError, ValueError):
+        return "\n  rows_per_step: " in (folder / CONFIG_FILE).read_text()
+    return False
+
+
+def refuse_other_run(config: RunSettings, folder: Path) -> None:
+    """Raises RunFolderError when `folder` is of a run that is made of something else."""
+    try:
+        known = _noted(folder, "made_of")
+    except (OSError, ValueError):
+        return  # of nobody, or of an older version: there is nothing to compare
+    given = made_of(config)
+    if known.get("kind") != given.get("kind"):
+        of = "asyncrl sft" if known.get("kind") else "reinforcement learning"
+        raise RunFolderError(
+            f"run.dir={config.run.dir} holds a run of {of}, "
+            "which these settings do not go on with. Give another run.name; its model is in "
+            f"{Path(config.run.dir) / 'hf'} once it has ended"
+        )
+    named = {
+        "model": f"model.path={config.model.path}",
+        "data": "data.mixture" if config.data.mixture else f"data.path={config.data.path}",
+    }
+    for part, before in known.items():
+        if part in given and given[part] != before:
+            what = named.get(part, f"{part}={str(given[part]).lower()}")
+            raise RunFolderError(
+                f"{what} is not what the run in run.dir={config.run.dir} began with ({part} {str(before).lower()}): "
+                "a resume may change how it is trained, not the model, the data and their order. Resume with the "
+                "former, or start a new run with another run.name"
+            )
+
+
+def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any], usual: Mapping[str, Any]) -> list[str]:
+    """`key: old -> new` of every setting of the run that differs, in the order of `after`.
+
+    Args:
+        usual: the defaults: what held in a run of before there was the setting.
+    """
+    old, new = by_key(before, apart=True), by_key(after, apart=True)
+    # Without a default of its own it is a part that only some losses have: the loss itself is said.
+    old = {key: value for key, value in by_key(usual, apart=True).items() if value is not None} | old
+    return [
+        f"{key}: {_said(old[key])} -> {_said(new[key])}"
+        for key in new
+        if key in old and old[key] != new[key] and key not in OF_A_START
+    ]
+
+
+def kept_dtypes(config: RunSettings, overrides: Sequence[str]) -> list[str]:
+    """Overrides for a resume that leaves dtypes to `auto`: a run that began with others keeps them."""
+    path = Path(config.run.dir) / CONFIG_FILE
+    if config.resume == "never" or config.overwrite or not path.exists():
+        return []
+    before, now = _settings_in(path), by_key(config_to_dict(config))
+    old = by_key(before)
+    typed = {text.partition("=")[0].lstrip("+") for text in overrides}
+    left = [key for key in KEYS if now.get(key) == AUTO and key not in typed]
+    kept = [f"{key}={old[key]}" for key in left if old.get(key) in DTYPES and old[key] != AUTO]
+    return [FromFile.of(each, f"{CONFIG_FILE} of the run") for each in kept]
+
+
+def _said(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def changes_of_resume(settings: Mapping[str, Any], folder: Path, usual: Mapping[str, Any]) -> list[str]:
+    """What a resume with `settings` changes in the run in `folder`, by its `config.yaml`; empty where there is none.
+
+    Args:
+        usual: see `changed_settings`.
+
+    Raises:
+        RunFolderError: `config.yaml` cannot be read.
+    """
+    path = folder / CONFIG_FILE
+    return changed_settings(_settings_in(path), settings, usual) if path.exists() else []
+
+
+def _settings_in(path: Path) -> dict[str, Any]:
+    try:
+        before = yaml.safe_load(path.read_text())
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise RunFolderError(f"{path} cannot be read: {error}. Mend or delete it, then resume again") from error
+    if not isinstance(before, dict):
+        raise RunFolderError(f"{path} holds no settings. Mend or delete it, then resume again")
+    return meant(before)
+
+
+def changed_code(config: Config, folder: Path) -> list[str]:
+    """`the code of SETTING (SPEC): old -> new` of every file of the user's that is not as the run last used it, where
+    the setting itself is the same."""
+    before = code_noted(folder)
+    now, named = code_hashes(config), own_code(config)
+    return [
+        f"the code of {key} ({named[key]}): {before[key]} -> {now[key]}"
+        for key in now
+        if key in before and before[key] != now[key]
+    ]
+
+
+def code_noted(folder: Path) -> dict[str, Any]:
+    """Of each file of the user's its hash, as the run last used it; empty where that is not known."""
+    try:
+        return _noted(folder, "code")
+    except (OSError, ValueError):
+        return {}
+
+
+def history_of(folder: Path) -> list[str]:
+    """The lines at the head of `config.yaml` that say what resumes have changed."""
+    path = folder / CONFIG_FILE
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [line for line in lines if line.startswith(RESUMED)]
+
+
+def resumed_lines(config: RunSettings, folder: Path, changes: list[str], begins: Path | None = None) -> list[str]:
+    """For the head of `config.yaml`: from where, which is looked for unless it `begins` at a checkpoint that is known,
+    and what was changed. Nothing of a run that goes on as it was. Raises CheckpointDamagedError, RunFolderError."""
+    named = config.resume not in ("auto", "never")
+    if not changes and not named:
+        return []
+    start = begins or (proven(folder, config.resume, lambda _: None) if changes else Path(config.resume))
+    start = start and start.resolve()
+    here = start is None or start.parent == folder / CHECKPOINT_DIR
+    begun = f"{RESUMED}from {(start.name if here else start) if start else 'the start'}"
+    return [f"{begun}: {change}" for change in changes] or [begun]

@@ -1,0 +1,351 @@
+"""The run folder: whose it is, and what an earlier run left there.
+
+    runs/<run.name>/  run.json  config.yaml  metrics.jsonl  samples.jsonl  eval_samples.jsonl  ledger.jsonl  curves.png
+                      journal/  keys/  logs/  ckpt/  hf/
+
+`run.json` holds two ids. `run_id` is that of the newest start: all its processes carry it, so the first one prepares
+the folder and the others find it prepared. `origin` is that of the first start, kept by every resume: checkpoints
+carry it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import logging
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from asyncrl.checks.dtypes import AUTO
+from asyncrl.checks.own_code import code_hashes
+from asyncrl.config import JOURNAL_DIR, KEYS_DIR, LOG_DIR, config_to_dict, disk_patience, settings_as_used, to_yaml
+from asyncrl.errors import AsyncRLError, RunFolderError
+from asyncrl.schema import Config, RunSettings
+from asyncrl.storage.checkpoints import CHECKPOINT_DIR, is_of_another_run
+from asyncrl.storage.full_disk import BOARD_BYTES, make_board
+from asyncrl.storage.objects import read_object
+from asyncrl.storage.occupancy import alone_in, holders
+from asyncrl.storage.sealed import replace_text
+from asyncrl.telemetry.folder.origins import commented, origins
+from asyncrl.telemetry.folder.resumed import (
+    CONFIG_FILE,
+    RUN_FILE,
+    changed_code,
+    changes_of_resume,
+    code_noted,
+    history_of,
+    made_of,
+    refuse_other_run,
+    resumed_lines,
+)
+
+log = logging.getLogger(__name__)
+
+BLOTTED = "***"
+METRICS_FILE = "metrics.jsonl"
+STOP_FILE = "stop"
+"""In `logs`: asks the learner to save a checkpoint and end."""
+SEAL = "# The lines above have the xxh3 "
+"""At the end of `config.yaml`, then a hash: what a resume changes is told by this file."""
+SECRET_NAMES = ("*key*", "*token*", "*secret*", "*password*")
+
+
+def prepare_run_folder(
+    config: RunSettings,
+    run_id: str,
+    *,
+    keep: tuple[str, ...] = (),
+    overrides: Sequence[str] | None = None,
+    begins: Path | None = None,
+) -> Path:
+    """Make `run.dir` ready for the run `run_id` and return it. Idempotent for the same id. `overwrite` spares `keep`,
+    the names of what other processes of the new run may have begun. `overrides`, those that `config` was loaded with,
+    tell where each of its values came from. `begins`: from which checkpoint a resume goes on, where that is known.
+
+    Raises:
+        RunFolderError: another run used the folder and neither `resume` nor `overwrite` is set, or the folder holds
+            something that no run left there, or it cannot be written.
+    """
+    folder = Path(config.run.dir).resolve()
+    if owner_of(folder) == run_id:
+        return folder
+    refuse_used_folder(config)
+    changed = resumed_lines(config, folder, changes_in(config), begins)
+    with _writing(config):
+        _prepare(config, folder, run_id, keep, changed, overrides)
+    return folder
+
+
+def changes_in(config: RunSettings) -> list[str]:
+    """`key: old -> new`, what resuming with `config` changes in the run in `run.dir`. Changes nothing itself.
+
+    Raises:
+        RunFolderError: what no resume may change; see `asyncrl.telemetry.folder.resumed`.
+    """
+    folder = Path(config.run.dir).resolve()
+    if config.overwrite or owner_of(folder) is None:
+        return []
+    refuse_other_run(config, folder)
+    usual = config_to_dict(type(config)())
+    changed = changes_of_resume(redacted(settings_as_used(config)), folder, usual)
+    return changed + changed_code(config, folder) if isinstance(config, Config) else changed
+
+
+def _prepare(
+    config: RunSettings,
+    folder: Path,
+    run_id: str,
+    keep: tuple[str, ...],
+    changed: list[str],
+    overrides: Sequence[str] | None,
+) -> None:
+    origin = run_id if config.overwrite else origin_of(folder) or run_id
+    if config.overwrite and owner_of(folder) is not None:
+        for entry in folder.iterdir():
+            if entry.name not in keep:
+                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+    patience = disk_patience(config)
+    (folder / LOG_DIR).mkdir(parents=True, exist_ok=True)
+    (folder / LOG_DIR / STOP_FILE).unlink(missing_ok=True)
+    if patience.board is not None:
+        board = patience.board
+        patience.through(board, BOARD_BYTES, lambda: make_board(board))
+    code = code_noted(folder) or _code_of(config)
+    _note(config, folder, {"run_id": run_id, "origin": origin, "made_of": made_of(config), "code": code})
+    # Beside that of a run that goes on: what is refused before a step is trained was no resume (`begin_settings`).
+    target = folder / LOG_DIR if (folder / CONFIG_FILE).exists() else folder
+    write_config(config, target, [*history_of(folder), *changed], overrides)
+
+
+def note_steps(config: RunSettings, steps: int) -> None:
+    """Of the whole run, where the settings say but epochs."""
+    folder = Path(config.run.dir).resolve()
+    _note(config, folder, read_object(folder / RUN_FILE) | {"steps": steps})
+
+
+def steps_noted(folder: Path) -> int:
+    """0 where nobody has."""
+    found = _run_file(folder).get("steps", "")
+    return int(found) if found.isdecimal() else 0
+
+
+def _code_of(config: RunSettings) -> dict[str, str]:
+    return code_hashes(config) if isinstance(config, Config) else {}
+
+
+def _note(config: RunSettings, folder: Path, values: Mapping[str, Any]) -> None:
+    text = json.dumps(values) + "\n"
+    # Aside in a folder that makes none used: half written, it would make one of nobody's, which is never touched again.
+    file, aside = folder / RUN_FILE, folder / LOG_DIR / RUN_FILE
+    disk_patience(config).through(file, len(text), lambda: replace_text(file, text, aside))
+
+
+@contextmanager
+def occupied(config: RunSettings) -> Iterator[None]:
+    """`run.dir` belongs to the run of the caller for as long as this lasts, and beyond that for as long as any of its
+    processes lives (`lived_in`): a second run in it on this machine would write into the files of the first, or delete
+    them.
+
+    Raises:
+        RunFolderError: another run is going on in it, or it cannot be made.
+    """
+    folder = Path(config.run.dir).resolve()
+    if folder.exists() and not folder.is_dir():
+        refuse_used_folder(config)
+    with _writing(config):
+        folder.mkdir(parents=True, exist_ok=True)
+    with alone_in(folder) as alone:
+        if not alone:
+            raise RunFolderError(
+                f"run.dir={config.run.dir} belongs to a run that is going on right now{holders(folder)}. Stop that one "
+                "first, or give another run.name"
+            )
+        yield
+
+
+@contextmanager
+def _writing(config: RunSettings) -> Iterator[None]:
+    try:
+        yield
+    except AsyncRLError:
+        raise
+    except OSError as error:
+        raise RunFolderError(
+            f"run.dir={config.run.dir} cannot be written: {error.strerror or error}. Free space there, or give another "
+            "run.dir"
+        ) from error
+
+
+def refuse_used_folder(config: RunSettings) -> None:
+    """Raises RunFolderError as `prepare_run_folder` does for a new run; changes nothing."""
+    folder = Path(config.run.dir).resolve()
+    # A rollout pool that was started before the learner has made logs and keys already, a replay server its journal.
+    early = (LOG_DIR, JOURNAL_DIR, KEYS_DIR)
+    if not folder.exists() or (folder.is_dir() and all(entry.name in early for entry in folder.iterdir())):
+        return
+    if not folder.is_dir():
+        raise RunFolderError(f"run.dir={config.run.dir} is a file. Give another run.dir or run.name")
+    if owner_of(folder) is None and (folder / RUN_FILE).exists():
+        raise RunFolderError(
+            f"{folder / RUN_FILE} cannot be read: it says whose run this is, so the folder is left alone. "
+            "Restore it from a copy, or give another run.dir or run.name"
+        )
+    if owner_of(folder) is None:
+        raise RunFolderError(
+            f"run.dir={config.run.dir} holds files but no {RUN_FILE}, so it is no run folder of asyncrl and is left "
+            "alone. Give another run.dir or run.name"
+        )
+    if config.resume == "never" and not config.overwrite:
+        raise RunFolderError(
+            f"run.dir={config.run.dir} was used by an earlier run. Continue it with resume=auto, delete it with "
+            "overwrite=true, or give another run.name"
+        )
+    named = Path(config.resume) if config.resume not in ("never", "auto") else None
+    if named and _has_rows(folder) and is_of_another_run(named, folder / CHECKPOINT_DIR, origin_of(folder)):
+        raise RunFolderError(
+            f"run.dir={config.run.dir} has steps of its own, and resume={config.resume} is a checkpoint of another "
+            "run: the rows and groups of both would pass for those of one. Give another run.dir to go on from it"
+        )
+
+
+def _has_rows(folder: Path) -> bool:
+    try:
+        return (folder / METRICS_FILE).stat().st_size > 0
+    except OSError:
+        return False
+
+
+def owner_of(folder: Path) -> str | None:
+    """Id of the start that prepared the folder, or None where none did."""
+    return _run_file(folder).get("run_id")
+
+
+@contextmanager
+def still_of(run_id: str, folder: Path) -> Iterator[None]:
+    """Whatever ends a process of the run `run_id` whose folder was taken away, it ends of that: started again it would
+    make another one in its place, with keys that nobody knows.
+
+    Raises:
+        RunFolderError: in place of any error then.
+    """
+    try:
+        yield
+    except (OSError, AsyncRLError) as error:
+        if gone := said_of_gone(run_id, folder):
+            raise RunFolderError(gone) from error
+        raise
+
+
+def said_of_gone(run_id: str, folder: Path) -> str:
+    """That `folder` is not that of the run `run_id` any more; empty where it is."""
+    if owner_of(folder) == run_id:
+        return ""
+    return (
+        f"run.dir={folder} was moved away, deleted or begun anew while the run went on. Moved back whole, it goes on "
+        "with resume=auto"
+    )
+
+
+def origin_of(folder: Path) -> str:
+    """Id of the run in the folder, the same through all its resumes; empty where there is none."""
+    found = _run_file(folder)
+    return found.get("origin") or found.get("run_id", "")
+
+
+def _run_file(folder: Path) -> dict[str, str]:
+    try:
+        return {name: str(value) for name, value in read_object(folder / RUN_FILE).items()}
+    except (OSError, ValueError):
+        return {}
+
+
+def write_config(
+    config: RunSettings, folder: Path, history: Sequence[str] = (), overrides: Sequence[str] | None = None
+) -> None:
+    """`config.yaml`: every setting as it was resolved, secrets blotted out, and behind it where its value came from if
+    `overrides` are given; before them what resumes have changed."""
+    settings = to_yaml(redacted(settings_as_used(config)))
+    if overrides is not None:
+        preset = config.loss.preset if isinstance(config, Config) else None
+        settings = commented(settings, origins(overrides, preset, type(config)))
+    _put_config(config, folder / CONFIG_FILE, "".join(f"{line}\n" for line in history) + settings)
+
+
+def begin_settings(config: RunSettings, found: Mapping[str, str]) -> None:
+    """The learner begins, at a checkpoint that fits: by `config`, which is what `config.yaml` says from here on.
+
+    In it stands what `auto` has become: a resume, `asyncrl export` and `asyncrl rerun` go on with that, whatever they
+    run on.
+
+    Args:
+        found: by setting, `model.dtype`.
+    """
+    folder = Path(config.run.dir).resolve()
+    path = folder / CONFIG_FILE
+    with suppress(FileNotFoundError):
+        (folder / LOG_DIR / CONFIG_FILE).replace(path)
+    _note(config, folder, read_object(folder / RUN_FILE) | {"code": _code_of(config)})
+    before = after = path.read_text().rpartition(SEAL)[0] if path.exists() else ""
+    for key, dtype in found.items():
+        room, _, name = key.partition(".")
+        after = re.sub(rf"(?m)^({room}:.*\n(?: .*\n)*?  {name}: ){AUTO}\b", rf"\g<1>{dtype}", after)
+    if after != before:
+        _put_config(config, path, after)
+
+
+def _put_config(config: RunSettings, path: Path, text: str) -> None:
+    text += _seal_of(text)
+    disk_patience(config).through(path, len(text.encode()), lambda: replace_text(path, text, path.with_suffix(".tmp")))
+
+
+def config_note(folder: Path) -> str:
+    """That `config.yaml` is not as the run wrote it; empty where it is. A resume tells by it what it changes."""
+    path = folder / CONFIG_FILE
+    try:
+        text, _, seal = path.read_text().rpartition(SEAL)
+    except (OSError, ValueError) as error:
+        return f"{path} cannot be read ({error}): what a resume changes is not known"
+    if f"{SEAL}{seal}" == _seal_of(text):
+        return ""
+    return f"{path} was changed or cut after it was written: what it says now counts"
+
+
+def _seal_of(text: str) -> str:
+    return f"{SEAL}{xxhash.xxh3_64(text.encode()).hexdigest()}\n"
+
+
+def redacted(settings: dict[str, Any]) -> dict[str, Any]:
+    """A copy in which no text stands under a name like key, token, secret or password, however deep. Numbers stay:
+    max_new_tokens."""
+    return {name: _blotted(value, _is_secret(name)) for name, value in settings.items()}
+
+
+def _blotted(value: Any, secret: bool) -> Any:
+    if isinstance(value, dict):
+        return {name: _blotted(part, secret or _is_secret(name)) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_blotted(part, secret) for part in value]
+    return BLOTTED if secret and isinstance(value, str) and value else value
+
+
+def _is_secret(name: Any) -> bool:
+    lower = str(name).lower()
+    # `key_env` names the variable that has the key: without it a run could not be repeated.
+    return not lower.endswith("_env") and any(fnmatch.fnmatch(lower, secret) for secret in SECRET_NAMES)
+
+
+def without_blots(value: Any, *, secret: bool = False) -> Any:
+    """Of settings as `config.yaml` has them those that say something: what was blotted out is not given again."""
+    if isinstance(value, dict):
+        kept = {name: without_blots(part, secret=secret or _is_secret(name)) for name, part in value.items()}
+        return {name: part for name, part in kept.items() if part is not None or value[name] is None}
+    if isinstance(value, list):
+        kept = [without_blots(part, secret=secret) for part in value]
+        return None if None in kept and None not in value else kept
+    return None if secret and value == BLOTTED else value

@@ -1,0 +1,348 @@
+"""What one sees while a run goes on: one line per step for logs and pipes, a live table for a terminal.
+
+consumes: rows of metrics.jsonl as they are written · waits for: nothing; `refresh` is called by whoever supervises
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from rich.console import Console, Group
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from asyncrl.config import LOG_DIR, config_to_dict, disk_patience
+from asyncrl.schema import RunSettings
+from asyncrl.storage.lines import LineFile, read_lines
+from asyncrl.telemetry.folder.run_folder import STOP_FILE
+from asyncrl.telemetry.live.console import live_on
+from asyncrl.telemetry.live.tails import MetricsTail, RewardWarnings, Row
+from asyncrl.telemetry.metrics.alarms import FREE_BYTES, STALL, Alarms
+from asyncrl.telemetry.metrics.evaluations import Course, evaluations, is_evaluation
+from asyncrl.telemetry.metrics.log import METRICS_FILE, MetricsLog
+from asyncrl.telemetry.metrics.raised import ALARMS_FILE, Raised, ended_by_resume
+
+BUSY_BELOW = 0.1
+"""Idle fractions under this are noise, not waiting."""
+
+PACE_OF = 50
+"""Rows whose pace tells how long the rest will take."""
+MOST_AGES = 6
+"""In a line."""
+BY_AGE = re.compile(r".*_age_\d+|staleness/hist_\d+")
+"""Metrics that a row lacks where there is nothing of that age: the last row's do not stand for them."""
+
+
+def who_waits(row: Row) -> str:
+    """Reads the two idle fractions: which side of the system is the narrow one."""
+    learner, rollout = row.get("idle/learner"), row.get("idle/rollout")
+    if learner is None and rollout is None:
+        return ""
+    learner, rollout = learner or 0.0, rollout or 0.0
+    if max(learner, rollout) < BUSY_BELOW:
+        return "nobody waits"
+    if learner >= rollout:
+        return f"learner waits for rollouts {learner:.0%}"
+    return f"rollouts wait for learner {rollout:.0%}"
+
+
+def failed_rewards(row: Row) -> str:
+    """`12 (raised 10, timed_out 2)`: completions that got none, so far; empty when there are none."""
+    prefix = "reward/failed_"
+    count = row.get("reward/failed") or 0
+    reasons = ", ".join(
+        f"{name.removeprefix(prefix)} {row[name]:.0f}" for name in sorted(row) if name.startswith(prefix)
+    )
+    return f"{count:.0f}{f' ({reasons})' if reasons else ''}" if count else ""
+
+
+def format_line(row: Row) -> str:
+    """One step on one line; what a row does not have is left out."""
+    parts = [f"step {row['step']}", *([f"version {row['policy_version']}"] if "policy_version" in row else [])]
+    for label, name, form in (
+        ("reward", "reward/mean", "{:.3f}"),
+        ("loss", "loss/total", "{:+.4f}"),
+        ("staleness", "staleness/mean", "{:.2f}"),
+        ("kl", "kl/behavior", "{:.4f}"),
+        ("tokens/s", "perf/trained_tokens_per_s", "{:.0f}"),
+    ):
+        value = row.get(name)
+        if value is not None:
+            parts.append(f"{label} {form.format(value)}")
+    parts += [f"eval {name} {evaluation}" for name, evaluation in evaluations(row).items()]
+    failed = failed_rewards(row)
+    parts += [f"rewards failed {failed}"] if failed else []
+    waiting = who_waits(row)
+    return " | ".join([*parts, waiting] if waiting else parts)
+
+
+class SinkSettings(Protocol):
+    """Where metrics go beside the run folder, as in `TelemetryConfig`."""
+
+    wandb: bool
+    tensorboard: bool
+
+
+class LoggedRun(RunSettings, Protocol):
+    @property
+    def telemetry(self) -> SinkSettings: ...
+
+
+class PrintingLog(MetricsLog):
+    """Also one line per step on stdout, and the alarms: into `alarms.jsonl` and, where they are to stop the run, by the
+    file that asks the learner to save and end."""
+
+    _alarms: Alarms
+    _told: LineFile
+    _folder: Path
+    _stops: Path | None
+
+    @classmethod
+    def of(
+        cls, given: LoggedRun, run_dir: Path, step: int, *, on_alarm: str = "continue", ignored: Sequence[str] = ()
+    ) -> PrintingLog:
+        """The metrics files of the run, cut back to the checkpoint of `step` that training resumes from; 0: none."""
+        made = cls(
+            run_dir,
+            given.run.name,
+            config_to_dict(given),
+            wandb=given.telemetry.wandb,
+            tensorboard=given.telemetry.tensorboard,
+            resume_step=step or None,
+            patience=disk_patience(given),
+        )
+        made._alarms = Alarms(ignored)
+        made._told = made._open(run_dir / ALARMS_FILE, step)
+        made._told.append(each.as_row() for each in ended_by_resume(read_lines(run_dir / ALARMS_FILE).rows, step))
+        made._stops = run_dir / LOG_DIR / STOP_FILE if on_alarm == "stop" else None
+        made._folder = run_dir
+        return made
+
+    def write(self, step: int, policy_version: int | None, row: Mapping[str, float]) -> None:
+        super().write(step, policy_version, row)
+        version = {} if policy_version is None else {"policy_version": policy_version}
+        print(format_line({"step": step, **version, **row}), flush=True)
+        free = {FREE_BYTES: shutil.disk_usage(self._folder).free}
+        now = time.monotonic()
+        late = self._alarms.silence(now) if "time/step" in row else []  # not an evaluation after the last step
+        for raised in (*late, *self._alarms.row({"step": step, **row, **free}, now)):
+            print(raised, flush=True)
+            self._told.append([raised.as_row()])
+            if self._stops is not None and raised.stops:
+                self._stops.touch()
+
+
+class Spark:
+    """A curve of one line: each letter is the mean of some values, as high as it lies between all of them."""
+
+    LETTERS, WIDE, KEPT = "▁▂▃▄▅▆▇█", 40, 2000
+    MOST = 1e300
+    """Sums and differences of larger ones are no numbers any more; rewards are a user's."""
+
+    def __init__(self) -> None:
+        self._values: list[float] = []
+
+    def add(self, value: float) -> None:
+        self._values.append(min(self.MOST, max(-self.MOST, value)))
+        if len(self._values) >= self.KEPT:  # of a long run every second one
+            self._values = self._values[1::2]
+
+    def __str__(self) -> str:
+        bounds = [len(self._values) * part // self.WIDE for part in range(self.WIDE + 1)]
+        parts = [statistics.fmean(self._values[a:b]) for a, b in itertools.pairwise(bounds) if b > a]
+        low, high = min(parts, default=0.0), max(parts, default=0.0)
+        most = len(self.LETTERS) - 1
+        return "".join(self.LETTERS[round(most * (part - low) / (high - low)) if high > low else 0] for part in parts)
+
+
+class RunView:
+    """A live table on a terminal, a line per step anywhere else. Use as a context manager, call `refresh` often.
+
+    Args:
+        resumed: steps that were trained before this start: rows that are there already are not shown again. None shows
+            all of them.
+        ignored: alarms that are not told.
+    """
+
+    def __init__(
+        self, run_dir: Path, steps: int, console: Console, resumed: int | None = None, ignored: Sequence[str] = ()
+    ) -> None:
+        self._tail = MetricsTail(run_dir / METRICS_FILE)
+        self._resumed = resumed or 0
+        if resumed is not None:
+            self._tail.read()
+        self.trained = False
+        """A step was, since this began."""
+        self._warnings = RewardWarnings(run_dir / "logs")
+        self._alarms, self._told = Alarms(ignored), MetricsTail(run_dir / ALARMS_FILE)
+        if resumed is not None:
+            self._told.read()
+        self.alarmed = False
+        """An alarm that may stop a run was told since this began."""
+        self._steps = steps
+        self._console = console
+        self._started = time.monotonic()
+        self._recent: deque[float] = deque(maxlen=PACE_OF + 1)
+        """Seconds of the last steps. By the clock a night between a run and its resume would be one of them."""
+        self._latest: dict[str, Any] = {}
+        self._evaluations: dict[str, Course] = {}
+        self._rewards, self._evaluated = Spark(), dict[str, Spark]()
+        self._state = "starting"
+        self._live = live_on(console)
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def refresh(self, state: str = "") -> None:
+        """Read what is new and show it; `state` says what the supervisor is doing."""
+        self._state = state or self._state
+        for row in self._tail.read():
+            self._take({name: value for name, value in row.items() if isinstance(value, int | float)})
+        for warning in self._warnings.read():
+            self.say(warning)
+        read = filter(None, map(Raised.of, self._told.read()))
+        told = [raised for raised in read if raised.name != STALL.name]  # shown while it holds
+        # After the last step an evaluation and exports are waited for.
+        silent = self._alarms.silence(time.monotonic()) if self.unfinished or not self._steps else ()
+        for raised in (*told, *silent):
+            self.alarmed |= raised.stops
+            self.say(str(raised))
+        if self._live:
+            self._live.update(self._render(), refresh=True)
+
+    def say(self, text: str) -> None:
+        """Above the table, where there is one."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether the last row is not that of the last step."""
+        return self._latest.get("step", 0) < self._steps
+
+    def _take(self, row: Row) -> None:
+        self.trained = True
+        for raised in self._alarms.row(row, time.monotonic()):
+            if raised.name == STALL.name:  # the learner tells the others
+                self.say(str(raised))
+        for name, evaluation in evaluations(row).items():
+            self._evaluations.setdefault(name, Course()).add(evaluation, row["step"])
+            if evaluation.mean is not None:
+                self._evaluated.setdefault(name, Spark()).add(evaluation.mean)
+        if not is_evaluation(row):
+            if row["step"] < self._latest.get("step", 0):
+                self._recent.clear()  # a resume went back: the old pace says nothing about the new one
+            if isinstance(seconds := row.get("time/step"), int | float):
+                self._recent.append(seconds)
+            kept = {name: value for name, value in self._latest.items() if not BY_AGE.fullmatch(name)}
+            self._latest = {**kept, **row}
+            if row.get("reward/mean") is not None:
+                self._rewards.add(row["reward/mean"])
+        if self._live is None:
+            self._console.print(format_line(row), markup=False, highlight=False, soft_wrap=True)
+
+    def _eta(self) -> str:
+        if len(self._recent) < 2 or not self._steps:
+            return "--"
+        _, *warm = self._recent  # of a young run the first waited for everything to start
+        return clock(statistics.fmean(warm) * (self._steps - self._latest["step"]))
+
+    def _render(self) -> Group:
+        step = self._latest.get("step", self._resumed)
+        most = f"/{self._steps}" if self._steps else ""
+        head = Text(f"{self._state}   step {step}{most}   {self._elapsed()}   left {self._eta()}")
+        bar = Table.grid()  # a bar alone does not end its line
+        bar.add_row(ProgressBar(total=self._steps or None, completed=step, width=60))
+        table = [self._table()] if self._latest else []
+        return Group(head, bar, *self.pressing(), *table, *self.below())
+
+    def _elapsed(self) -> str:
+        return f"elapsed {clock(time.monotonic() - self._started)}"
+
+    def pressing(self) -> Sequence[Text]:
+        """What stands over the table: however long that is, it is on the screen."""
+        return ()
+
+    def below(self) -> Sequence[Table | Text]:
+        """What stands under the table."""
+        return ()
+
+    def _table(self) -> Table:
+        table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+        row = self._latest
+        for label, cells in (
+            ("reward", [_cell(row, "reward/mean", "{:.3f}"), self._drawn(self._rewards)]),
+            ("loss", [] if "reward/mean" in row else [_cell(row, "loss/total", "{:.4f}")]),
+            *((f"eval {name}", [str(course)]) for name, course in self._evaluations.items()),
+            *(("", [self._drawn(spark)]) for spark in self._evaluated.values() if len(self._evaluated) == 1),
+            (
+                "staleness",
+                [
+                    _cell(row, "staleness/mean", "mean {:.2f}"),
+                    _cell(row, "staleness/max", "max {:.0f} versions"),
+                    _cell(row, "staleness/dropped", "dropped {:.0f}"),
+                ],
+            ),
+            ("  by age", by_age(row, "staleness/hist", "{:.0%}")),
+            (
+                "queue",
+                [
+                    _cell(row, "replay/in_flight", "{:.0f} groups being made,"),
+                    _cell(row, "replay/inserted", "{:.0f} wait,"),
+                    _cell(row, "replay/leased", "{:.0f} planned"),
+                ],
+            ),
+            ("  by age", by_age(row, "replay/inserted_age", "{:.0f}")),
+            (
+                "tokens/s",
+                [
+                    _cell(row, "perf/trained_tokens_per_s", "trained {:,.0f}"),
+                    _cell(row, "perf/generated_tokens_per_s", "generated {:,.0f}"),
+                ],
+            ),
+            ("rewards failed", [failed_rewards(row)]),
+            ("who waits", [who_waits(row)]),
+        ):
+            shown = "  ".join(cell for cell in cells if cell)
+            if shown:
+                table.add_row(Text(label, style="bold"), shown)
+        return table
+
+    def _drawn(self, spark: Spark) -> str:
+        """Nothing where the terminal has no letters for it."""
+        return str(spark) if "utf" in self._console.encoding.lower() else ""
+
+
+def by_age(row: Row, name: str, form: str) -> list[str]:
+    """`2: 73%` for the most frequent ages of `<name>_<age>`, in their order."""
+    known = {int(key.rpartition("_")[2]): value for key, value in row.items() if key.startswith(f"{name}_") and value}
+    most = sorted(known, key=known.__getitem__, reverse=True)[:MOST_AGES]
+    more = sum(value for age, value in known.items() if age not in most)
+    shown = [f"{age}: {form.format(known[age])}" for age in sorted(most)]
+    return [*shown, f"others: {form.format(more)}"] if more else shown
+
+
+def _cell(row: Row, name: str, form: str) -> str:
+    value = row.get(name)
+    return "" if value is None else form.format(value)
+
+
+def clock(seconds: float) -> str:
+    """`1:02:03` or `2:03`."""
+    whole = max(0, int(seconds))
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,267 @@
+"""`asyncrl watch RUN`: a run that somebody else started, as its files and this machine's kernel tell of it.
+
+consumes: the run folder, /proc · waits for: nothing; `look` is called about once a second
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from asyncrl.config import LOG_DIR
+from asyncrl.family import STOPPED, ProcessId, ancestors, descendants
+from asyncrl.plain_text import plain
+from asyncrl.standstill import NAMED_S, TORCHRUN, WORKER, Kind, Standstills, kind_of, who
+from asyncrl.storage.full_disk import BOARD_FILE, IS_FULL, SAY_S, read_board
+from asyncrl.storage.lines import TAIL_BYTES
+from asyncrl.storage.occupancy import living_in
+from asyncrl.telemetry.live.over import ENDS_FILE, ends_in
+from asyncrl.telemetry.live.progress import RunView, clock
+from asyncrl.telemetry.live.tails import MetricsTail, Row
+from asyncrl.telemetry.metrics.log import SAMPLES_FILE, fate_of
+
+SHOWN = ("step", "reward", "prompt", "completion")
+ITS_GROUPS, NOBODY = "its groups wait", "nobody waits yet"
+"""Of a worker, while another one runs, and of those that only start others."""
+ELSEWHERE_S = 120.0
+"""A run whose files lie on several machines' disk and were written within these may go on on another one."""
+SAID, SAMPLES, TEXT = 6, 3, 160
+"""Lines of news, and samples, that are shown, and characters of each text."""
+
+
+@dataclass(slots=True)
+class Seen:
+    name: str
+    state: str
+    """`runs`, `stopped` or `gone`."""
+    since: float
+    kind: Kind | None = None
+    exact: bool = True
+    """Whether `since` is when it came to this, and not when it was first seen."""
+
+
+def in_run(folder: Path) -> list[ProcessId]:
+    """Those that hold its lock, those of a run that they run below, as torchrun, and those below them that somebody
+    waits for, as reward processes."""
+    own = living_in(folder)
+    above = {each for process in own for each in ancestors(process.pid) if kind_of(each.command()) is not None}
+    below = {
+        each
+        for each in descendants(*(process.pid for process in own))
+        if (kind := kind_of(each.command())) and kind.waits
+    }
+    return [*own, *((above | below) - set(own))]
+
+
+class WatchView(RunView):
+    """As a run's own view; below it who lives in the run, what was said last, and the last samples.
+
+    Args:
+        living: who is in the run now.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        steps: int,
+        console: Console,
+        *,
+        ignored: Sequence[str] = (),
+        living: Callable[[Path], Sequence[ProcessId]] = in_run,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(run_dir, steps, console, ignored=ignored)
+        self._run_dir, self._living, self._now = run_dir, living, now
+        self._standstills = Standstills(clock=now)
+        self._seen: dict[ProcessId, Seen] = {}
+        self._said: list[str] = []
+        self._samples_tail = MetricsTail(run_dir / SAMPLES_FILE, TAIL_BYTES)
+        self._samples: list[dict[str, object]] = []
+        self._moved, self._trained_s = now(), 0.0
+        self._board, self._notice = run_dir / LOG_DIR / BOARD_FILE, ""
+        self._full: Seen | None = None
+        self._over = False
+        self._waits: dict[tuple[str, float], str] = {}
+        self._lasting = set[tuple[str, float]]()
+
+    def look(self) -> bool:
+        """Take in what is new and show it. False when nobody is in the run any more."""
+        now, living = self._now(), self._there()
+        self._notice_who(living, now)
+        self._notice_board(now)
+        for said in self._standstills.look(living):
+            self.say(said)
+        self._notice_waits(now, bool(living))
+        self._samples = [*self._samples, *map(dict, self._samples_tail.read())][-SAMPLES:]
+        before = self._latest.get("step")
+        self._over = not living
+        self.refresh("training" if living else "nobody is in this run any more")
+        self._moved = now if self._latest.get("step") != before else self._moved
+        return bool(living)
+
+    def _there(self) -> list[ProcessId]:
+        """Who is in the run, and who was and has not ended: torchrun is seen by its ranks, and starts them again. Those
+        of a cluster outlive the run."""
+        living = list(self._living(self._run_dir))
+        known = [process for process in self._seen if process not in living and process.running()]
+        return [*living, *(each for each in known if living or self._seen[each].kind is TORCHRUN)]
+
+    def _notice_who(self, living: Sequence[ProcessId], now: float) -> None:
+        for process in living:
+            state = "stopped" if process.state() in STOPPED else "runs"
+            known = self._seen.get(process)
+            if known is None:
+                kind = kind_of(process.command())
+                name = who(process)
+                self._replaced(name)
+                since = now - process.age_s() if state == "runs" else now
+                self._seen[process] = Seen(name, state, since, kind, exact=state == "runs")
+            elif known.state != state:
+                known.state, known.since, known.exact = state, now, True
+        for process in set(self._seen) - set(living):
+            gone = self._seen[process]
+            if gone.state != "gone":
+                gone.state, gone.since, gone.exact = "gone", now, True
+                self.say(f"{gone.name} (pid {process.pid}) is gone")
+
+    def _replaced(self, name: str) -> None:
+        """One of this name has come: nobody waits for the first of those that went."""
+        gone = [process for process, seen in self._seen.items() if seen.state == "gone" and seen.name == name]
+        if gone:
+            del self._seen[min(gone, key=lambda process: self._seen[process].since)]
+
+    def _notice_board(self, now: float) -> None:
+        text, full = read_board(self._board), False
+        with contextlib.suppress(OSError):  # the folder is begun anew
+            # Who waits says so again every SAY_S; what one that died left there is no wait.
+            full = text.startswith(IS_FULL) and time.time() - self._board.stat().st_mtime < 2 * SAY_S
+        if not full:
+            self._full = None
+        elif self._full is None:
+            self._full = Seen("", "", now, exact=bool(self._seen))
+        if text and text != self._notice and (full or self._notice):
+            self.say(text)
+        self._notice = text
+
+    def _notice_waits(self, now: float, living: bool) -> None:
+        """In lines, where nothing is drawn, what has lasted for `NAMED_S`, once."""
+        self._waits = dict(self._waiting()) if living else {}
+        self._lasting &= self._waits.keys()
+        for known, text in self._waits.items():
+            if self._live is None and known not in self._lasting and now - known[1] >= NAMED_S:
+                self._lasting.add(known)
+                super().say(text)
+
+    def _waiting(self) -> Iterator[tuple[tuple[str, float], str]]:
+        """`X waits for Y since ...`: for whom or what somebody waits now, and what does not happen without."""
+        ending = (self._run_dir / LOG_DIR / ENDS_FILE).exists()
+        running = {seen.kind for seen in self._seen.values() if seen.state == "runs"}
+        for process, seen in sorted(self._seen.items(), key=lambda pair: pair[1].since):
+            if seen.state == "runs" or seen.kind is None or (ending and seen.state == "gone"):
+                continue
+            waits = ITS_GROUPS if seen.kind is WORKER and WORKER in running else seen.kind.waits
+            said = "stopped by a signal" if seen.state == "stopped" else "gone, and not started again yet"
+            whom = f"{waits or NOBODY} for {seen.name} (pid {process.pid}) since {self._at(seen)}"
+            yield (str(process.pid), seen.since), f"{whom}: {said}; until then {seen.kind.follows}"
+        if self._full is not None:
+            whom = f"whoever writes into the run folder waits for space on its disk since {self._at(self._full)}"
+            yield (BOARD_FILE, self._full.since), whom
+
+    def _at(self, seen: Seen) -> str:
+        """`07:55:12, 0:08 ago`."""
+        ago = self._now() - seen.since
+        moment = time.strftime("%H:%M:%S", time.localtime(time.time() - ago))
+        return f"{moment}{'' if seen.exact else ' or before'}, {clock(ago)} ago"
+
+    def _take(self, row: Row) -> None:
+        super()._take(row)
+        seconds = row.get("time/step")
+        self._trained_s += seconds if isinstance(seconds, int | float) else 0.0
+
+    def _elapsed(self) -> str:
+        """Of the run, without the time in which it was not there, and not of who watches."""
+        return f"trained for {clock(self._trained_s)}, last step {clock(self._now() - self._moved)} ago"
+
+    def say(self, text: str) -> None:
+        alarm, at, _ = text.partition(" at step ")
+        others = [each for each in self._said if not (at and each.startswith(alarm + at))]  # of each alarm the last
+        self._said = [*others, text][-SAID:]
+        if self._live is None:
+            super().say(text)
+
+    def pressing(self) -> Sequence[Text]:
+        return [Text(text, style="bold red") for text in self._waits.values()]
+
+    def below(self) -> Sequence[Table | Text]:
+        head = self._ended() if self._over else [self._roles()]
+        samples = Table(*SHOWN, box=None, padding=(0, 2, 0, 0))
+        for row in self._samples:
+            samples.add_row(*(one_line(cell)[:TEXT] for cell in sample_cells(row)))
+        said = [one_line(text) for text in self._said]
+        return [*head, *said, *([samples] if self._samples else [])]
+
+    def _last_step(self) -> Text:
+        """Of a run that is over."""
+        step = self._latest.get("step", 0)
+        when = f", at {moment(self._latest['time'])}" if "time" in self._latest else ""
+        rest = f": not finished; resume=auto goes on from the newest checkpoint (run.dir={self._run_dir})"
+        most = f" of {self._steps}" if self._steps else ""
+        return Text(f"this run has ended. Its last step was {step}{most}{when}{rest * self.unfinished}")
+
+    def _written_ago(self) -> float | None:
+        """Seconds since somebody wrote into the folder, of a run that may go on on another machine: nobody of it was
+        seen here, and nobody has written down its end."""
+        if self._seen or (self._run_dir / LOG_DIR / ENDS_FILE).exists():
+            return None
+        files = [*self._run_dir.glob("*.jsonl"), *(self._run_dir / LOG_DIR).glob("*.log")]
+        ago = time.time() - max((file.stat().st_mtime for file in files), default=0.0)
+        return ago if ago < ELSEWHERE_S else None
+
+    def _ended(self) -> list[Table | Text]:
+        """How the roles ended, as far as their logs tell."""
+        if (ago := self._written_ago()) is not None:
+            said = f"nobody of this run is on this machine, and its files were written {clock(max(0.0, ago))} ago: "
+            said += "if it goes on on other machines, `asyncrl watch` there shows it, or here `asyncrl watch ADDRESS`"
+            return [Text(f"{said} of its replay server. Its last step was {self._latest.get('step', 0)}")]
+        ends = list(ends_in(self._run_dir / LOG_DIR))
+        table = Table("who", "how it ended", "its last word", box=None, padding=(0, 2, 0, 0))
+        for end in ends:
+            table.add_row(end.name, end.how, moment(end.last_word))
+        errors = [one_line(f"{end.name}: {end.error}") for end in ends if end.error]
+        return [self._last_step(), table, *errors]
+
+    def _roles(self) -> Table:
+        now = self._now()
+        roles = Table("who", "pid", "state", "since", box=None, padding=(0, 2, 0, 0))
+        alike: dict[tuple[str, str], list[tuple[int, float]]] = {}
+        for process, seen in sorted(self._seen.items(), key=lambda pair: (pair[1].name, pair[0].pid)):
+            alike.setdefault((seen.name, seen.state), []).append((process.pid, seen.since))
+        for (name, state), found in alike.items():
+            many = f" x {len(found)}" * (len(found) > 1)
+            pids = f"{found[0][0]} ..." if many else str(found[0][0])
+            roles.add_row(f"{name}{many}", pids, state, f"{clock(now - max(since for _, since in found))} ago")
+        return roles
+
+
+def sample_cells(row: Row) -> list[str]:
+    """As `SHOWN`; of a group that was dropped, why stands before the completion."""
+    step, reward, prompt, completion = ("" if row.get(key) is None else str(row[key]) for key in SHOWN)
+    fate = fate_of(row)
+    return [step, reward, prompt, f"[{fate}] {completion}" if fate else completion]
+
+
+def moment(time_s: float) -> str:
+    """`2026-11-25 07:55:12, 0:08 ago`, of seconds of the epoch."""
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(time_s))}, {clock(time.time() - time_s)} ago"
+
+
+def one_line(text: str) -> Text:
+    """Nothing in it is taken for markup or for a command to the terminal."""
+    return Text(" ".join(plain(text).split()))

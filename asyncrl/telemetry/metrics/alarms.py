@@ -1,0 +1,374 @@
+"""Alarms: what the rows of a run say of it that somebody should look at. Each has a name, a sentence and a way out.
+
+Pure over rows and a clock that is given: the learner asks of each row it writes, whoever shows a run asks how long ago
+the last one came. An alarm is told when it begins to hold and, once it has not held for `WINDOW` rows, that it is over;
+the next time that takes twice as many rows, and so on: one that comes and goes at its limit is told a few times. After
+a resume the first rows are those that come then.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.errors import ConfigError
+from asyncrl.telemetry.metrics.raised import Raised
+
+Row = Mapping[str, Any]
+
+WINDOW = 10
+"""Steps that a mean is taken over, at the begin and at the end."""
+GAP_STEPS, GAP_S = 10, 120.0
+"""A stall is no step for so many times the median of the last ones, and never less than so many seconds."""
+FREE_BYTES = "disk/free_bytes"
+"""Given with a row by whoever writes it; no metric."""
+LEAST_FREE = 2 << 30
+LEAST_MEMORY, MOST_SKEW_S = 0.05, 1.0
+
+
+@dataclass(slots=True)
+class Told:
+    """An alarm that was told, and is not over: when it came, when it held last, how many rows came since."""
+
+    first: int
+    last: int
+    quiet: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """An evaluation, with the reward of the batches at its time."""
+
+    value: float
+    low: float | None
+    high: float | None
+    """Ends of its interval; None where its rows do not say."""
+    reward: float | None
+    """Over the last `WINDOW` steps; None before there are so many."""
+    error: float
+    """Of that, its standard error."""
+
+
+@dataclass(slots=True)
+class Course:
+    """What is remembered of a run: its first rows, its last ones, its evaluations."""
+
+    first: list[Row] = field(default_factory=list)
+    last: deque[Row] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    evaluations: dict[str, list[Point]] = field(default_factory=dict)
+    """By metric."""
+    served: bool = False
+    """A worker has been there. A resume trains what it finds in the buffer before the first one comes."""
+
+    def add(self, row: Row) -> None:
+        self.served |= bool(row.get("replay/workers"))
+        if "time/step" not in row:
+            for name, value in row.items():
+                if name.startswith("eval/") and name.endswith(("/accuracy", "/reward")) and value is not None:
+                    ends = row.get(f"{name}_low"), row.get(f"{name}_high")
+                    self.evaluations.setdefault(name, []).append(Point(value, *ends, *reward_of(self.last)))
+            return
+        if len(self.first) < WINDOW:
+            self.first.append(row)
+        self.last.append(row)
+
+    def began(self, name: str) -> float | None:
+        return mean_of(self.first, name)
+
+    def now(self, name: str) -> float | None:
+        return mean_of(self.last, name)
+
+    def grew(self, name: str, kept: bool) -> float:
+        """By how much a total grew over the last rows, and before the first one from 0, unless it is `kept` over a
+        resume; from 0 again after a restart."""
+        values = [row[name] for row in self.last if row.get(name) is not None]
+        if self.first and self.last[0] is self.first[0] and (self.first[0]["step"] == 1 or not kept):
+            values.insert(0, 0.0)
+        return sum(max(0.0, after - before) for before, after in itertools.pairwise(values))
+
+
+def mean_of(rows: Sequence[Row] | deque[Row], name: str) -> float | None:
+    """Over a whole window; None while there are fewer rows, or fewer that have a value."""
+    values = [row[name] for row in rows if row.get(name) is not None]
+    return statistics.fmean(values) if len(values) == WINDOW else None
+
+
+def reward_of(rows: Sequence[Row] | deque[Row]) -> tuple[float | None, float]:
+    """The mean of these batches, None of fewer than a window of them, with its standard error as far as they differ."""
+    values = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
+    if len(values) < WINDOW:
+        return None, 0.0
+    return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
+
+
+def above(name: str, limit: float) -> Callable[[Course], str]:
+    def holds(course: Course) -> str:
+        value = course.now(name)
+        return f"{name} is {value:.3g} over the last {WINDOW} steps, above {limit:g}" if value and value > limit else ""
+
+    return holds
+
+
+def below(name: str, limit: float) -> Callable[[Course], str]:
+    def holds(course: Course) -> str:
+        value = course.now(name)
+        over = value is None or value >= limit
+        return "" if over else f"{name} is {value:.3g} over the last {WINDOW} steps, below {limit:g}"
+
+    return holds
+
+
+def grows(name: str, *, kept: bool) -> Callable[[Course], str]:
+    def holds(course: Course) -> str:
+        more = course.grew(name, kept)
+        return f"{name} grew by {more:g} over the last {WINDOW} steps" if more else ""
+
+    return holds
+
+
+def entropy_collapse(course: Course) -> str:
+    began, now = course.began("policy/entropy"), course.now("policy/entropy")
+    explores = course.now("reward/mean") is not None  # supervised rows have nothing to explore
+    if began is None or now is None or began <= 0 or now >= 0.02 * began or not explores:
+        return ""
+    return f"the policy's entropy is {now:.3g} nats, and was {began:.3g} in the first {WINDOW} steps"
+
+
+def length_runaway(course: Course) -> str:
+    was, length = course.began("completion/length_mean"), course.now("completion/length_mean")
+    earned, reward = course.began("reward/mean"), course.now("reward/mean")
+    if was is None or length is None or earned is None or reward is None:
+        return ""
+    if length < 2 * was or reward > earned + 0.01:
+        return ""
+    return f"completions have {length:.0f} tokens, and had {was:.0f}, with no more reward for it"
+
+
+def reward_hacking(course: Course) -> str:
+    """The last two evaluations are both clearly below the best one before them, and the batches' reward is above."""
+    for name, points in course.evaluations.items():
+        if len(points) < 3:
+            continue
+        best = max(points[:-2], key=lambda point: point.value)
+        if best.reward is None:  # before there were so many steps: the first ones tell
+            best = Point(best.value, best.low, best.high, *reward_of(course.first))
+        last = points[-1]
+        if all(fell(best, point) for point in points[-2:]) and rose(best, last):
+            return (
+                f"{name} fell from {best.value:.3g} (at least {best.low:.3g}) to {last.value:.3g} (at most "
+                f"{last.high:.3g}) while the reward rose from {best.reward:.3g} to {last.reward:.3g}"
+            )
+    return ""
+
+
+def fell(best: Point, point: Point) -> bool:
+    """By a tenth, and by more than the draw of rows explains: the intervals have nothing in common."""
+    apart = best.low is not None and point.high is not None and point.high < best.low
+    return apart and best.value > 0 and point.value < 0.9 * best.value
+
+
+def rose(before: Point, now: Point) -> bool:
+    """The reward of the batches, by more than two standard errors of the difference."""
+    if before.reward is None or now.reward is None:
+        return False
+    return now.reward - before.reward > 2 * math.hypot(before.error, now.error)
+
+
+def disk(course: Course) -> str:
+    free = course.last[-1].get(FREE_BYTES) if course.last else None
+    return "" if free is None or free >= LEAST_FREE else f"the run folder's disk has {free / 2**30:.1f} GiB left"
+
+
+def memory(course: Course) -> str:
+    free = course.last[-1].get("machine/memory_free") if course.last else None
+    return "" if free is None or free >= LEAST_MEMORY else f"a machine of the run has {free:.1%} of its memory left"
+
+
+def clock(course: Course) -> str:
+    skew = course.last[-1].get("machine/clock_skew_s") if course.last else None
+    if skew is None or skew <= MOST_SKEW_S:
+        return ""
+    return f"a machine's clock is {skew:.1f} s or more off that of the replay server's"
+
+
+def no_workers(course: Course) -> str:
+    workers = course.last[-1].get("replay/workers") if course.last else None
+    return "no rollout worker is connected" if workers == 0 and course.served else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    name: str
+    meaning: str
+    advice: str
+    holds: Callable[[Course], str]
+    """What is the matter, in words; empty where nothing is."""
+
+
+STALL = Alarm(
+    "stall",
+    f"no step came for {GAP_STEPS} times the usual time of one, and for {GAP_S:.0f} s at least",
+    "See logs/ for who is silent; `asyncrl local` names processes that stand still",
+    lambda _: "",
+)
+ALARMS: tuple[Alarm, ...] = (
+    STALL,
+    Alarm(
+        "engine_drift",
+        "tokens that are 0 versions old have a root mean square log-ratio above 0.3: the engine computes other "
+        "log-probs than the learner does for the same weights",
+        "`asyncrl verify RUN` says which engine; engine.exact=true makes them the same bits. Several updates on "
+        "a batch at a high learning rate look alike: see ratio/B",
+        above("staleness/age_0/rms_log_ratio", 0.3),
+    ),
+    Alarm(
+        "canary_failed",
+        "an engine did not give the probe's tokens the log-probs that the learner does",
+        "It serves nothing until it does; see logs/rollout-*.log and docs/weights.md",
+        grows("weights/canary_failed", kept=False),
+    ),
+    Alarm(
+        "low_ess",
+        "the effective sample size of the sequences is below 0.3: most of a batch teaches next to nothing",
+        "Lower replay.pipeline_depth or learner.lr, or take a loss that bounds the ratio",
+        below("ratio/E/ess_seq", 0.3),
+    ),
+    Alarm(
+        "entropy_collapse",
+        "the policy's entropy is under 2 % of what it began with: it has nothing left to explore",
+        "Lower learner.lr, raise the clip range's upper bound, or add a KL to the reference policy",
+        entropy_collapse,
+    ),
+    Alarm(
+        "zero_variance",
+        "more than 80 % of the groups in a batch have one reward for all members, and no gradient",
+        "rollout.drop_zero_variance=true, harder or easier rows (data.curriculum), or a larger rollout.group_size",
+        above("reward/zero_variance_groups", 0.8),
+    ),
+    Alarm(
+        "length_runaway",
+        "completions are twice as long as they were, and earn no more",
+        "Look at samples.jsonl; a loss that does not favour length (dr_grpo), or a price for it in the reward",
+        length_runaway,
+    ),
+    Alarm(
+        "truncated",
+        "more than half of the completions are cut at their longest length",
+        "Raise rollout.max_new_tokens, or give truncated ones a reward that says so",
+        above("completion/truncated", 0.5),
+    ),
+    Alarm(
+        "reward_hacking",
+        "an evaluation was twice in a row a tenth below its best and outside of its 95 % interval (the upper ends of "
+        "theirs are below its lower end), while the reward of the batches rose by more than two standard errors. An "
+        "evaluation of so few rows that the intervals meet raises nothing: eval.rows makes them narrower",
+        "Read samples.jsonl for what the reward pays for; learner.keep_best keeps the best checkpoint",
+        reward_hacking,
+    ),
+    Alarm(
+        "nonfinite",
+        "steps are skipped because their loss or gradient is not finite",
+        "nonfinite/ in the run folder has the batches; lower learner.lr or learner.clip_norm",
+        grows("optim/nonfinite_steps", kept=True),
+    ),
+    Alarm(
+        "no_workers",
+        "a step was trained, and no rollout worker is connected any more",
+        "See logs/rollout.log; what is in the buffer is trained, then the learner waits",
+        no_workers,
+    ),
+    Alarm(
+        "disk",
+        "less than 2 GiB are free where the run folder lies",
+        "Free space: a full disk makes the run wait. learner.keep_checkpoints, replay.journal.retain=none",
+        disk,
+    ),
+    Alarm(
+        "memory",
+        "less than 5 % of its memory are free on a machine of the run, or in a container: the kernel may soon kill a "
+        "process",
+        "Lower replay.max_bytes, engine.max_sequences, rollout.max_in_flight or rollout.workers, whoever has it",
+        memory,
+    ),
+    Alarm(
+        "clock",
+        "the clock of a machine differs by more than a second from that of the replay server's: times in its logs and "
+        "files cannot be held against those of the others. Training does not depend on it",
+        "Let one time service set the clocks of all machines (chrony, ntp)",
+        clock,
+    ),
+)
+
+
+class Alarms:
+    """Those that hold now, but for the ones that are `ignored` by name. `row` of every row, `silence` now and then.
+
+    Raises:
+        ConfigError: there is no alarm of that name.
+    """
+
+    def __init__(self, ignored: Sequence[str] = ()) -> None:
+        unknown = sorted(set(ignored) - {alarm.name for alarm in ALARMS})
+        if unknown:
+            raise ConfigError(
+                f"telemetry.ignore_alarms={unknown}: there is no such alarm. They are "
+                f"{', '.join(alarm.name for alarm in ALARMS)}"
+            )
+        self._ignored = ignored
+        self._course = Course()
+        self._known: dict[str, Told] = {}
+        self._patience: dict[str, int] = {}
+        """So many rows without it, and an alarm is over. Doubles each time that it is told."""
+        self._since: float | None = None
+        self._step = 0
+
+    def row(self, row: Row, now: float) -> list[Raised]:
+        """A row came at `now`, in seconds of any clock."""
+        self._course.add(row)
+        silent, self._since = now - (self._since or 0.0), now
+        self._step = max(self._step, row["step"])
+        stalled = self._known.pop(STALL.name, None)
+        over = [Raised(STALL.name, self._step, f"over after {silent:.0f} s: a step came", over=1)] if stalled else []
+        found = ((alarm, alarm.holds(self._course)) for alarm in ALARMS if alarm is not STALL)
+        return [*over, *(raised for alarm, said in found if (raised := self._told(alarm, said)))]
+
+    def silence(self, now: float) -> list[Raised]:
+        """No row has come since the last one, and it is `now`."""
+        usual = [row["time/step"] for row in self._course.last]
+        if self._since is None or not usual:
+            return []
+        patience = max(GAP_S, GAP_STEPS * statistics.median(usual))
+        waited = now - self._since
+        said = (
+            f"no step for {waited:.0f} s, and one takes {statistics.median(usual):.1f} s" if waited > patience else ""
+        )
+        raised = self._told(STALL, said)
+        return [raised] if raised else []
+
+    def _told(self, alarm: Alarm, said: str) -> Raised | None:
+        """None unless it begins to hold, or is over."""
+        if alarm.name in self._ignored:
+            return None
+        known = self._known.get(alarm.name)
+        if not said:
+            return self._over(alarm, known) if known else None
+        if known:
+            known.last, known.quiet = self._step, 0
+            return None
+        self._known[alarm.name] = Told(self._step, self._step)
+        self._patience[alarm.name] = 2 * self._patience.get(alarm.name, WINDOW // 2)
+        return Raised(alarm.name, self._step, said, alarm.advice)
+
+    def _over(self, alarm: Alarm, known: Told) -> Raised | None:
+        known.quiet += 1
+        if known.quiet <= self._patience[alarm.name]:
+            return None
+        del self._known[alarm.name]
+        held = known.last - known.first + 1
+        said = f"over after {held} steps, of which step {known.last} was the last"
+        return Raised(alarm.name, self._step, said, over=held)

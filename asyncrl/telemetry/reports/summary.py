@@ -1,0 +1,160 @@
+"""What a finished run leaves to look at: a summary, and what to try next."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import shlex
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.schema import Config
+from asyncrl.storage.lines import read_lines
+from asyncrl.telemetry.live.progress import clock, failed_rewards, who_waits
+from asyncrl.telemetry.metrics.evaluations import by_step, evaluations
+from asyncrl.telemetry.metrics.log import METRICS_FILE
+from asyncrl.telemetry.reports.staleness_table import staleness_table
+
+log = logging.getLogger(__name__)
+
+Row = Mapping[str, Any]
+Series = dict[str, tuple[list[int], list[float]]]
+"""Metric -> (steps, values)."""
+
+CURVES_FILE = "curves.png"
+MAX_FAILED_LINES = 3
+"""Evaluations of a set with failed rows that the summary names: the last ones."""
+
+
+def read_metrics(run_dir: Path) -> list[Row]:
+    """All whole rows, one per step, see `by_step`; an empty list when there are none. Step 0 is an evaluation alone.
+    Lines that are none are told and left out, as a resume does."""
+    path = run_dir / METRICS_FILE
+    if not path.exists():
+        return []
+    found = read_lines(path)
+    rows = [row for row in found.rows if isinstance(row.get("step"), int)]
+    if found.crc and (problem := found.problem(path)):  # without any checksum it is of another hand
+        log.warning("%s", problem)
+    if unread := found.unread + len(found.rows) - len(rows):
+        log.warning("%s: lines that cannot be read (%d) are left out", path, unread)
+    return by_step(rows)
+
+
+def series(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
+    """`(steps, values)` of the rows that have a number."""
+    found = [(row["step"], float(row[name])) for row in rows if isinstance(row.get(name), int | float)]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def diverged_from(rows: Sequence[Row]) -> int | None:
+    """The step from which the loss was not finite, to the end; None where it was there."""
+    losses = [row for row in rows if row["step"] > 0 and "loss/total" in row]
+    broken = [row["step"] for row in itertools.takewhile(lambda row: row["loss/total"] is None, reversed(losses))]
+    return broken[-1] if broken else None
+
+
+def evaluated(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """`(set, metric)` of all evaluations with a result."""
+    return sorted({(name, found.metric) for row in rows for name, found in evaluations(row).items() if found.metric})
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """The end of a run in a few lines, each from its metrics."""
+    trained = [row for row in rows if row["step"] > 0]
+    if not trained:
+        return "no step was trained"
+    last = trained[-1]
+    to = f" to version {last['policy_version']}" if "policy_version" in last else ""
+    lines = [f"trained {last['step']} steps{to} in {clock(_trained_for(trained))}"]
+    if (broken := diverged_from(rows)) is not None:
+        lines.append(f"diverged: from step {broken} on the loss was not finite; means are of the steps before")
+    for label, name, form in (
+        ("reward", "reward/mean", "{:.3f}"),
+        ("staleness of trained tokens", "staleness/mean", "{:.2f}"),
+        ("trained tokens/s", "perf/trained_tokens_per_s", "{:,.0f}"),
+    ):
+        _, values = series(rows, name)
+        if values:
+            tail = statistics.mean(values[-10:])
+            lines.append(f"{label}: began at {form.format(values[0])}, mean of the last 10 steps {form.format(tail)}")
+    lines += evaluation_lines(rows)
+    failed = next((said for row in reversed(rows) if (said := failed_rewards(row))), "")
+    if failed:
+        lines.append(f"completions that got no reward: {failed}")
+    ages = staleness_table(trained)
+    if ages:
+        lines += ["learner against the data it trained on, by age of the token in policy versions:", *ages]
+    waiting = who_waits(_mean_idle(rows))
+    return "\n".join([*lines, waiting] if waiting else lines)
+
+
+def _trained_for(rows: Sequence[Row]) -> float:
+    """Seconds, without those between the starts of a run; where the machine's clock was set back, those of the step."""
+    total = 0.0
+    for before, row in itertools.pairwise(rows):
+        apart = row["time"] - before["time"]
+        took = row.get("time/step")
+        if took is None:
+            took = max(apart, 0.0)
+        total += took if apart < 0 else min(apart, took)
+    return total
+
+
+def evaluation_lines(rows: Sequence[Row]) -> list[str]:
+    """From where to where each set went, which rows are in no mean, and which evaluations were never made."""
+    lines = []
+    for name, metric in evaluated(rows):
+        steps, values = series(rows, f"eval/{name}/{metric}")
+        best = max(range(len(values)), key=values.__getitem__)
+        lines.append(
+            f"{metric} on {name}: {values[0]:.3f} at step {steps[0]} -> {values[-1]:.3f} at step {steps[-1]} "
+            f"(best {values[best]:.3f} at step {steps[best]})"
+        )
+    for name in sorted({name for row in rows for name in evaluations(row)}):
+        found = [(row["step"], evaluations(row)[name]) for row in rows if name in evaluations(row)]
+        lines += [f"evaluation of {name} at step {step}: {one}" for step, one in found if one.failed][
+            -MAX_FAILED_LINES:
+        ]
+        superseded = sum(series(rows, f"eval/{name}/superseded")[1])
+        if superseded:
+            lines.append(
+                f"{superseded:.0f} evaluations of {name} were not begun before the next one was due, and left out: "
+                "raise eval.every, or lower eval.rows"
+            )
+    return lines
+
+
+def _mean_idle(rows: Sequence[Row]) -> Row:
+    names = ("idle/learner", "idle/rollout")
+    return {name: statistics.mean(values) for name in names if (values := series(rows, name)[1])}
+
+
+OF_ONE_RUN = ("seed", "run.name", "run.dir", "resume", "overwrite", "learner.copy_to")
+"""Settings in which repeats of one experiment differ."""
+
+
+QUICKSTART = "launchers/quickstart.sh"
+"""Its command, as one types it."""
+
+
+def without(typed: Sequence[str], settings: tuple[str, ...]) -> list[str]:
+    """A command without these settings."""
+    return [text for text in typed if text.partition("=")[0] not in settings]
+
+
+def suggestions(config: Config, typed: Sequence[str]) -> list[str]:
+    """Commands worth typing next; `typed` is the command of this run."""
+    again = shlex.join(without(typed, OF_ONE_RUN)) + f" run.name={config.run.name}"
+    tries = []
+    if config.replay.max_staleness > 0:
+        tries.append(f"{again}-sync replay=sync        # exactly on-policy: the two sides take turns")
+    if QUICKSTART in typed:  # the one task on which this was measured
+        tries.append(
+            f"{again}-uncorrected loss=no_correction replay.max_staleness=16 replay.pipeline_depth=16 learner.lr=1e-3"
+            "        # old data, no correction: it breaks; without `loss=no_correction` it does not"
+        )
+    tries.append(f"{again}-seed{config.seed + 1} seed={config.seed + 1}        # was it luck?")
+    return tries
