@@ -80,6 +80,24 @@ def test_leaving_the_supervisor_stops_every_role(tmp_path: Path) -> None:
     assert supervisor.failed() == []
 
 
+def test_a_role_is_told_to_end_and_what_it_started_is_left_to_it(tmp_path: Path) -> None:
+    """A raylet that gets the signal too kills the workers, which the pool would have ended in order."""
+    code = """
+        import signal, subprocess, sys, time
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        def end(*_):
+            time.sleep(1)
+            sys.exit(0 if child.poll() is None else 1)
+        signal.signal(signal.SIGTERM, end)
+        print("ready", flush=True)
+        time.sleep(600)
+    """
+    with Supervisor(tmp_path) as supervisor:
+        role = supervisor.start("a", python(code), {})
+        until(lambda: "ready" in role.log.read_text())
+    assert role.code == 0
+
+
 def test_a_role_deaf_to_sigterm_is_killed_after_the_grace(tmp_path: Path) -> None:
     with Supervisor(tmp_path, grace_s=0.5) as supervisor:
         role = supervisor.start("a", STUBBORN, {})

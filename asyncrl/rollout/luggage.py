@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import fcntl
 import fnmatch
 import glob
 import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +20,7 @@ from typing import Any
 
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Config
+from asyncrl.storage.held import held_folder
 
 TRAVELLING = ("HF_*", "NCCL_*", "VLLM_*")
 OF_ONE_MACHINE = ("VLLM_HOST_IP",)
@@ -32,8 +30,6 @@ KEYS = ("*.key", "worker.key_secret")
 WITH_PATHS = ("model", "data", "eval", "reward", "environment", "rollout")
 """Settings that name files of a worker."""
 MOST_BYTES = 16 << 20
-PREFIX = "asyncrl-luggage-"
-HELD = "held"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,13 +145,12 @@ def unpacked(luggage: Luggage, settings: Mapping[str, Any]) -> Iterator[dict[str
     if not files and not keys:
         yield dict(settings)
         return
-    _clear_away()
-    with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as name, _held(Path(name)):
+    with held_folder() as name:
         moved = {path: f"{name}/code{path}" for path in files}
         for path, data in files.items():
             _write(Path(moved[path]), data)
         for key, data in keys.items():
-            _write(Path(name) / "keys" / key, data)
+            _write(name / "keys" / key, data)
         found = {group: _elsewhere(value, moved) if group in WITH_PATHS else value for group, value in settings.items()}
         yield found | ({"replay": {**settings["replay"], "keys": f"{name}/keys"}} if keys else {})
 
@@ -180,23 +175,3 @@ def _write(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(data)
-
-
-@contextlib.contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """While this process lives, however it ends. Named only once it is locked: see `_clear_away`."""
-    with (folder / f"{HELD}.new").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        Path(file.name).rename(folder / HELD)
-        yield
-
-
-def _clear_away() -> None:
-    """What killed workers of this user have left."""
-    for mark in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{HELD}"):
-        with contextlib.suppress(OSError):
-            if mark.parent.lstat().st_uid != os.geteuid():  # a stranger's may be a pipe, whose opening waits for ever
-                continue
-            with mark.open() as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(mark.parent, ignore_errors=True)

@@ -45,6 +45,7 @@ from asyncrl.rollout.host import (
 )
 from asyncrl.schema import Config
 from asyncrl.standstill import Standstills, watched_supervisors
+from asyncrl.storage.held import clear_away
 from asyncrl.storage.occupancy import lived_in
 from asyncrl.telemetry.live.pool_words import marked
 
@@ -327,6 +328,7 @@ def run_pool(config: Config) -> int:
         finally:
             buried.kill()
             buried.wait()
+            clear_away()
 
 
 def _begin_again(lost: HostLostError, config: Config, family: Family) -> int:

@@ -6,50 +6,36 @@ import contextlib
 import json
 import os
 import queue
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-import uuid
 from dataclasses import asdict
 
-from asyncrl.checks.addresses import socket_folder
 from asyncrl.family import describe_exit
 from asyncrl.rollout.host import EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, WorkerExit, WorkerSpec
 from asyncrl.schema import Config
 
 STOP_TIMEOUT_S = 10.0
-SOCKETS = "VLLM_RPC_BASE_PATH"
-"""Where an engine of vLLM puts its sockets, and leaves them: three each."""
-PREFIX = "asyncrl-vllm-"
 
 
 class ProcessHost:
-    """
-    Args:
-        sockets: each worker gets a folder for those that its engine leaves behind, which is gone with it.
-    """
-
-    def __init__(self, *, sockets: bool = False) -> None:
-        self._sockets = sockets and SOCKETS not in os.environ
+    def __init__(self) -> None:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._reapers: dict[str, threading.Thread] = {}
         self._exits: queue.Queue[WorkerExit] = queue.Queue()
 
     def start(self, spec: WorkerSpec) -> None:
-        folder = folder_for_sockets() if self._sockets else ""
         process = subprocess.Popen(
             [sys.executable, "-m", "asyncrl.rollout", "--worker"],
             stdin=subprocess.PIPE,
-            env={**os.environ, **({SOCKETS: folder} if folder else {}), **spec.environment},
+            env={**os.environ, **spec.environment},
             # Ctrl-C reaches the pool alone, which then stops its workers in order.
             start_new_session=True,
         )
         self._processes[spec.name] = process
-        reaper = threading.Thread(target=self._reap, args=(spec.name, process, folder), daemon=True)
+        reaper = threading.Thread(target=self._reap, args=(spec.name, process), daemon=True)
         self._reapers[spec.name] = reaper
         reaper.start()
         assert process.stdin is not None
@@ -81,15 +67,13 @@ class ProcessHost:
         self._processes.clear()
         self._reapers.clear()
 
-    def _reap(self, name: str, process: subprocess.Popen[bytes], folder: str) -> None:
+    def _reap(self, name: str, process: subprocess.Popen[bytes]) -> None:
         """consumes: nothing; waits for: the end of this process, however long the run is; unblocked by: its end."""
         # Before its number is free: what an environment started in its group is not to outlive it.
         with contextlib.suppress(ChildProcessError, ProcessLookupError, PermissionError):
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
             os.killpg(process.pid, signal.SIGKILL)
         code = process.wait()
-        if folder:
-            shutil.rmtree(folder, ignore_errors=True)
         if process.stdin is not None:
             process.stdin.close()
         known = code if code in (EXIT_STOPPED, EXIT_REFUSED) else EXIT_FAILED
@@ -101,11 +85,5 @@ def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
         process.send_signal(number)
 
 
-def folder_for_sockets() -> str:
-    """With room in the paths for names as vLLM gives them."""
-    parent = socket_folder(len(f"/{PREFIX}12345678/{uuid.uuid4()}"))
-    return tempfile.mkdtemp(prefix=PREFIX, dir=parent)
-
-
 def make_host(config: Config) -> ProcessHost:
-    return ProcessHost(sockets=config.engine.name == "vllm")
+    return ProcessHost()

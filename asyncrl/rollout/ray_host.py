@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -35,6 +36,7 @@ NAMESPACE = "asyncrl"
 OBJECT_STORE_BYTES = 80 << 20
 """Near Ray's minimum: trajectories and weights never go through it."""
 RAY_SOCKET = len("/ray/session_YYYY-MM-DD_HH-MM-SS_ffffff_PIDOFIT/sockets/plasma_store")
+STOP_TIMEOUT_S = 10.0
 PLACE_TOLD_S = 30.0
 """So often it is said that Ray has not found a place for a worker, or not started its process."""
 
@@ -42,9 +44,9 @@ PLACE_TOLD_S = 30.0
 class RolloutWorkerActor:
     """One worker; a fresh actor, hence a fresh process, for every start."""
 
-    def placed(self) -> str:
-        """The node it is on."""
-        return ray.get_runtime_context().get_node_id()
+    def placed(self) -> tuple[str, int]:
+        """The node it is on, and its process there."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()
 
     def run(self, payload: dict[str, Any], luggage: Luggage) -> tuple[int, list[str]]:
         """Blocks for the life of the worker; returns its exit code, and what it said last in its log here."""
@@ -69,6 +71,7 @@ class _Started:
     told_at: float
     log_path: str
     node: str = ""
+    pid: int = 0
 
 
 class RayHost:
@@ -165,6 +168,7 @@ class RayHost:
         if self._lost:  # each of the calls below would wait for what is gone
             return
         self._health.close()
+        self._end_in_order()
         for started in self._running.values():
             ray.kill(started.actor)
         self._running.clear()
@@ -173,6 +177,18 @@ class RayHost:
         for place in self._places.values():
             remove_placement_group(place)
         ray.shutdown()
+
+    def _end_in_order(self) -> None:
+        """Of the workers on this machine: an engine that Ray kills leaves sockets and shared memory behind."""
+        ending = []
+        for run, started in self._running.items():
+            self._note_place(started)
+            if started.node == self._here:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(started.pid, signal.SIGTERM)
+                    ending.append(run)
+        if ending:
+            ray.wait(ending, num_returns=len(ending), timeout=STOP_TIMEOUT_S)
 
     def _place(self, name: str) -> dict[str, Any]:
         """Options of this worker's actor, on top of those all have. Its place may still be waited for by Ray."""
@@ -203,7 +219,7 @@ class RayHost:
         """Where its process is, if it came so far."""
         if started.placed is not None and ray.wait([started.placed], timeout=0)[0]:
             with contextlib.suppress(RayError):
-                started.node = ray.get(started.placed)
+                started.node, started.pid = ray.get(started.placed)
             started.placed = None
 
     def _unplaced(self) -> list[WorkerExit]:

@@ -4,6 +4,7 @@ where every listening socket is looked at."""
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -51,6 +52,15 @@ def spawned_below(run: LocalRun, owner: str) -> list[str]:
     return found
 
 
+def left_by_engines(run: LocalRun) -> set[Path]:
+    """Folders of sockets and shared memory of vLLM's processes, which are there as long as they are."""
+    found = set()
+    for process in run.descendants("spawn_main"):
+        found |= {Path(path) for one in process.memory_maps() if (path := one.path).startswith("/dev/shm/psm_")}
+        found.add(Path(process.environ()["VLLM_RPC_BASE_PATH"]))
+    return found
+
+
 def test_an_engine_of_two_processes_in_a_place_of_ray_serves_the_learner_and_all_listen_on_loopback(
     start_local: StartLocal,
 ) -> None:
@@ -70,7 +80,10 @@ def test_an_engine_of_two_processes_in_a_place_of_ray_serves_the_learner_and_all
     while not any(row.get("weights/canary_max") for row in run.rows()):
         assert time.monotonic() < deadline, "no version was proven"
         time.sleep(0.2)
+    left = left_by_engines(run)
+    assert left and all(path.exists() for path in left)
     run.stop()
+    assert not [path for path in left if path.exists()]
     rows = run.rows()
     assert [row["policy_version"] for row in rows] == list(range(1, len(rows) + 1))
     # Every version was proven before it counted: both halves of the model are the learner's.

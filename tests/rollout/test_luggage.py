@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 from asyncrl.config import config_to_dict
 from asyncrl.errors import ConfigError
 from asyncrl.replay.net.keyring import key_pair, make_keys
-from asyncrl.rollout.luggage import HELD, PREFIX, Luggage, code_of, local_paths, pack, travelling, unpacked
+from asyncrl.rollout.luggage import Luggage, code_of, local_paths, pack, travelling, unpacked
 from asyncrl.rollout.pool import absolute_paths
 from asyncrl.schema import Config
 
@@ -96,27 +95,6 @@ def test_what_lies_there_already_is_used_there_and_another_state_of_it_is_not(tm
         place = Path(found["reward"]["function"].rpartition(":")[0])
         assert (place.parent / "near.py").read_text().endswith("one = 1\n")
         assert found["replay"] == settings["replay"]
-
-
-def test_what_a_killed_worker_left_is_cleared_away_and_what_another_uses_is_not(tmp_path, temporary):
-    luggage, settings = packed(of_a_user(tmp_path))
-    (tmp_path / "keys").rename(tmp_path / "no keys")
-    left = write(temporary / f"{PREFIX}dead" / HELD).parent
-    unknown = write(temporary / f"{PREFIX}begun" / f"{HELD}.new").parent
-    with unpacked(luggage, settings) as one, unpacked(luggage, settings) as other:
-        assert Path(one["replay"]["keys"]).is_dir() and Path(other["replay"]["keys"]).is_dir()
-        assert not left.exists() and unknown.exists()
-
-
-def test_what_a_stranger_has_put_there_is_not_opened(tmp_path, temporary, monkeypatch):
-    luggage, settings = packed(of_a_user(tmp_path))
-    (tmp_path / "keys").rename(tmp_path / "no keys")
-    (temporary / f"{PREFIX}strange").mkdir()
-    os.mkfifo(temporary / f"{PREFIX}strange" / HELD)  # who opens it waits for a writer
-    me = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
-    with unpacked(luggage, settings) as found:
-        assert Path(found["replay"]["keys"]).is_dir()
 
 
 def test_variables_travel_by_how_they_begin_or_by_name_and_one_that_is_not_set_is_refused():

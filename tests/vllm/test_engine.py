@@ -7,10 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import replace
-from unittest import mock
 
 import numpy as np
 import psutil
@@ -111,15 +109,6 @@ def engine_processes() -> list[psutil.Process]:
 def assert_no_engine_processes() -> None:
     _, alive = psutil.wait_procs(engine_processes(), timeout=90)
     assert not alive
-
-
-def test_its_sockets_lie_where_their_paths_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    for folder, expected in (("/short", "/short"), ("/long" * 20, "/tmp")):
-        monkeypatch.setattr(tempfile, "tempdir", folder)
-        with mock.patch.dict(os.environ):
-            os.environ.pop("VLLM_RPC_BASE_PATH", None)
-            vllm_settings.set_environment(1)
-            assert os.environ["VLLM_RPC_BASE_PATH"] == expected
 
 
 def test_files_are_served_exactly_and_a_killed_engine_fails_its_requests_calls_and_worker_at_once(tmp_path):

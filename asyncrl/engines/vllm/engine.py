@@ -14,7 +14,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ from asyncrl.engines.vllm.receiver import StagedInWorkers, VllmReceiver
 from asyncrl.engines.vllm.requests import completion_of, sampling_of
 from asyncrl.engines.vllm.settings import engine_args, read_model_config, set_environment
 from asyncrl.engines.vllm.sibling import Sibling, check_request, version_label
+from asyncrl.engines.vllm.sockets import sockets_in
 from asyncrl.engines.vllm.stats import EngineMeter
 from asyncrl.errors import EngineDiedError, GenerationError
 from asyncrl.schema import Config
@@ -102,7 +103,9 @@ class VllmEngine:
         async def start() -> VllmClient:
             return VllmClient(args, self._meter)
 
-        self._client = self._loop.begin(start(), START_TIMEOUT_S)
+        self._left = ExitStack()
+        with sockets_in(self._left):
+            self._client = self._loop.begin(start(), START_TIMEOUT_S)
 
     @property
     def policy_version(self) -> int:
@@ -189,6 +192,7 @@ class VllmEngine:
             log.warning("vLLM did not shut down in order: %s: %s", type(error).__name__, error)
         finally:
             self._loop.close()
+            self._left.close()
 
     def _after_step(self, load: KvLoad) -> None:
         self._queue.window.observe(load, self._queue.in_flight)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import uuid
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, get_args
@@ -16,7 +15,6 @@ from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
-from asyncrl.checks.addresses import socket_folder
 from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.checks.hints import nearest
 from asyncrl.checks.machine import vllm_problem
@@ -58,8 +56,7 @@ def set_environment(tensor_parallel: int) -> None:
     on_cpu = CPU_ENVIRONMENT if current_platform.is_cpu() else {}
     # Alone on a CPU the worker runs inside vLLM's engine process; two processes would only add a hop per step.
     alone = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if on_cpu and tensor_parallel == 1 else {}
-    sockets = {"VLLM_RPC_BASE_PATH": socket_folder(len(f"/{uuid.uuid4()}"))}
-    for name, value in {**ENVIRONMENT, **on_cpu, **alone, **sockets}.items():
+    for name, value in {**ENVIRONMENT, **on_cpu, **alone}.items():
         os.environ.setdefault(name, value)
     os.environ[OWNER_VARIABLE] = str(os.getpid())
 

@@ -1,0 +1,73 @@
+"""Folders that end with the process that made them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.storage.held import HELD, PREFIX, clear_away, held_folder
+
+HOLDS = """
+import os
+from asyncrl.storage.held import held_folder
+with held_folder() as folder:
+    print(folder, flush=True)
+    input()
+"""
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_it_is_empty_its_owner_s_alone_and_gone_afterwards(temporary):
+    with held_folder() as folder:
+        assert folder.parent == temporary and folder.stat().st_mode & 0o777 == 0o700
+        assert [path.name for path in folder.iterdir()] == [HELD]
+        (folder / "left").touch()
+    assert not list(temporary.iterdir())
+
+
+def test_what_a_killed_process_left_is_cleared_away_and_what_another_uses_is_not(temporary):
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", HOLDS],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"TMPDIR": str(temporary)},
+        )
+        for _ in range(2)
+    ]
+    killed, lives = processes
+    try:
+        left, used = (Path(process.stdout.readline().strip()) for process in processes)
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        begun = temporary / f"{PREFIX}begun"
+        begun.mkdir()
+        (begun / f"{HELD}.new").touch()  # of one that is being made
+        clear_away()
+        assert not left.exists() and used.exists() and begun.exists()
+        lives.communicate("\n")
+        assert not used.exists()
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def test_what_a_stranger_has_put_there_is_not_opened(temporary, monkeypatch):
+    (temporary / f"{PREFIX}strange").mkdir()
+    os.mkfifo(temporary / f"{PREFIX}strange" / HELD)  # who opens it waits for a writer
+    me = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    with held_folder():
+        assert (temporary / f"{PREFIX}strange").exists()
