@@ -1,5 +1,6 @@
 """What a viewer may ask: the one verb `view`. It reads what is there, changes nothing, and costs the others little: the
-answer is made at most once in `VIEW_S` for all viewers, and each of them gets one in that time.
+answer is made at most once in `VIEW_S` for all viewers, and each of them gets one in that time. That the run is
+finished is told at once: its server may go before they ask again.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class Viewing:
 
     def __init__(self, run_id: str, core: ReplayCore, sessions: Collection[Session]) -> None:
         self._run_id, self._core, self._sessions = run_id, core, sessions
-        self._made: tuple[float, list[Any]] = -math.inf, []
-        """The last answer, and when it was made."""
+        self._made: tuple[float, bool, list[Any]] = -math.inf, False, []
+        """The last answer, when it was made, and whether the run was finished."""
 
     def view(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
         """Raises WireError: the viewer did not wait for its last answer."""
@@ -46,13 +47,23 @@ class Viewing:
             return Answer(self._answer())
 
         wait_s = session.viewed + VIEW_S - self._core.clock()
-        return answer() if wait_s <= 0 else Later(lambda: None, answer, wait_s, "view", lambda: False)
+        if wait_s <= 0:
+            return answer()
+        if self._core.state.finished:  # which it was told with its last view, or is with this one
+            return Later(lambda: None, answer, wait_s, "view", lambda: False)
+        return Later(
+            lambda: answer() if self._core.state.finished else None,
+            answer,
+            wait_s,
+            "view of the end",
+            lambda: self._core.state.finished,
+        )
 
     def _answer(self) -> list[Any]:
-        now = self._core.clock()
-        if now - self._made[0] >= VIEW_S:
-            self._made = now, encode_record(self.made(now))
-        return self._made[1]
+        now, finished = self._core.clock(), self._core.state.finished
+        if now - self._made[0] >= VIEW_S or finished != self._made[1]:
+            self._made = now, finished, encode_record(self.made(now))
+        return self._made[2]
 
     def made(self, now: float) -> View:
         core, state = self._core, self._core.state

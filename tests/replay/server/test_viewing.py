@@ -184,6 +184,19 @@ def test_the_server_of_a_finished_run_waits_for_no_viewer() -> None:
         assert not thread.is_alive()
 
 
+def test_that_a_run_is_finished_is_told_at_once_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the next view is due its server may be stopped, and the viewer would wait a minute for it."""
+    monkeypatch.setattr(viewing, "VIEW_S", 3600.0)
+    config = replay_config()
+    with running_server(config, settings()), watching(config) as viewer, contextlib.closing(Run(config)) as run:
+        run.start()
+        assert not seen(viewer).finished
+        assert viewer.view(0.5) is None
+        run.learner.finish()
+        assert seen(viewer).finished
+        assert viewer.view(0.5) is None
+
+
 def test_only_so_many_may_watch_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl.replay.server.loop.MAX_VIEWERS", 2)
     config = replay_config()
