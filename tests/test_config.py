@@ -13,7 +13,7 @@ from tests.refusals import REQUIRED
 
 def test_what_one_caller_sets_or_changes_no_other_gets() -> None:
     plain = config_to_dict(load_config(REQUIRED))
-    for given in (["learner.lr=9", "data.where={level: 3}", "loss=ppo"], ["learner.lr=8"]):
+    for given in (["learner.lr=0.9", "data.where={level: 3}", "loss=ppo"], ["learner.lr=0.8"]):
         config = load_config([*REQUIRED, *given])
         config.data.where["level"] = config.loss.preset = "changed"
         config.engine.urls.append("http://127.0.0.1:1")

@@ -309,7 +309,8 @@ def test_no_count_and_no_time_is_without_end(
     huge = {
         key: 10**20 if number == "int" else 1e30
         for key, number in counted.items()
-        if number == "int" or key.endswith(("_s", "_ms", "epochs", "gpus", "gpus_per_worker"))
+        if number == "int"
+        or key.endswith(("_s", "_ms", "epochs", "gpus", "gpus_per_worker", ".lr", "adam_eps", "decay"))
     }
     with pytest.raises(ConfigError) as refused:
         load([*required, *(f"{key}={value}" for key, value in huge.items())])

@@ -90,10 +90,12 @@ PROCESSES = """
 MOST: dict[str, int] = {
     **dict.fromkeys(PROCESSES.split(), 1 << 16),
     **{"weights.port": 65_535, "replay.wait_timeout_s": int(LONGEST_WAIT_S)},
+    **dict.fromkeys(("learner.lr", "critic.lr", "learner.adam_eps"), 1),  # with AdamW a step moves a weight by lr
+    "learner.weight_decay": 1000,
     **dict.fromkeys(("seed", "replay.max_bytes"), (1 << 63) - 1),
     **dict.fromkeys(("learner.epochs", "advantage.kl_horizon"), (1 << 31) - 1),
 }
-"""What there may be some of, and a machine has no more of."""
+"""What there may be some of, and a machine has no more of; what nobody can mean."""
 MOST_OF: dict[str, int] = {"_s": 1_000_000, "_ms": 60_000, "_mb": 1 << 24}
 """By the end of a key: seconds that a system call can still wait for, milliseconds, MiB."""
 SHORTEST_S = 0.001

@@ -130,7 +130,8 @@ def test_a_row_that_cannot_be_used_ends_the_run_with_its_name(tmp_path: Path) ->
 
 
 def test_weights_that_are_no_numbers_end_the_run(tmp_path: Path) -> None:
-    given = settings(tmp_path, "learner.epochs=5", "learner.lr=1e30", "learner.max_nonfinite_steps=1")
+    given = settings(tmp_path, "learner.epochs=5", "learner.max_nonfinite_steps=1")
+    given.learner.lr = 1e30
     with pytest.raises(NonFiniteError):
         train_alone(given)
 
