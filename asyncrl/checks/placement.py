@@ -110,6 +110,11 @@ def demand_of(config: Config) -> Demand:
     )
 
 
+def gpus_of_rewards(config: Config) -> int:
+    """Whole ones: the reward service shares none with an engine."""
+    return math.ceil(config.reward.gpus) if config.reward.host == "ray" else 0
+
+
 def placement_of(config: Config, seen: int) -> Placement:
     """Of a run on this machine, which has `seen` GPUs. Without any, and none asked for by `placement.gpus`, nobody has
     one.
@@ -151,8 +156,7 @@ def gpus_per_engine(config: Config, gpus: int) -> float:
         return config.ray.gpus_per_worker
     if config.ray.address:
         return float(config.engine.tensor_parallel)
-    left = gpus - (math.ceil(config.reward.gpus) if config.reward.host == "ray" else 0)
-    return engine_share(left, config.rollout.workers, config.engine.tensor_parallel)
+    return engine_share(gpus - gpus_of_rewards(config), config.rollout.workers, config.engine.tensor_parallel)
 
 
 def worker_gpus(config: Config, visible: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ from rich.table import Column, Table
 
 from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.checks.machine import check_machine
-from asyncrl.checks.placement import placement_of, visible_gpus
+from asyncrl.checks.placement import gpus_of_rewards, placement_of, visible_gpus
 from asyncrl.checks.whole import check_config
 from asyncrl.cli.memory_table import copies_bytes, copies_on_gpu, engine_bytes, rank_bytes, size
 from asyncrl.cli.model_size import ModelSize, model_size
@@ -188,7 +188,7 @@ def feasible(config: Config, gpus: int, gpu_gb: float) -> list[Split]:
     step = max(1, most // LEARNERS)
     found, problem = list[Split](), f"{gpus} GPUs are too few for one engine and one learner"
     for ranks in sorted({unit, *range(unit * step, unit * most + 1, unit * step)} if most > 0 else ()):
-        engines = min((gpus - ranks - of_rewards(config)) // width, most_groups(config))
+        engines = min((gpus - ranks - gpus_of_rewards(config)) // width, most_groups(config))
         tried = with_split(config, ranks, engines, gpus)
         problem = why_not(tried, gpus, model, gpu_gb)
         if not problem:
@@ -198,11 +198,6 @@ def feasible(config: Config, gpus: int, gpu_gb: float) -> list[Split]:
     return found
 
 
-def of_rewards(config: Config) -> int:
-    """GPUs, whole ones."""
-    return round(config.reward.gpus + 0.499)
-
-
 def most_groups(config: Config) -> int:
     """In flight at once, at the deepest; an engine more would have none."""
     return (1 + config.replay.max_staleness) * config.learner.groups_per_step
@@ -210,7 +205,7 @@ def most_groups(config: Config) -> int:
 
 def left_over(config: Config, split: Split, gpus: int) -> list[str]:
     """Said where there are more GPUs than work."""
-    idle = gpus - split.ranks - split.engines * config.engine.tensor_parallel - of_rewards(config)
+    idle = gpus - split.ranks - split.engines * config.engine.tensor_parallel - gpus_of_rewards(config)
     if split.engines < most_groups(config) or idle < config.engine.tensor_parallel:
         return []
     return [

@@ -6,6 +6,7 @@ ckpt/step_50/  state.json ...        latest -> step_50        left_step_90/     
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import operator
@@ -227,9 +228,16 @@ def is_of_another_run(checkpoint: Path, folder: Path, run: str) -> bool:
     if checkpoint.parent == folder.resolve() or (begun and Path(begun).resolve() == checkpoint):
         return False
     try:
-        return read_object(checkpoint / STATE_FILE).get("run", run) not in ("", run)
-    except (OSError, ValueError):  # whoever reads it says so
+        return run_of((checkpoint / STATE_FILE).read_bytes()) not in ("", run)
+    except OSError:  # whoever reads it says so
         return False
+
+
+def run_of(state: str | bytes) -> str:
+    """Of a checkpoint's STATE_FILE; empty where it tells none, or is damaged."""
+    with contextlib.suppress(ValueError, AttributeError, RecursionError):
+        return str(json.loads(state).get("run", ""))
+    return ""
 
 
 def refuse_bare_fork(folder: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 
 import fsspec
 
-from asyncrl.storage.checkpoints import STATE_FILE
+from asyncrl.storage.checkpoints import STATE_FILE, run_of
 from asyncrl.storage.sealed import MANIFEST
 
 PROBE = ".asyncrl-probe"
@@ -70,13 +70,6 @@ def copy_checkpoint(checkpoint: Path, url: str) -> str:
         if there != here:
             raise OSError(f"{target}/{name} has {there} bytes of {here}")
     return target
-
-
-def run_of(state: str | bytes) -> str:
-    """Of a checkpoint's state; empty where it tells none, or is damaged."""
-    with contextlib.suppress(ValueError, AttributeError, RecursionError):
-        return str(json.loads(state).get("run", ""))
-    return ""
 
 
 def _refuse_other(files: fsspec.AbstractFileSystem, target: str, run: str) -> None:

@@ -93,6 +93,13 @@ def test_no_split_has_more_ranks_than_a_batch_has_sequences(tmp_path: Path) -> N
         feasible(replace(config, learner=replace(config.learner, lr=-1.0)), 8, 0.0)
 
 
+@pytest.mark.parametrize("gpus", [0.0001, 0.5, 1.0])
+def test_any_part_of_a_gpu_that_rewards_take_is_a_whole_one(tmp_path: Path, gpus: float) -> None:
+    """The planner took the smallest for none, and its split was refused by the placement."""
+    config = load_config([*files(tmp_path), "reward.host=ray", f"reward.gpus={gpus}"])
+    assert [(split.ranks, split.engines) for split in feasible(config, 4, 0.0)] == [(1, 2), (2, 1)]
+
+
 def test_no_split_has_more_engines_than_groups_in_flight_and_what_is_left_is_said(tmp_path: Path) -> None:
     small = ["learner.groups_per_step=2", "replay.max_staleness=1", "replay.pipeline_depth=0"]
     config = load_config([*files(tmp_path), *small])
