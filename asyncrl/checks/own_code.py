@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from asyncrl.checks.rewards import LIBRARY, reward_terms
 from asyncrl.checks.sources import sources
+from asyncrl.errors import ConfigError
 from asyncrl.own_code import code_fingerprint
 from asyncrl.schema import Config
 
@@ -26,6 +27,20 @@ def own_code(config: Config) -> dict[str, str]:
     named |= {f"rollout.filters[{place}]": spec for place, spec in enumerate(config.rollout.filters)}
     named |= {source.key: spec for source in sources(config.data) if source.runs_own_code for spec in source.specs}
     return named | own_learning(config)
+
+
+CODE = "code"
+"""Under which name the learner announces the `workers_code` of its own."""
+
+
+def workers_code(config: Config) -> dict[str, str]:
+    """`code_hashes` of what runs in the workers, as far as its files are on this machine; none of settings without a
+    reward or data, as a learner that is put together by hand has them."""
+    try:
+        specs = {key: spec for key, spec in own_code(config).items() if key not in own_learning(config)}
+    except ConfigError:
+        return {}
+    return {key: known for key, spec in specs.items() if (known := code_fingerprint(spec)) != spec}
 
 
 def code_hashes(config: Config) -> dict[str, str]:

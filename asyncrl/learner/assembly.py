@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.checks.learner import early_groups, why_never_warm, why_not_early
+from asyncrl.checks.own_code import CODE, workers_code
 from asyncrl.config import disk_patience
 from asyncrl.data.local_tokenizer import TOKENIZER, tokenizer_digest
 from asyncrl.digests import learner_digest
@@ -160,6 +161,9 @@ def assemble(
     if config.learner.hook:
         roles.hook = Hook(config.learner, rank=place.rank, world=place.world)
     known = highest_version(run_dir) if place.rank == 0 else NO_VERSION
+    copies: dict[str, Any] = {}
+    if place.rank == 0:
+        copies = {TOKENIZER: tokenizer_digest(config.model.path), ROWS: rows_here(config), CODE: workers_code(config)}
     start = begin(
         replay,
         kept.checkpoints,
@@ -172,7 +176,7 @@ def assemble(
         branch=resume not in ("auto", "never") and not kept.restarted,
         updates=config.learner.updates_per_batch,
         early=early_groups(config),
-        copies={TOKENIZER: tokenizer_digest(config.model.path), ROWS: rows_here(config)} if place.rank == 0 else None,
+        copies=copies,
     )
     sender = publisher(roles)
     opened.push(lambda error, *_: sender.close(failed=error is not None))

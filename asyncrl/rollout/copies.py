@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
+from asyncrl.checks.own_code import CODE, own_code, workers_code
 from asyncrl.data.local_tokenizer import TOKENIZER, tokenizer_digest
 from asyncrl.errors import ConfigError
+from asyncrl.replay.core.workers import OTHER_CODE
 from asyncrl.schema import Config
 from asyncrl.telemetry.folder.resumed import ROWS, rows_here
 from asyncrl.weights.base import SubscriberRendezvous
 
+log = logging.getLogger(__name__)
+
 
 class SameCopies:
     """A `SubscriberRendezvous` that lets through no weights of a learner with another tokenizer or other rows: a worker
-    has none of its weights then, and is given no work."""
+    has none of its weights then, and is given no work. Other code of the user's is told: a file that was changed
+    while a worker was started again is no mistake of that machine.
+    """
 
     def __init__(self, rendezvous: SubscriberRendezvous, config: Config) -> None:
         self._rendezvous = rendezvous
@@ -29,6 +36,8 @@ class SameCopies:
                 f"{data} leads to other rows here than where the learner is, which a resume would refuse",
             ),
         }
+        self._code, self._named = workers_code(config), own_code(config)
+        self._other: tuple[tuple[str, str, str], ...] = ()
         self.served = rendezvous.served
 
     def watch(self, revision: int, wait_s: float) -> Any:
@@ -38,4 +47,20 @@ class SameCopies:
             theirs = board.values.get(name)
             if theirs and own and theirs != own:
                 raise ConfigError(f"{said}. Copy the learner's to this machine")
+        self._hold_code(board.values.get(CODE))
         return board
+
+    def stats(self) -> dict[str, float]:
+        return {OTHER_CODE: float(bool(self._other))}
+
+    def _hold_code(self, theirs: Any) -> None:
+        """Against what the learner announces; said once of each difference."""
+        known = theirs if isinstance(theirs, dict) else {}
+        other = tuple((key, own, known[key]) for key, own in self._code.items() if known.get(key, own) != own)
+        for key, own, there in other if other != self._other else ():
+            log.warning(
+                "%s=%s is another file here (%s) than where the learner is (%s): the run is of two kinds of it. Copy "
+                "the learner's to this machine and start its pool anew; to change it for all, resume the run",
+                *(key, self._named[key], own, there),
+            )
+        self._other = other

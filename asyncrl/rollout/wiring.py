@@ -85,10 +85,11 @@ async def run_worker(config: Config, name: str, digest: str, ending: EndWatch) -
             config.replay.address, worker=name, run_digest=digest, stats=report, config=config.replay
         )
         stack.push_async_callback(replay.close)
-        subscriber = _subscriber(config, name, replay, engine)
+        copies = SameCopies(replay.rendezvous(), config)
+        subscriber = _subscriber(config, name, replay, engine, copies)
         stack.callback(subscriber.close)
         own_filters = (pool.stats for pool in filters.own)
-        for source in (texts.prompts.stats, engine.stats, rewards.stats, subscriber.stats, *own_filters):
+        for source in (texts.prompts.stats, engine.stats, rewards.stats, subscriber.stats, copies.stats, *own_filters):
             report.add(source)
         watch = RewardWatch(config.reward.max_failure_share, texts.prompts.where)
         report.add(watch.stats)
@@ -243,12 +244,12 @@ def make_runner(
     )
 
 
-def _subscriber(config: Config, name: str, replay: RolloutClient, engine: Engine) -> Subscriber:
+def _subscriber(config: Config, name: str, replay: RolloutClient, engine: Engine, copies: SameCopies) -> Subscriber:
     # The fake engine has no model: nothing to prove, nothing to hold names against.
     model_less = config.engine.name == "fake"
     return make_subscriber(
         config,
-        SameCopies(replay.rendezvous(), config),
+        copies,
         name,
         replay.incarnation,
         engine.load_weights,

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from asyncrl.chat import hub
+from asyncrl.checks.own_code import CODE, workers_code
 from asyncrl.config import load_config
 from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 from asyncrl.data.local_tokenizer import TOKENIZER, tokenizer_digest
 from asyncrl.errors import ConfigError
+from asyncrl.replay.core.workers import OTHER_CODE
 from asyncrl.rollout.copies import SameCopies
 from asyncrl.schema import Config
 from asyncrl.telemetry.folder.resumed import ROWS, rows_here
@@ -76,6 +78,45 @@ def test_a_worker_with_other_copies_than_the_learner_s_takes_no_weights(
         SameCopies(there, other).watch(-1, 0.0)
     board.announce({TOKENIZER: "", ROWS: ""})  # of a learner that has none
     SameCopies(there, other).watch(-1, 0.0)
+
+
+def test_a_worker_with_another_file_of_the_user_s_goes_on_and_tells_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two rewards in one run, and nobody knew."""
+    configs = [machine(tmp_path / name) for name in ("learner", "copied", "other")]
+    for config, text in zip(configs, ("a = 1", "a = 1", "a = 2"), strict=True):
+        file = Path(config.data.path).with_name("r.py")
+        file.write_text(text)
+        config.reward.function = f"{file}:f"
+    learners, copied, other = configs
+    board = Board()
+    there = [SameCopies(WorkerRendezvous(board, "w"), config) for config in (copied, other)]
+    board.announce({CODE: workers_code(learners)})
+    for copies in there:
+        copies.watch(-1, 0.0)
+        copies.watch(-1, 0.0)
+    assert [copies.stats() for copies in there] == [{OTHER_CODE: 0.0}, {OTHER_CODE: 1.0}]
+    (line,) = caplog.messages
+    assert f"reward.function={other.reward.function} is another file here" in line
+    assert all(known["reward.function"] in line for known in map(workers_code, (learners, other)))
+    board.announce({CODE: workers_code(other)})  # a resume by the changed file
+    for copies in there:
+        copies.watch(-1, 0.0)
+    assert [copies.stats() for copies in there] == [{OTHER_CODE: 1.0}, {OTHER_CODE: 0.0}]
+
+
+def test_code_that_the_learner_s_machine_does_not_have_is_not_compared(tmp_path: Path) -> None:
+    config = machine(tmp_path)
+    assert workers_code(config) == {}
+    config.reward.function = "math:sqrt"
+    config.loss.function = f"{write_module(tmp_path)}:f"  # runs in the learner alone
+    assert workers_code(config) == {}
+
+
+def write_module(at: Path) -> Path:
+    (at / "own.py").write_text("")
+    return at / "own.py"
 
 
 def test_what_cannot_be_told_is_empty(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,7 +55,7 @@ def begin(
     branch: bool = False,
     updates: int = 1,
     early: int = 0,
-    copies: Mapping[str, str] | None = None,
+    copies: Mapping[str, Any] | None = None,
 ) -> Start:
     """Load the checkpoint, if any, and tell the replay from where to serve again. Collective.
 
@@ -66,7 +67,7 @@ def begin(
         branch: the checkpoint was chosen by hand.
         updates: optimizer steps per batch, in each of which the ranks meet.
         early: groups that are trained on together before the batch is full.
-        copies: digests of what every machine has its own copy of; workers with others are refused.
+        copies: digests of what every machine has its own copy of; workers with others are refused, or told of.
     """
     step, version, skipped, snapshot = None, NO_VERSION, 0, None
     if resume_from is not None:

@@ -98,6 +98,7 @@ class Run:
             "replay/admitted": float(ledger.admitted),
             "replay/bytes": float(self.state.buffer.nbytes),
             "replay/workers": float(len(self.workers.live)),
+            "replay/workers_other_code": float(self.workers.with_other_code()),
         }
         return row | self._queue_by_age()
 

@@ -19,8 +19,10 @@ INSERTED = "tokens_inserted"
 """Statistic of the sampled tokens that this server accepted as loss tokens of a group."""
 LOST = {fate: f"tokens_lost_{fate}" for fate in LOST_TOKENS}
 """Statistics of sampled tokens that no group here has."""
+OTHER_CODE = "other_code"
+"""Statistic of a worker: whether files of the user's are others there than where the learner is."""
 KEPT = (
-    "generated_tokens", "waiting_s", "busy_s", PROGRESS, "overlong_prompts", "rewards_failed", INSERTED,
+    "generated_tokens", "waiting_s", "busy_s", PROGRESS, "overlong_prompts", "rewards_failed", INSERTED, OTHER_CODE,
     *FAILED.values(), *LOST.values(), *PACES,
 )  # fmt: skip
 """Statistics that are read here. A worker that invents names fills no memory."""
@@ -124,6 +126,10 @@ class Workers:
     def total(self, stat: str) -> float:
         """Sum of a cumulative statistic over all workers, the gone ones included: never falls."""
         return self._past_stats.get(stat, 0.0) + sum(worker.stats.get(stat, 0.0) for worker in self.live.values())
+
+    def with_other_code(self) -> int:
+        """Live ones whose files of the user's are not the learner's."""
+        return sum(worker.stats.get(OTHER_CODE, 0.0) > 0 for worker in self.live.values())
 
     def unfinished_tokens(self) -> float:
         """Sampled by workers that are gone, of groups that they never brought to an end."""

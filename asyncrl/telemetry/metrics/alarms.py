@@ -201,6 +201,11 @@ def no_workers(course: Course) -> str:
     return "no rollout worker is connected" if workers == 0 and course.served else ""
 
 
+def other_code(course: Course) -> str:
+    workers = course.last[-1].get("replay/workers_other_code") if course.last else None
+    return f"{workers:.0f} rollout worker(s) run other code of yours than where the learner is" if workers else ""
+
+
 @dataclass(frozen=True, slots=True)
 class Alarm:
     name: str
@@ -281,6 +286,13 @@ ALARMS: tuple[Alarm, ...] = (
         "a step was trained, and no rollout worker is connected any more",
         "See logs/rollout.log; what is in the buffer is trained, then the learner waits",
         no_workers,
+    ),
+    Alarm(
+        "other_code",
+        "a rollout worker's file of yours (reward, environment, filter) is not the one that the learner's machine had "
+        "when the learner began: groups of two kinds are trained on together",
+        "logs/rollout-*.log names the file. Copy the learner's there and start that pool anew, or resume the run",
+        other_code,
     ),
     Alarm(
         "disk",

@@ -223,6 +223,7 @@ _REPLAY = (
     Metric("replay/missing_members", "trajectories", "of groups that were closed without them", LOWER, True),
     Metric("replay/bytes", "bytes", "of payloads in the server's memory"),
     Metric("replay/workers", "workers", "connected"),
+    Metric("replay/workers_other_code", "workers", "of them with other code of the user's than the learner's", LOWER),
     Metric("staleness/dropped", "groups", "dropped for their age", LOWER, True),
     Metric("staleness/masked_tokens", "tokens", "left out of a batch for their age", LOWER, True),
     Metric("waste/tokens", "tokens", "sampled and never trained for their age", LOWER, True),

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from random import Random
 
-from asyncrl.replay.core.workers import Workers
+from asyncrl.replay.core.workers import OTHER_CODE, Workers
+
+
+def test_of_those_with_other_code_the_live_ones_are_counted() -> None:
+    workers = Workers(timeout_s=1.0)
+    for name, other in (("a", 1.0), ("b", 0.0), ("c", 1.0)):
+        workers.hello(name, name, 0, 0.0)
+        workers.report(workers.live[name], {OTHER_CODE: other}, 0.0, counted_before=False)
+    assert workers.with_other_code() == 2
+    workers.remove("a")
+    assert workers.with_other_code() == 1
 
 
 def test_what_the_live_ones_can_take_is_counted_whatever_they_do() -> None:

@@ -32,6 +32,7 @@ SOUND = {
     "ratio/E/ess_seq": 0.9, "staleness/age_0/rms_log_ratio": 0.01, "completion/length_mean": 100.0,
     "completion/truncated": 0.05, "optim/nonfinite_steps": 0.0, "weights/canary_failed": 0.0, "replay/workers": 2.0,
     FREE_BYTES: 1 << 40, "machine/memory_free": 0.5, "machine/clock_skew_s": 0.001,
+    "replay/workers_other_code": 0.0,
 }  # fmt: skip
 TROUBLES: dict[str, list[dict[str, Any]]] = {
     "engine_drift": [{"staleness/age_0/rms_log_ratio": 0.5}] * WINDOW,
@@ -46,6 +47,7 @@ TROUBLES: dict[str, list[dict[str, Any]]] = {
     "disk": [{FREE_BYTES: 1 << 20}],
     "memory": [{"machine/memory_free": 0.02}],
     "clock": [{"machine/clock_skew_s": 4.0}],
+    "other_code": [{"replay/workers_other_code": 1.0}],
 }
 
 
