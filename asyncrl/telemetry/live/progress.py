@@ -137,7 +137,7 @@ class PrintingLog(MetricsLog):
         for raised in (*late, *self._alarms.row({"step": step, **row, **free}, now)):
             print(raised, flush=True)
             self._told.append([raised.as_row()])
-            if self._stops is not None and raised.stops:
+            if self._stops is not None and raised.stops and raised.name != STALL.name:  # which this row has ended
                 self._stops.touch()
 
 

@@ -260,7 +260,7 @@ def test_a_stall_is_written_down_with_the_step_that_ends_it(
 ) -> None:
     (tmp_path / LOG_DIR).mkdir()
     (tmp_path / "config.yaml").write_text("learner:\n  steps: 99\n")
-    log, clock = PrintingLog.of(Config(run=RunConfig(dir=str(tmp_path))), tmp_path, 0), [1000.0]
+    log, clock = PrintingLog.of(Config(run=RunConfig(dir=str(tmp_path))), tmp_path, 0, on_alarm="stop"), [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     for step, took in ((1, 1), (2, 1), (3, 500), (4, 1), (4, 500)):
         clock[0] += took
@@ -274,6 +274,7 @@ def test_a_stall_is_written_down_with_the_step_that_ends_it(
     ]
     capsys.readouterr()
     assert [row[1:5] for row in data_in(page_of([tmp_path]))["alarms"]] == [[2, "stall", told[0][2], 1]]
+    assert not (tmp_path / LOG_DIR / STOP_FILE).exists(), "it is over"
 
 
 def test_a_resume_looks_past_damaged_lines(tmp_path: Path) -> None:
