@@ -46,6 +46,9 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_nu
 ROUTERS_FOLLOW = EXPERTS_APART
 """Model types whose routers may be told what to choose: the formula of their weights is proven
 (`tests/learner/model/test_routing.py`)."""
+BLOCK = 32
+"""With `learner.optimizer=adamw_8bit`: neighbours in a row, whose moments of a byte each share a scale in fp32. Tensor
+parallelism cuts the rows of the usual widths by 8 into whole blocks."""
 GUESSED_FROM_LENGTH = ("dynamic", "longrope")
 """Kinds of rotary embedding that look for the largest position they are given, which is another on every rank, and
 another in a pack than in a sequence alone."""
@@ -152,6 +155,34 @@ def not_together(settings: Mapping[str, Any], ranks: int) -> str:
                 f"{', '.join(map(str, known.values()))}"
             )
     return ""
+
+
+def not_in_blocks(settings: Mapping[str, Any], ranks: int) -> str:
+    """Why `learner.optimizer=adamw_8bit` cannot be with `learner.tensor_parallel=ranks`, which `not_together` has
+    passed; empty if it can.
+
+    Args:
+        settings: of `config.json`.
+    """
+    text = of_its_decoder(settings)
+    heads, hidden = text.get("num_attention_heads"), text.get("hidden_size")
+    each = text.get("head_dim") or (hidden // heads if _counted(heads) and _counted(hidden) else 0)
+    # Rows of the layers behind attention and within the feed-forward layer, the ones that are cut.
+    for width in (heads * each if _counted(heads) and _counted(each) else 0, text.get("intermediate_size")):
+        if _counted(width) and (problem := torn_blocks(width, width // ranks)):
+            return problem
+    return ""
+
+
+def torn_blocks(width: int, part: int) -> str:
+    """Why a rank cannot have `part` of a row of `width` numbers; empty if it can, or if the row has no blocks."""
+    if width % BLOCK or part % BLOCK == 0:
+        return ""
+    return (
+        f"learner.optimizer=adamw_8bit has one scale for {BLOCK} numbers of a row, and learner.tensor_parallel cuts "
+        f"rows of {width} into {part}, no multiple of {BLOCK}. Take a smaller learner.tensor_parallel or "
+        "learner.optimizer=adamw"
+    )
 
 
 def not_shared(settings: Mapping[str, Any], ranks: int, together: int = 1) -> str:

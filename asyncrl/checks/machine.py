@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from asyncrl.chat.hub import NAME, described_in
 from asyncrl.checks.architecture import (
@@ -15,6 +15,7 @@ from asyncrl.checks.architecture import (
     foreign_maths,
     longest_sequence,
     not_apart,
+    not_in_blocks,
     not_replayed,
     not_shared,
     not_together,
@@ -141,7 +142,13 @@ CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Ends of the names of classes in `config.json` that have a head for the next token."""
 
 
-def unfit_model(path: str, layout: Layout, longest: int) -> Iterator[str]:
+class Trained(Layout, Protocol):
+    """`learner` of a run, and of `asyncrl sft`."""
+
+    optimizer: str
+
+
+def unfit_model(path: str, learner: Trained, longest: int) -> Iterator[str]:
     """A model that loads with a random head, or computes what the learner does not, as its ranks are laid out.
 
     Args:
@@ -155,12 +162,13 @@ def unfit_model(path: str, layout: Layout, longest: int) -> Iterator[str]:
             f"model.path={path} is a {', '.join(classes)}, which predicts no next token: its head would "
             "be made at random. Give a causal LM (...ForCausalLM in its config.json)"
         )
-    sequence, experts, tensor = layout.sequence_parallel, layout.expert_parallel, layout.tensor_parallel
+    sequence, experts, tensor = learner.sequence_parallel, learner.expert_parallel, learner.tensor_parallel
     problem = settings and (
         quantized(settings)
         or foreign_maths(settings)
         or too_long_to_guess(settings, longest)
         or not_together(settings, tensor)
+        or (not_in_blocks(settings, tensor) if learner.optimizer == "adamw_8bit" else "")
         or not_shared(settings, sequence, tensor)
         or not_apart(settings, experts)
     )

@@ -177,6 +177,7 @@ def assemble(
         updates=config.learner.updates_per_batch,
         early=early_groups(config),
         copies=copies,
+        run=origin_of(run_dir),
     )
     sender = publisher(roles)
     opened.push(lambda error, *_: sender.close(failed=error is not None))

@@ -12,15 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from asyncrl.checks.architecture import of_its_decoder
+from asyncrl.checks.architecture import BLOCK, of_its_decoder
 
 MASTER = 4
 """Bytes of a trained weight, its gradient and, as a rule, each of AdamW's two moments."""
 STEP_COUNT = 4
 """Bytes of AdamW's count of steps, for each parameter tensor."""
-BLOCK = 32
-"""With `learner.optimizer=adamw_8bit`: neighbours in a row, whose moments of a byte each share a scale in fp32. Tensor
-parallelism cuts the rows of the usual widths by 8 into whole blocks."""
 HEAD_ELEMENTS = 1 << 19
 """fp32 logits of one chunk of the head (`model.logprobs`): 2 MiB, which stay in cache with a small vocabulary..."""
 HEAD_MIN_ROWS = 512

@@ -215,6 +215,7 @@ class LearnerReplay(Protocol):
         snapshot: dict[str, Any] | None,
         settings: str = "",
         branch: bool = False,
+        run: str = "",
     ) -> Restored:
         """Announce this incarnation of the learner. `step` is the last step in its checkpoint (None: a fresh start),
         `policy_version` the version of those weights (NO_VERSION: none). `snapshot` (saved in the checkpoint) fills a
@@ -224,6 +225,9 @@ class LearnerReplay(Protocol):
         `settings` (a digest) than the learner before it had, or as a `branch` (a checkpoint was chosen by hand), the
         groups are judged anew by their distance to the new weights; the prompts of those that are over-age now return
         to the stream.
+
+        `run` is what a learner that is started again has in common with the one before, and no other: one of another
+        that comes while that is heard of was started by mistake.
         """
         ...
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.checks.architecture import EXPERT_COUNTS, foreign_maths, not_apart, not_shared, not_together
+from asyncrl.checks.architecture import EXPERT_COUNTS, foreign_maths, not_apart, not_in_blocks, not_shared, not_together
 
 QWEN = {"model_type": "qwen3", "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 96}
 
@@ -31,6 +31,26 @@ def test_what_cannot_be_cut_is_refused_with_its_number_and_a_way_out(change: dic
     problem = not_together(QWEN | change, ranks)
     assert said in problem and "Set " in problem
     assert not_together({"model_type": "llava", "text_config": QWEN | change}, ranks) == problem
+
+
+@pytest.mark.parametrize(
+    ("change", "ranks", "said"),
+    [
+        ({"hidden_size": 128}, 1, ""),
+        ({"hidden_size": 512, "intermediate_size": 1024}, 4, ""),
+        ({"intermediate_size": 97}, 4, ""),  # rows that have no blocks
+        ({"intermediate_size": 64}, 2, ""),
+        ({"intermediate_size": 64}, 4, "cuts rows of 64 into 16, no multiple of 32"),
+        ({"hidden_size": 128}, 8, "cuts rows of 128 into 16"),
+        ({"hidden_size": 128, "head_dim": 16}, 8, "cuts rows of 128 into 16"),
+        ({"hidden_size": 128, "head_dim": 32}, 8, "cuts rows of 96 into 12"),
+    ],
+)
+def test_moments_in_8_bits_are_cut_between_blocks_or_refused(change: dict, ranks: int, said: str):
+    """It was found once all ranks had loaded the model."""
+    problem = not_in_blocks(QWEN | change, ranks)
+    assert said in problem and bool(problem) == bool(said)
+    assert not_in_blocks({"model_type": "llava", "text_config": QWEN | change}, ranks) == problem
 
 
 @pytest.mark.parametrize(("ranks", "together"), [(1, 1), (2, 1), (4, 1), (8, 1), (2, 2), (4, 2)])

@@ -45,6 +45,7 @@ class FedReplay:
         snapshot: dict[str, Any] | None,
         settings: str = "",
         branch: bool = False,
+        run: str = "",
     ) -> Restored:
         self.calls.append(("restore", (step, policy_version, snapshot)))
         self.next_step = 0 if step is None else step + 1

@@ -188,6 +188,7 @@ class InProcessLearner:
         snapshot: dict[str, Any] | None,
         settings: str = "",
         branch: bool = False,
+        run: str = "",
     ) -> Restored:
         with self._replay.changing() as core:
             return core.restore(

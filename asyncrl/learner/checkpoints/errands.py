@@ -26,8 +26,9 @@ log = logging.getLogger(__name__)
 TRIES = 3
 PAUSE_S = 10.0
 """Before another try; twice as long before the one after it."""
-TOUCHED_S = 60.0
-"""For the answer whether copies may be put where they are wanted."""
+TOUCHED_S = 240.0
+"""For the answer whether copies may be put where they are wanted. A full store may take a minute to list; the ranks
+that wait for this one give up after ten."""
 NICE = 10
 MANY = 4
 """Exports under way, from which on it is said; and again of twice as many."""

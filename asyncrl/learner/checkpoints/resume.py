@@ -56,6 +56,7 @@ def begin(
     updates: int = 1,
     early: int = 0,
     copies: Mapping[str, Any] | None = None,
+    run: str = "",
 ) -> Start:
     """Load the checkpoint, if any, and tell the replay from where to serve again. Collective.
 
@@ -68,6 +69,7 @@ def begin(
         updates: optimizer steps per batch, in each of which the ranks meet.
         early: groups that are trained on together before the batch is full.
         copies: digests of what every machine has its own copy of; workers with others are refused, or told of.
+        run: what it is called through all its resumes.
     """
     step, version, skipped, snapshot = None, NO_VERSION, 0, None
     if resume_from is not None:
@@ -82,7 +84,7 @@ def begin(
     if rank == 0:
         checkpoints.begin_branch()  # before the replay goes back: a death between must find no newer checkpoint than it
         restored = replay.restore(
-            step=step, policy_version=version, snapshot=snapshot, settings=settings, branch=branch
+            step=step, policy_version=version, snapshot=snapshot, settings=settings, branch=branch, run=run
         )
         # The replay refuses what does not fit: groups with other tokens would crash the embedding of every rank.
         vocabulary = roles.policy.hf.get_input_embeddings().num_embeddings

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from asyncrl.checks.architecture import BLOCK, torn_blocks
 from asyncrl.errors import ConfigError
-from asyncrl.learner.memory_plan import BLOCK, in_eight_bits
+from asyncrl.learner.memory_plan import in_eight_bits
 from asyncrl.learner.optimizer.one_by_one import MOMENTS, OneByOne, step_one
 from asyncrl.learner.parallel.sharding import local
 
@@ -74,13 +75,9 @@ def dequantise(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
 def check_blocks(parameters: Iterable[Tensor]) -> None:
     """Raises ConfigError: a rank would have a part of a block."""
     for parameter in parameters:
-        width = local(parameter).shape[-1] if parameter.ndim else 0
-        if in_eight_bits(parameter.shape) and width % BLOCK:
-            raise ConfigError(
-                f"learner.optimizer=adamw_8bit has one scale for {BLOCK} numbers of a row, and learner.tensor_parallel "
-                f"cuts rows of {parameter.shape[-1]} into {width}, no multiple of {BLOCK}. Take a smaller "
-                "learner.tensor_parallel or learner.optimizer=adamw"
-            )
+        problem = torn_blocks(parameter.shape[-1], local(parameter).shape[-1]) if parameter.ndim > 1 else ""
+        if problem:
+            raise ConfigError(problem)
 
 
 class EightBits(OneByOne):

@@ -129,6 +129,7 @@ class RetainedReplay:
         snapshot: dict[str, Any] | None,
         settings: str = "",
         branch: bool = False,
+        run: str = "",
     ) -> Restored:
         return Restored(next_step=0, next_version=0)
 

@@ -179,8 +179,9 @@ class LearnerClient:
         snapshot: dict[str, Any] | None,
         settings: str = "",
         branch: bool = False,
+        run: str = "",
     ) -> Restored:
-        asked = [step, policy_version, snapshot, settings, branch]
+        asked = [step, policy_version, snapshot, settings, branch, run]
         return messages.decode_record(Restored, self._ask("restore", asked))
 
     def publish(self, *, policy_version: int, parent: int) -> None:

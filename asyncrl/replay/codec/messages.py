@@ -19,7 +19,7 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "int": lambda value, name: wire.integer(value, name, -1, wire.MAX_ID),
     "float": wire.number,
     "str": wire.text,
-    "bool": lambda value, name: _boolean(value, name),
+    "bool": lambda value, name: boolean(value, name),
     "tuple[float, ...]": lambda value, name: tuple(wire.number(item, name) for item in wire.sequence(value, name)),
     "dict[str, float]": lambda value, name: numbers(value, name),
     "dict[str, tuple[float | None, ...]]": lambda value, name: _columns(value, name),
@@ -32,7 +32,7 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
 }
 
 
-def _boolean(value: Any, name: str) -> bool:
+def boolean(value: Any, name: str) -> bool:
     if type(value) is not bool:
         raise WireError(f"{name} must be true or false, not {wire.short(value)}")
     return value
@@ -92,7 +92,7 @@ def decode_acquired(value: Any) -> Acquired:
     return Acquired(
         assignments=decode_records(Assignment, assignments),
         evaluations=decode_records(EvalAssignment, evaluations),
-        stop=_boolean(stop, "stop"),
+        stop=boolean(stop, "stop"),
         waiting_for=wire.text(waiting_for, "waiting_for"),
     )
 

@@ -19,7 +19,7 @@ import msgpack
 from asyncrl.errors import OtherSchemaError, WireError
 from asyncrl.types import ExtraHeader
 
-SCHEMA = 15
+SCHEMA = 16
 SEVERAL = b""
 """First frame of a message of several replies without payload, each one frame: many cost as much to send as one."""
 MAX_REQUEST_BYTES = 8 << 20

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -29,6 +29,11 @@ REPLACED = (
     "this one again with resume=auto"
 )
 
+STRANGER = (
+    "a learner of another run folder trains here, and was heard of when this one came. If this one was started by "
+    "mistake, stop it; if it is to take over, end that one first"
+)
+
 
 class Steps:
     """Every request of the learner."""
@@ -40,6 +45,8 @@ class Steps:
         """Evaluation results that were given to the learner last."""
         self._handed_to = ("", -1)
         """Incarnation and number of the request they answered."""
+        self._learners = ""
+        """Run of the learner that restored last, as it says; empty where it says nothing, or this server is new."""
         self._autotune = Autotune(run)
 
     def restore(
@@ -51,8 +58,13 @@ class Steps:
         incarnation: str = "",
         settings: str = "",
         branch: bool = False,
+        run: str = "",
+        beside: Collection[str] = (),
     ) -> Restored:
         """A learner goes on from the checkpoint of `step`; see `LearnerReplay.restore`.
+
+        Args:
+            beside: incarnations that were heard of when it came.
 
         Raises:
             FencedError: a newer learner has taken over.
@@ -66,6 +78,8 @@ class Steps:
             # A resent request must not undo what was trained in between.
             return Restored(next_step=number + 1, next_version=peers.restored[2])
         self._run.refuse_replaced(LEADER, incarnation)
+        if peers.learner in beside and run and self._learners not in ("", run):
+            raise FencedError(STRANGER)
         remembered = self._state.committed_step <= number < self._state.trained_steps
         if not remembered:
             self._reload(number, snapshot)
@@ -79,7 +93,7 @@ class Steps:
         self._run.meter.restore(number)
         self._autotune.interrupted()
         self._run.evaluations.cancel()
-        self._last_trained, self._handed_out = None, ()
+        self._last_trained, self._handed_out, self._learners = None, (), run
         return Restored(next_step=number + 1, next_version=self._state.tree.newest + 1)
 
     def hello_learner(self, rank: str, incarnation: str) -> None:

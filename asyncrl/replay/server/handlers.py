@@ -304,21 +304,21 @@ class Handlers:
     # ---- learner
 
     def _restore(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
-        step, policy_version, snapshot, settings, branch = wire.sequence(body, "restore", 5)
+        step, policy_version, snapshot, settings, branch, run = wire.sequence(body, "restore", 6)
         if step is not None:
             wire.integer(step, "step", 0, wire.MAX_ID)
         wire.integer(policy_version, "policy_version", -1, wire.MAX_VERSION)
         if snapshot is not None:
             wire.mapping(snapshot, "snapshot")
-        if type(branch) is not bool:
-            raise WireError(f"branch must be true or false, not {wire.short(branch)}")
         restored = self.core.restore(
             step=step,
             policy_version=policy_version,
             snapshot=snapshot,
             incarnation=session.incarnation,
             settings=wire.text(settings, "settings", wire.MAX_NAME),
-            branch=branch,
+            branch=messages.boolean(branch, "branch"),
+            run=wire.text(run, "run", wire.MAX_NAME),
+            beside=session.beside,
         )
         return Answer(messages.encode_record(restored))
 

@@ -210,6 +210,7 @@ class ReplayServer:
         session = self.sessions.get(envelope.incarnation)
         if session is None:
             session = Session(hello.role, hello.name, envelope.incarnation, identity, self.clock())
+            session.beside = self._note_second(hello.name) if hello.role == "learner" else ()
             self.sessions[envelope.incarnation] = session
         self._heard(session, identity)
         welcome = [self.run_id, self.boot, self.handlers.window()]
@@ -252,19 +253,21 @@ class ReplayServer:
             self.core.hello(hello.name, incarnation, hello.served)
         elif hello.role == "learner":
             self.core.hello_learner(hello.name, incarnation)
-            self._note_second(hello.name, incarnation)
 
-    def _note_second(self, rank: str, incarnation: str) -> None:
-        """Two learners that are both started again would refuse each other for ever, and nobody know of whom."""
+    def _note_second(self, rank: str) -> list[str]:
+        """Incarnations that are there. Two learners that are both started again would refuse each other for ever, and
+        nobody know of whom."""
+        found = list[str]()
         for each in self.sessions.values():
             silent_s = self.clock() - each.seen
-            other = each.role == "learner" and each.name == rank and each.incarnation != incarnation
-            if other and silent_s < self.silence_s / 3:
+            if each.role == "learner" and each.name == rank and silent_s < self.silence_s / 3:
+                found.append(each.incarnation)
                 log.warning(
                     "learner %s came, and another was heard %.1f s ago: once this one has restored, what that one asks "
                     "is refused. If both run, stop one of them: a run has one learner",
                     rank, silent_s,
                 )  # fmt: skip
+        return found
 
     def _requests(self, session: Session, envelope: Envelope, frames: Sequence[Frame]) -> int:
         """All of one message; how many."""

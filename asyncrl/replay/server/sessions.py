@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,8 @@ class Session:
     """What it told of its machine with its last heartbeat."""
     waiting: set[int] = field(default_factory=set)
     """Requests that are waiting for something to happen."""
+    beside: Collection[str] = ()
+    """Of a rank of a learner: incarnations of its name that were heard of when it came."""
     viewed: float = -math.inf
     """When it was last told what a viewer is told."""
 

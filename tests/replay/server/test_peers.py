@@ -202,6 +202,26 @@ def test_a_learner_that_was_replaced_is_fenced(run, caplog) -> None:
     assert caplog.text.count("If both run, stop one of them") == 1
 
 
+def test_a_learner_of_another_folder_leaves_the_one_that_is_heard_of_its_run_before_any_checkpoint(run) -> None:
+    first = {"step": None, "policy_version": NO_VERSION, "snapshot": None}
+    run.learner.restore(**first, run="mine")
+    run.learner.publish(policy_version=0, parent=NO_VERSION)
+
+    def another() -> LearnerClient:
+        run.clients.append(LearnerClient(run.config.address, rank=0, run_digest="d", config=run.config))
+        return run.clients[-1]
+
+    with pytest.raises(FencedError, match="a learner of another run folder trains here"):
+        another().restore(**first, run="another")
+    run.learner.publish(policy_version=1, parent=0)
+    again = another()  # of the same folder: it was started again, and the first is known to be gone
+    again.restore(**first, run="mine")
+    with pytest.raises(FencedError):
+        run.learner.publish(policy_version=2, parent=0)
+    again.close()
+    another().restore(**first, run="another")  # which trains here no more
+
+
 def test_a_second_learner_that_cannot_restore_leaves_the_first_its_run(run) -> None:
     version = run.start()
     worker = run.worker()
