@@ -46,6 +46,11 @@ def finished(folder: Path) -> list[Path]:
     return sorted(whole, key=lambda path: _step_of(path) or 0)
 
 
+def last_saved(folder: Path) -> int:
+    """The step of the newest by its name alone; 0 where there is none."""
+    return max((_step_of(path) or 0 for path in finished(folder)), default=0)
+
+
 def _step_of(path: Path) -> int | None:
     named = _NAME.fullmatch(path.name)
     return int(named[1] or named[2]) if named else None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.schema import Config
+from asyncrl.storage.checkpoints import CHECKPOINT_DIR, last_saved
 from asyncrl.storage.lines import read_lines
 from asyncrl.telemetry.live.progress import clock, failed_rewards, who_waits
 from asyncrl.telemetry.metrics.evaluations import by_step, evaluations
@@ -40,6 +41,9 @@ def read_metrics(run_dir: Path) -> list[Row]:
         log.warning("%s", problem)
     if unread := found.unread + len(found.rows) - len(rows):
         log.warning("%s: lines that cannot be read (%d) are left out", path, unread)
+    ends, saved = max((row["step"] for row in rows), default=0), last_saved(run_dir / CHECKPOINT_DIR)
+    if ends < saved:
+        log.warning("%s ends at step %d, and there is a checkpoint of step %d: cut?", path, ends, saved)
     return by_step(rows)
 
 

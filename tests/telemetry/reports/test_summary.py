@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from asyncrl.config import load_config
+from asyncrl.storage.checkpoints import CHECKPOINT_DIR
 from asyncrl.storage.full_disk import Patience
 from asyncrl.storage.lines import LineFile
 from asyncrl.telemetry.metrics.evaluations import by_step
@@ -97,6 +98,19 @@ def test_a_number_that_was_changed_is_told_and_a_file_of_another_hand_is_not(
     file.write_text('{"step": 1}\n3\n')
     assert read_metrics(tmp_path) == [{"step": 1}]
     assert [record.getMessage() for record in caplog.records] == [f"{file}: lines that cannot be read (1) are left out"]
+
+
+def test_a_file_that_ends_before_the_newest_checkpoint_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run whose last rows are gone was compared as one that had trained less."""
+    LineFile(tmp_path / "metrics.jsonl", Patience()).append([{"step": step} for step in (1, 2, 3)])
+    for name in ("step_2", "step_3", "left_step_9", "step_4.tmp"):
+        (tmp_path / CHECKPOINT_DIR / name).mkdir(parents=True)
+    assert len(read_metrics(tmp_path)) == 3 and not caplog.messages
+    (tmp_path / CHECKPOINT_DIR / "step_4").mkdir()
+    assert len(read_metrics(tmp_path)) == 3
+    assert caplog.messages == [f"{tmp_path}/metrics.jsonl ends at step 3, and there is a checkpoint of step 4: cut?"]
 
 
 def test_the_curves_are_a_png_even_when_some_are_missing(tmp_path: Path) -> None:
