@@ -52,13 +52,8 @@ def spawned_below(run: LocalRun, owner: str) -> list[str]:
     return found
 
 
-def left_by_engines(run: LocalRun) -> set[Path]:
-    """Folders of sockets and shared memory of vLLM's processes, which are there as long as they are."""
-    found = set()
-    for process in run.descendants("spawn_main"):
-        found |= {Path(path) for one in process.memory_maps() if (path := one.path).startswith("/dev/shm/psm_")}
-        found.add(Path(process.environ()["VLLM_RPC_BASE_PATH"]))
-    return found
+def folders_of_sockets(run: LocalRun) -> set[Path]:
+    return {Path(process.environ()["VLLM_RPC_BASE_PATH"]) for process in run.descendants("spawn_main")}
 
 
 def test_an_engine_of_two_processes_in_a_place_of_ray_serves_the_learner_and_all_listen_on_loopback(
@@ -80,7 +75,7 @@ def test_an_engine_of_two_processes_in_a_place_of_ray_serves_the_learner_and_all
     while not any(row.get("weights/canary_max") for row in run.rows()):
         assert time.monotonic() < deadline, "no version was proven"
         time.sleep(0.2)
-    left = left_by_engines(run)
+    left = folders_of_sockets(run)
     assert left and all(path.exists() for path in left)
     run.stop()
     assert not [path for path in left if path.exists()]
