@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -239,7 +240,7 @@ class GoneClient:
 
 def test_an_engine_whose_processes_are_gone_closes_without_hiding_why(caplog):
     engine = VllmEngine.__new__(VllmEngine)
-    engine._closed, engine._loop = False, LoopThread("gone")
+    engine._closed, engine._loop, engine._left = False, LoopThread("gone"), contextlib.ExitStack()
     engine._client = GoneClient()  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(EngineDiedError, match="the first"):
         try:
