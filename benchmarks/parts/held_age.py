@@ -189,6 +189,7 @@ class HeldReplay:
         snapshot: dict[str, Any] | None,
         settings: str = "",
         branch: bool = False,
+        run: str = "",
     ) -> Restored:
         return self._core.restore(
             step=step, policy_version=policy_version, snapshot=snapshot, incarnation="learner", settings=settings

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +13,13 @@ import ray
 from ray.util import placement_group_table
 
 from asyncrl.config import config_to_dict, load_config
+from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 from asyncrl.errors import ConfigError
 from asyncrl.rollout import ray_host
 from asyncrl.rollout.host import EXIT_REFUSED, WorkerExit, WorkerSpec
 from asyncrl.rollout.pool import worker_environment
 from asyncrl.rollout.ray_host import RayHost
+from tests.replay.helpers import replay_config, running_server, settings
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(500)]
 
@@ -63,6 +67,26 @@ def test_every_worker_of_two_processes_keeps_one_place_for_both_on_one_machine_t
     finally:
         host.close()
     assert not ray.is_initialized()
+
+
+def test_workers_are_ended_in_order_and_not_killed(tmp_path):
+    """Ray kills actors: an engine that closes nothing leaves shared memory and sockets behind."""
+    save_byte_tokenizer(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "r.py").write_text("def f(prompts, completions, **rows):\n    return [0.0 for _ in completions]\n")
+    config = load_config([
+        f"model.path={tmp_path}/model", f"data.path={tmp_path}/rows.jsonl", f"reward.function={tmp_path}/r.py:f",
+        "engine=fake", f"run.dir={tmp_path}",
+    ])  # fmt: skip
+    config.replay = replay_config()
+    spec, log = replace(hopeless(tmp_path, 0), config=config_to_dict(config), run_digest="d"), tmp_path / "0.log"
+    host = RayHost(address="", workers=1, gpus_per_worker=lambda _: 0.0)
+    with running_server(config.replay, settings()), contextlib.closing(host):
+        host.start(spec)
+        deadline = time.monotonic() + 200
+        while not log.exists() or "the engine is ready" not in log.read_text():
+            assert time.monotonic() < deadline and not host.wait(0.5), log.read_text()
+    assert log.read_text().rstrip().endswith("ended by a signal")
 
 
 def test_ray_begins_where_temporary_files_have_a_long_path(tmp_path, monkeypatch):
