@@ -8,6 +8,9 @@ from asyncrl.errors import ConfigError
 from asyncrl.own_code import code_fingerprint
 from asyncrl.schema import Config
 
+CODE = "code"
+"""Under which name the learner announces the `workers_code` of its own."""
+
 
 def own_learning(config: Config) -> dict[str, str]:
     """`setting: file.py:name` of what runs in the learner."""
@@ -19,25 +22,27 @@ def own_learning(config: Config) -> dict[str, str]:
     return {key: spec for key, spec in named.items() if spec}
 
 
-def own_code(config: Config) -> dict[str, str]:
-    """The same of every process of the run."""
+def own_rollouts(config: Config) -> dict[str, str]:
+    """The same of what runs in the workers."""
     terms = [term for term in reward_terms(config.reward) if term.function not in LIBRARY.values()]
     named = {f"reward.functions.{term.name}" if term.name else "reward.function": term.function for term in terms}
     named |= {"environment.name": config.environment.name} if ":" in config.environment.name else {}
     named |= {f"rollout.filters[{place}]": spec for place, spec in enumerate(config.rollout.filters)}
-    named |= {source.key: spec for source in sources(config.data) if source.runs_own_code for spec in source.specs}
-    return named | own_learning(config)
+    return named | {
+        source.key: spec for source in sources(config.data) if source.runs_own_code for spec in source.specs
+    }
 
 
-CODE = "code"
-"""Under which name the learner announces the `workers_code` of its own."""
+def own_code(config: Config) -> dict[str, str]:
+    """The same of every process of the run."""
+    return own_rollouts(config) | own_learning(config)
 
 
 def workers_code(config: Config) -> dict[str, str]:
     """`code_hashes` of what runs in the workers, as far as its files are on this machine; none of settings without a
     reward or data, as a learner that is put together by hand has them."""
     try:
-        specs = {key: spec for key, spec in own_code(config).items() if key not in own_learning(config)}
+        specs = own_rollouts(config)
     except ConfigError:
         return {}
     return {key: known for key, spec in specs.items() if (known := code_fingerprint(spec)) != spec}

@@ -157,9 +157,10 @@ def _run(plan: Plan, console: PlainConsole, typed: Sequence[str]) -> int:
 
 def tell(given: SftConfig, folder: Path, console: PlainConsole, typed: Sequence[str], ended: Ended) -> None:
     """What came of it, and what to type next."""
-    said = [f"\n{summary(read_metrics(folder))}", f"run folder: {folder}"]
+    rows = read_metrics(folder)
+    said = [f"\n{summary(rows)}", f"run folder: {folder}"]
     if given.learner.keep_best:
-        said.append(best_line(given.learner.keep_best, folder, read_metrics(folder)))
+        said.append(best_line(given.learner.keep_best, folder, rows))
     if ended.code:
         said.append(how_to_go_on(folder, typed, ended))
     else:

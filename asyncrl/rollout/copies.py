@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from asyncrl.checks.own_code import CODE, own_code, workers_code
+from asyncrl.checks.own_code import CODE, own_rollouts, workers_code
 from asyncrl.data.local_tokenizer import TOKENIZER, tokenizer_digest
 from asyncrl.errors import ConfigError
 from asyncrl.replay.core.workers import OTHER_CODE
@@ -36,7 +36,7 @@ class SameCopies:
                 f"{data} leads to other rows here than where the learner is, which a resume would refuse",
             ),
         }
-        self._code, self._named = workers_code(config), own_code(config)
+        self._code, self._named = workers_code(config), own_rollouts(config)
         self._other: tuple[tuple[str, str, str], ...] = ()
         self.served = rendezvous.served
 

@@ -22,8 +22,6 @@ from asyncrl.learner.batch.sending import HOST, sent
 
 SLACK_TOKENS = 16
 """A row at most so much shorter than the longest of a block joins it: one more block costs more than the padding."""
-
-
 SLACK_RATIO = 0.8
 """So does a row at least this fraction as long."""
 
