@@ -25,8 +25,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from asyncrl import spans
 from asyncrl.checks.hints import FREE_FORM, explain_refused_value, refuse_unknown_keys
-from asyncrl.checks.learner import resolved_loss
-from asyncrl.checks.whole import check_config
+from asyncrl.checks.rules.learner import resolved_loss
+from asyncrl.checks.rules.whole import check_config
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Config, RunSettings
 from asyncrl.storage.full_disk import BOARD_FILE, Patience

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.checks.engine import versions_and_logprobs_stay_true
+from asyncrl.checks.rules.engine import versions_and_logprobs_stay_true
 from asyncrl.config import config_from_dict, config_to_dict, load_config
 from asyncrl.schema import Config
 from tests.refusals import REQUIRED, Refused, assert_refused, names

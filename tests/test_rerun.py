@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.checks.learner import early_groups, resolved_loss
 from asyncrl.checks.parallel import ParallelDims
+from asyncrl.checks.rules.learner import early_groups, resolved_loss
 from asyncrl.cli.rerun import changed_by, main, name_of, prepare, rerun_config, written
 from asyncrl.config import config_to_dict, load_config, read_config
 from asyncrl.digests import learner_digest

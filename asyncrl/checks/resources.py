@@ -11,7 +11,7 @@ from pathlib import Path
 
 from asyncrl.checks.addresses import interfaces_here, unknown_interfaces
 from asyncrl.checks.placement import impossible_placement, misread_gpus, on_gpus, visible_gpus
-from asyncrl.checks.replay import host_of, serves_weights
+from asyncrl.checks.rules.replay import host_of, serves_weights
 from asyncrl.schema import Config
 
 

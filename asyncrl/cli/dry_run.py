@@ -8,9 +8,9 @@ from pathlib import Path
 
 from asyncrl.checks.architecture import of_its_decoder
 from asyncrl.checks.dtypes import with_dtypes
-from asyncrl.checks.learner import resolved_loss, why_never_warm
 from asyncrl.checks.machine import check_machine, model_settings
-from asyncrl.checks.sampling import truncations
+from asyncrl.checks.rules.learner import resolved_loss, why_never_warm
+from asyncrl.checks.rules.sampling import truncations
 from asyncrl.cli.commands import (
     learner_command,
     local_commands,

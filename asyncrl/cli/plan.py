@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.checks.machine import check_machine
 from asyncrl.checks.placement import gpus_of_rewards, placement_of, visible_gpus
-from asyncrl.checks.whole import check_config
+from asyncrl.checks.rules.whole import check_config
 from asyncrl.cli.memory_table import copies_bytes, copies_on_gpu, engine_bytes, rank_bytes, size
 from asyncrl.cli.model_size import ModelSize, model_size
 from asyncrl.cli.settings_file import with_files

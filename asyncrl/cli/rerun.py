@@ -25,9 +25,9 @@ from typing import Any
 
 from safetensors import safe_open
 
-from asyncrl.checks.learner import early_groups
 from asyncrl.checks.parallel import LAID_OUT_BY, ParallelDims, problem_of
-from asyncrl.checks.switches import without_effect
+from asyncrl.checks.rules.learner import early_groups
+from asyncrl.checks.rules.switches import without_effect
 from asyncrl.cli.commands import learner_command, written
 from asyncrl.cli.local import TURN_S, show_failure
 from asyncrl.cli.supervisor import Supervisor

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, get_type_hints
 
 from asyncrl.checks.hints import nearest_key
-from asyncrl.checks.settings import allowed
+from asyncrl.checks.rules.settings import allowed
 from asyncrl.config import choice_values, chosen_by_default, config_dir, config_groups, config_keys, default_settings
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Config

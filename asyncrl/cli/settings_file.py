@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.checks.replay import host_of
-from asyncrl.checks.switches import without_effect
+from asyncrl.checks.rules.replay import host_of
+from asyncrl.checks.rules.switches import without_effect
 from asyncrl.cli.commands import quoted, written
 from asyncrl.config import choice_values, config_dir, config_groups, default_settings, read_settings
 from asyncrl.errors import ConfigError

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from asyncrl.chat.base import Chat
-from asyncrl.checks.settings import cuts_nothing
+from asyncrl.checks.rules.settings import cuts_nothing
 from asyncrl.environments.base import Environment
 from asyncrl.environments.episodes import Asked, EpisodeEnvironment
 from asyncrl.environments.games.environment import Gymnasium

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from asyncrl.checks.dtypes import with_dtypes
-from asyncrl.checks.learner import early_groups, why_never_warm, why_not_early
 from asyncrl.checks.own_code import CODE, workers_code
+from asyncrl.checks.rules.learner import early_groups, why_never_warm, why_not_early
 from asyncrl.config import disk_patience
 from asyncrl.data.local_tokenizer import TOKENIZER, tokenizer_digest
 from asyncrl.digests import learner_digest

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from asyncrl.checks.evaluations import EvalSet, eval_sets
-from asyncrl.checks.learner import early_groups
 from asyncrl.checks.parallel import ParallelDims
+from asyncrl.checks.rules.learner import early_groups
 from asyncrl.config import disk_patience
 from asyncrl.data.mixture import source_names
 from asyncrl.errors import NoProgress

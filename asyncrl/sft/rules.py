@@ -7,11 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.checks import values
-from asyncrl.checks.checkpoints import of_checkpoints, of_copies
 from asyncrl.checks.hints import join_problems, nearest
-from asyncrl.checks.layers import of_compiling
-from asyncrl.checks.learner import of_moments
 from asyncrl.checks.machine import (
     missing_checkpoint,
     missing_extras,
@@ -23,13 +19,17 @@ from asyncrl.checks.machine import (
 from asyncrl.checks.parallel import ranks_divide
 from asyncrl.checks.problem import Problems
 from asyncrl.checks.resources import missing_devices, unwritable_folders
-from asyncrl.checks.settings import (
+from asyncrl.checks.rules import values
+from asyncrl.checks.rules.checkpoints import of_checkpoints, of_copies
+from asyncrl.checks.rules.layers import of_compiling
+from asyncrl.checks.rules.learner import of_moments
+from asyncrl.checks.rules.settings import (
     one_device_for_all,
     resume_or_overwrite,
     run_name_is_a_folder_name,
 )
+from asyncrl.checks.rules.switches import switches_are_on
 from asyncrl.checks.sources import places
-from asyncrl.checks.switches import switches_are_on
 from asyncrl.config import compose_settings, config_keys
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.sft.rows import eval_source, train_sources

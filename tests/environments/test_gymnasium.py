@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("gymnasium", reason="needs the extra `gymnasium`")
 
-from asyncrl.checks.settings import ENVIRONMENTS as NAMES
+from asyncrl.checks.rules.settings import ENVIRONMENTS as NAMES
 from asyncrl.config import load_config
 from asyncrl.environments.games.environment import AT_ONCE, Gymnasium, seed_of
 from asyncrl.environments.games.made import Game

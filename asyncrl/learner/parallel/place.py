@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from transformers.utils import logging as transformers_logging
 
-from asyncrl.checks.settings import one_device_for_all
+from asyncrl.checks.rules.settings import one_device_for_all
 from asyncrl.errors import ConfigError
 from asyncrl.storage.log_stream import keep_logging
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from asyncrl.checks.learner import early_groups
+from asyncrl.checks.rules.learner import early_groups
 from asyncrl.learner.batch.micro_batch import MicroBatch
 from asyncrl.learner.model.packed import set_gradient_sync
 from asyncrl.learner.model.policy import PolicyModel

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from asyncrl.checks.learner import early_groups
+from asyncrl.checks.rules.learner import early_groups
 from asyncrl.learner.batch.micro_batch import MicroBatch
 from asyncrl.learner.batch.plan import Budget, MinibatchPlan, plan_minibatches
 from asyncrl.learner.hook import AFTER, BEFORE

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from asyncrl.checks.values import LONGEST_WAIT_S
+from asyncrl.checks.rules.values import LONGEST_WAIT_S
 from asyncrl.errors import NoProgress, WireError
 from asyncrl.evaluation.orders import EvalResult
 from asyncrl.replay.codec import headers, messages, wire

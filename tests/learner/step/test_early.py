@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.checks.learner import early_groups, why_not_early
+from asyncrl.checks.rules.learner import early_groups, why_not_early
 from asyncrl.learner.step.gradients import UNDIVIDED
 from asyncrl.losses import Denominators, policy_loss, preset
 from asyncrl.losses.aggregate import divisor

@@ -6,10 +6,10 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from asyncrl.checks.checkpoints import best_is_measured, copies_last, exports_have_checkpoints
 from asyncrl.checks.parallel import proven_with, ranks_divide
 from asyncrl.checks.problem import Problems, divisors
-from asyncrl.checks.settings import ENVIRONMENTS
+from asyncrl.checks.rules.checkpoints import best_is_measured, copies_last, exports_have_checkpoints
+from asyncrl.checks.rules.settings import ENVIRONMENTS
 from asyncrl.errors import ConfigError
 from asyncrl.losses.config import ESTIMATORS, check_loss, find_preset, needs_first_pass, required_inputs, resolve
 from asyncrl.losses.settings import LossConfig

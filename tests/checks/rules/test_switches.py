@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.checks.switches import SWITCHED
+from asyncrl.checks.rules.switches import SWITCHED
 from asyncrl.config import config_keys, load_config
 from asyncrl.errors import ConfigError
 from asyncrl.sft.rules import load_sft

@@ -11,8 +11,16 @@ from asyncrl.checks.evaluations import eval_sets
 from asyncrl.checks.hints import nearest
 from asyncrl.checks.problem import Problems
 from asyncrl.checks.rewards import MODEL_REWARD, reward_terms
-from asyncrl.checks.sampling import evaluation_is_truncated_within_bounds
-from asyncrl.checks.values import ABOVE_ZERO, SMALLEST, WORDS, in_words, other_words, out_of_bounds, out_of_range
+from asyncrl.checks.rules.sampling import evaluation_is_truncated_within_bounds
+from asyncrl.checks.rules.values import (
+    ABOVE_ZERO,
+    SMALLEST,
+    WORDS,
+    in_words,
+    other_words,
+    out_of_bounds,
+    out_of_range,
+)
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.samples import MOST_SAMPLES
 from asyncrl.losses.rules import CHOICES, RANGES

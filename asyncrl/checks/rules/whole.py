@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from asyncrl.checks import data, engine, layers, learner, replay, sampling, settings
 from asyncrl.checks.hints import join_problems
 from asyncrl.checks.problem import Problems
-from asyncrl.checks.switches import switches_are_on
+from asyncrl.checks.rules import data, engine, layers, learner, replay, sampling, settings
+from asyncrl.checks.rules.switches import switches_are_on
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Config
 
