@@ -120,11 +120,11 @@ unhurried="slow and unhurried and not long and not gpu"
 # Rooms and files whose tests compute, or wait for what nobody judges by a clock; in the others there are threads,
 # sockets and processes. Each line is a portion that any lane may take: the long ones first, or all wait for one.
 sums=(
-    "tests/test_cli.py tests/test_config.py tests/test_preflight.py tests/test_recipes.py
-        tests/test_refused_engines.py tests/test_refused_learning.py tests/test_settings.py"
+    "tests/cli/test_cli.py tests/test_config.py tests/cli/starting/test_preflight.py tests/test_recipes.py
+        tests/test_refused_engines.py tests/test_refused_learning.py tests/cli/test_settings.py"
     "tests/chat tests/engines tests/environments tests/evaluation"
     "tests/learner"
-    "tests/advantages tests/checks tests/data tests/evaluator tests/planner tests/sft tests/test_verify.py"
+    "tests/advantages tests/checks tests/data tests/evaluator tests/planner tests/sft tests/cli/test_verify.py"
 )
 other_rooms=(tests --ignore=tests/replay --ignore=tests/chaos --ignore=tests/losses)
 for path in ${sums[*]}; do other_rooms+=("--ignore=$path"); done

@@ -75,5 +75,5 @@ def test_the_command_that_starts_a_run_begins_without_the_replay_server_and_with
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout
     begun = set(found.split())
     assert "asyncrl.cli.local" in begun
-    later = {"asyncrl.cli.dry_run", "asyncrl.cli.folder_check", "asyncrl.replay.core", "asyncrl.replay.journal"}
-    assert not begun & (later | {"asyncrl.replay.server", "httpx"})
+    later = {"asyncrl.cli.dry_run", "asyncrl.cli.starting.folder_check", "asyncrl.replay.core"}
+    assert not begun & (later | {"asyncrl.replay.journal", "asyncrl.replay.server", "httpx"})

@@ -14,14 +14,14 @@ import pytest
 from asyncrl.family import Family, ProcessId, ProcessTable, marked
 from asyncrl.standstill import Standstills, kind_of, watched_supervisors, who
 from asyncrl.storage.occupancy import alone_in, holders
-from tests.test_supervisor import until
+from tests.cli.processes.test_supervisor import until
 
 pytestmark = pytest.mark.timeout(400)
 
 SUPERVISOR = """
 import sys, time
 from pathlib import Path
-from asyncrl.cli.supervisor import Supervisor
+from asyncrl.cli.processes.supervisor import Supervisor
 supervisor = Supervisor(Path(sys.argv[1]))
 role = supervisor.start("a", [sys.executable, "-c", "import time; time.sleep(600)"], {})
 print(role.process.pid, flush=True)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from asyncrl.checks.placement import gpus_per_engine, misread_gpus, placement_of, visible_gpus, worker_gpus
 from asyncrl.checks.resources import missing_devices
-from asyncrl.cli.commands import Command, with_gpus
+from asyncrl.cli.processes.commands import Command, with_gpus
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.placement import Demand, Placement, blocks, engine_share, nearest, place

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from asyncrl.cli.local import show_failure
-from asyncrl.cli.supervisor import Role
+from asyncrl.cli.processes.supervisor import Role
 from asyncrl.plain_text import PlainStream, plain
 from asyncrl.telemetry.live.console import PlainConsole
 from asyncrl.telemetry.live.progress import RunView

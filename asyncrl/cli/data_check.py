@@ -17,7 +17,7 @@ from asyncrl.chat.hub import described_in
 from asyncrl.checks.evaluations import eval_sets
 from asyncrl.checks.machine import check_data
 from asyncrl.checks.sources import sources
-from asyncrl.cli.preflight import survey_lines
+from asyncrl.cli.starting.preflight import survey_lines
 from asyncrl.config import load_config
 from asyncrl.data.mixture import source_names
 from asyncrl.data.probe import look_over

@@ -21,9 +21,9 @@ from asyncrl.checks.evaluations import EvalSet, eval_sets
 from asyncrl.checks.machine import check_machine
 from asyncrl.checks.placement import visible_gpus
 from asyncrl.checks.servers import SERVERS
-from asyncrl.cli.commands import quoted
-from asyncrl.cli.preflight import look_ahead
-from asyncrl.cli.settings_file import with_files
+from asyncrl.cli.arguments.overrides import quoted
+from asyncrl.cli.arguments.settings_file import with_files
+from asyncrl.cli.starting.preflight import look_ahead
 from asyncrl.config import load_config
 from asyncrl.data.dataset import open_dataset
 from asyncrl.environments.probe import check_environment

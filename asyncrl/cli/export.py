@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from transformers.utils import logging as transformers_logging
 
-from asyncrl.cli.settings_file import with_files
+from asyncrl.cli.arguments.settings_file import with_files
 from asyncrl.config import disk_patience, read_config
 from asyncrl.errors import AsyncRLError, CheckpointError, CheckpointMismatchError, RunFolderError
 from asyncrl.learner.checkpoints.checkpoint import PARTS

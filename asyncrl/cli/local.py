@@ -26,9 +26,9 @@ from rich.console import Console
 from asyncrl.checks.hints import nearest
 from asyncrl.checks.machine import check_machine
 from asyncrl.checks.placement import visible_gpus
-from asyncrl.cli.commands import RESTARTED, Command, local_commands, with_gpus
-from asyncrl.cli.preflight import check_environments, check_own_learning, look_ahead, with_steps
-from asyncrl.cli.supervisor import Role, Supervisor
+from asyncrl.cli.processes.commands import RESTARTED, Command, local_commands, with_gpus
+from asyncrl.cli.processes.supervisor import Role, Supervisor
+from asyncrl.cli.starting.preflight import check_environments, check_own_learning, look_ahead, with_steps
 from asyncrl.collector import load
 from asyncrl.config import JOURNAL_DIR, LOG_DIR, load_config
 from asyncrl.errors import CheckpointError, RunFolderError
@@ -160,7 +160,7 @@ def check_resumed(config: Config, say: Callable[[str], None]) -> Path | None:
         return None
     newest, folder = None, Path(config.run.dir).resolve()
     if owner_of(folder) is not None:
-        newest = load("asyncrl.cli.folder_check").refuse_damaged(folder, config.resume, say)
+        newest = load("asyncrl.cli.starting.folder_check").refuse_damaged(folder, config.resume, say)
     return newest if newest and config.resume == "auto" else proven(folder, config.resume, say)
 
 

@@ -267,7 +267,7 @@ def _audit(given: argparse.Namespace) -> int:
             "when it resumes"
         )
     code, unreadable = load("asyncrl.replay.audit.report").main(given.run, as_json=given.json)
-    return max(code, load("asyncrl.cli.folder_check").tell(given.run, unreadable))
+    return max(code, load("asyncrl.cli.starting.folder_check").tell(given.run, unreadable))
 
 
 def _doctor(given: argparse.Namespace) -> int:
@@ -292,15 +292,15 @@ def _report(given: argparse.Namespace) -> int:
 
 def _run_role(given: argparse.Namespace) -> int:
     """`data`, and those of COMMANDS."""
-    given.overrides = load("asyncrl.cli.settings_file").with_files(given.overrides)
+    given.overrides = load("asyncrl.cli.arguments.settings_file").with_files(given.overrides)
     if given.command == "local":
         given.overrides = load("asyncrl.cli.smoke").filled(given.overrides)
     if given.command == "data":
         return load("asyncrl.cli.data_check").main(given.overrides)
     if given.dry_run and given.command != "quickstart":
-        return load("asyncrl.cli.dry_run").main(given.command, given.overrides)
+        return load("asyncrl.cli.dry_run.command").main(given.command, given.overrides)
     if given.command == "rollout" and not given.dry_run:
-        load("asyncrl.cli.preflight").check_rollout(given.overrides)
+        load("asyncrl.cli.starting.preflight").check_rollout(given.overrides)
     role = load(COMMANDS[given.command][0])
     return role.plan(given.overrides) if given.dry_run else role.main(given.overrides)
 

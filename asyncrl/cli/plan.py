@@ -16,10 +16,10 @@ from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.checks.machine import check_machine
 from asyncrl.checks.placement import gpus_of_rewards, placement_of, visible_gpus
 from asyncrl.checks.rules.whole import check_config
-from asyncrl.cli.memory_table import copies_bytes, copies_on_gpu, engine_bytes, rank_bytes, size
-from asyncrl.cli.model_size import ModelSize, model_size
-from asyncrl.cli.settings_file import with_files
-from asyncrl.cli.target import refuse_no_place
+from asyncrl.cli.arguments.output_file import refuse_no_place
+from asyncrl.cli.arguments.settings_file import with_files
+from asyncrl.cli.dry_run.memory import copies_bytes, copies_on_gpu, engine_bytes, rank_bytes, size
+from asyncrl.cli.dry_run.model_size import ModelSize, model_size
 from asyncrl.collector import load
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError, RunFolderError

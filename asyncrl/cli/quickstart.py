@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncrl.cli.commands import quoted
+from asyncrl.cli.arguments.overrides import quoted
 from asyncrl.cli.local import run_local
 from asyncrl.collector import load
 from asyncrl.data.modes import LETTERS, REVERSE_SHARE, WORD_LENGTH, write_modes
@@ -185,4 +185,5 @@ def main(overrides: Sequence[str]) -> int:
 
 def plan(overrides: Sequence[str]) -> int:
     """`--dry-run`: the plan of the run. Makes the cached model if there is none, since the plan reads its size."""
-    return load("asyncrl.cli.dry_run").main("local", quickstart_overrides(prepare(recipe_of(overrides)), overrides))
+    settings = quickstart_overrides(prepare(recipe_of(overrides)), overrides)
+    return load("asyncrl.cli.dry_run.command").main("local", settings)

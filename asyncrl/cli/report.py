@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncrl.cli.target import refuse_no_place
+from asyncrl.cli.arguments.output_file import refuse_no_place
 from asyncrl.storage.sealed import replace_text
 from asyncrl.telemetry.reports.page import page_of
 

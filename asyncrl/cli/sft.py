@@ -15,11 +15,11 @@ from pathlib import Path
 
 from rich.text import Text
 
-from asyncrl.cli.commands import learner_command, with_absolute_run_dir
+from asyncrl.cli.arguments.settings_file import with_files
 from asyncrl.cli.data_check import histogram
 from asyncrl.cli.local import Ended, best_line, how_to_go_on, supervise
-from asyncrl.cli.preflight import refuse_unmeasured
-from asyncrl.cli.settings_file import with_files
+from asyncrl.cli.processes.commands import learner_command, with_absolute_run_dir
+from asyncrl.cli.starting.preflight import refuse_unmeasured
 from asyncrl.plain_text import plain
 from asyncrl.sft.batches import Course, draws_before
 from asyncrl.sft.examples import Encoder, open_encoder

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl.cli.commands import quoted
+from asyncrl.cli.arguments.overrides import quoted
 from asyncrl.cli.quickstart import NAMES_A_RUN, cache_root, make, scratch_beside
 from asyncrl.data import smoke_rows
 

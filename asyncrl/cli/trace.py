@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from asyncrl.cli.target import refuse_no_place
+from asyncrl.cli.arguments.output_file import refuse_no_place
 from asyncrl.errors import RunFolderError
 from asyncrl.storage.sealed import replace_text
 from asyncrl.telemetry.trace import Process, as_perfetto, life_of, read_trace

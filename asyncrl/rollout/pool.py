@@ -304,7 +304,7 @@ def _absolute_function(spec: str) -> str:
 
 def run_pool(config: Config) -> int:
     """Start the workers and see them through. Returns the exit code of `RolloutPool.run`. The rows were looked at by
-    the command that started this (`asyncrl.cli.preflight`); a worker refuses one that it cannot use.
+    the command that started this (`asyncrl.cli.starting.preflight`); a worker refuses one that it cannot use.
 
     Raises:
         ConfigError: `rollout.host` is unknown, or the run's keys are not safe.

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from asyncrl.cli.folder_check import refuse_damaged
+from asyncrl.cli.starting.folder_check import refuse_damaged
 from asyncrl.config import JOURNAL_DIR, load_config
 from asyncrl.learner.checkpoints.checkpoint import Checkpoints, LearnerState
 from asyncrl.learner.checkpoints.export import export_hf

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.cli.folder_check import examine, refuse_damaged, tell
 from asyncrl.cli.main import main
+from asyncrl.cli.starting.folder_check import examine, refuse_damaged, tell
 from asyncrl.errors import RunFolderError
 from asyncrl.learner.checkpoints.resume import highest_version
 from asyncrl.replay.audit.report import audit, table

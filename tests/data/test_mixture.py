@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.checks.sources import sources
-from asyncrl.cli.settings_file import with_files
+from asyncrl.cli.arguments.settings_file import with_files
 from asyncrl.config import config_to_dict, load_config
 from asyncrl.data.dataset import open_dataset
 from asyncrl.data.mixture import SourceNames

@@ -13,7 +13,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from asyncrl.chat.choice import open_chat
-from asyncrl.cli import dry_run, local
+from asyncrl.cli import local
+from asyncrl.cli.dry_run import command as dry_run
 from asyncrl.data.byte_tokenizer import CHAT_TEMPLATE, save_byte_tokenizer
 from asyncrl.environments.episodes import Asked
 from asyncrl.environments.probe import check_environment, foreseen

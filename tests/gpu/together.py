@@ -20,7 +20,7 @@ import torch
 
 from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.checks.placement import VISIBLE, impossible_placement, placement_of
-from asyncrl.cli.commands import local_commands, with_gpus
+from asyncrl.cli.processes.commands import local_commands, with_gpus
 from asyncrl.learner.assembly import assemble
 from asyncrl.learner.backends.fsdp2 import FSDP2
 from asyncrl.learner.model.policy import PolicyModel

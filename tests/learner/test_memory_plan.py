@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from asyncrl.checks.parallel import ParallelDims
 from asyncrl.checks.placement import placement_of
-from asyncrl.cli.memory_table import (
+from asyncrl.cli.dry_run.memory import (
     activation_rows,
     copies_bytes,
     copies_on_gpu,
@@ -38,7 +38,7 @@ from asyncrl.cli.memory_table import (
     rank_bytes,
     role_rows,
 )
-from asyncrl.cli.model_size import ModelSize, model_size
+from asyncrl.cli.dry_run.model_size import ModelSize, model_size
 from asyncrl.learner.backends.fsdp2 import FSDP2
 from asyncrl.learner.batch.micro_batch import pack
 from asyncrl.learner.batch.packing import Packing, plan_packing

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.cli.commands import written
+from asyncrl.cli.arguments.overrides import written
 from asyncrl.errors import ConfigError
 
 REQUIRED = ("model.path", "data.path", "reward.function")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing.subprocess_handler import handlers
 
-from asyncrl.cli.commands import learner_command
+from asyncrl.cli.processes.commands import learner_command
 from asyncrl.config import load_config
 from asyncrl.learner.processes.ahead import Ahead, ranks_and_command
 from asyncrl.learner.torchrun import take_first

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.cli.folder_check import journal_end
+from asyncrl.cli.starting.folder_check import journal_end
 from asyncrl.errors import JournalError
 from asyncrl.replay.journal.direct import MAX_BUFFERS
 from asyncrl.replay.journal.disk import KEPT_OPEN, FolderDisk

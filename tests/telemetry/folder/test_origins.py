@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from asyncrl.cli.settings_file import with_files
+from asyncrl.cli.arguments.settings_file import with_files
 from asyncrl.config import by_key, load_config, read_config
 from asyncrl.telemetry.folder.origins import FromFile, commented, origins
 from asyncrl.telemetry.folder.run_folder import write_config

@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console
 
 from asyncrl.cli.main import main
-from asyncrl.cli.supervisor import Supervisor
+from asyncrl.cli.processes.supervisor import Supervisor
 from asyncrl.family import ProcessId
 from asyncrl.plain_text import PlainStream
 from asyncrl.standstill import kind_of

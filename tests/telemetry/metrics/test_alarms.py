@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from asyncrl.cli.alarms import as_markdown
-from asyncrl.cli.folder_check import examine
 from asyncrl.cli.main import main
+from asyncrl.cli.starting.folder_check import examine
 from asyncrl.config import LOG_DIR
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Config, RunConfig

@@ -11,7 +11,7 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.storage.lines import read_lines
 from asyncrl.telemetry.metrics.log import MetricsLog
-from tests.test_supervisor import until
+from tests.cli.processes.test_supervisor import until
 
 
 def open_log(folder: Path, resume_step: int | None = None, **sinks: bool) -> MetricsLog:

@@ -11,7 +11,10 @@ from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.checks.machine import check_machine, model_settings
 from asyncrl.checks.rules.learner import resolved_loss, why_never_warm
 from asyncrl.checks.rules.sampling import truncations
-from asyncrl.cli.commands import (
+from asyncrl.cli.dry_run.memory import memory_lines, size
+from asyncrl.cli.dry_run.placement import gpus_to_plan, kind_to_plan, placement_lines
+from asyncrl.cli.local import check_resumed
+from asyncrl.cli.processes.commands import (
     learner_command,
     local_commands,
     replay_command,
@@ -19,10 +22,13 @@ from asyncrl.cli.commands import (
     shard_command,
     with_gpus,
 )
-from asyncrl.cli.local import check_resumed
-from asyncrl.cli.memory_table import memory_lines, size
-from asyncrl.cli.placement_table import gpus_to_plan, kind_to_plan, placement_lines
-from asyncrl.cli.preflight import Preflight, check_environments, check_own_learning, look_ahead, with_steps
+from asyncrl.cli.starting.preflight import (
+    Preflight,
+    check_environments,
+    check_own_learning,
+    look_ahead,
+    with_steps,
+)
 from asyncrl.config import load_config
 from asyncrl.digests import run_digest
 from asyncrl.replay.shards.__main__ import shard_config

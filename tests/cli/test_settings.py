@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli import local
+from asyncrl.cli.arguments.settings_file import with_files
 from asyncrl.cli.main import main, parser
 from asyncrl.cli.rerun import rerun_config
 from asyncrl.cli.settings import SFT_HEAD, as_markdown, catalogue, matching
-from asyncrl.cli.settings_file import with_files
 from asyncrl.config import (
     choice_values,
     config_dir,
@@ -33,7 +33,7 @@ from asyncrl.sft.rules import load_sft
 from asyncrl.sft.settings import SftConfig
 from asyncrl.telemetry.folder.run_folder import RUN_FILE, changes_in, write_config
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 GIVEN = ["model.path=m", "data.path=d.jsonl", "reward.function=r.py:score"]
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.checks.rewards import reward_terms
+from asyncrl.cli.arguments.settings_file import with_files
 from asyncrl.cli.main import main
-from asyncrl.cli.settings_file import with_files
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.losses.config import resolve

@@ -20,9 +20,10 @@ import pytest
 from rich.console import Console
 
 from asyncrl.cli import local
-from asyncrl.cli.commands import Command, learner_command, local_commands, quoted
-from asyncrl.cli.dry_run import resume_lines
+from asyncrl.cli.arguments.overrides import quoted
+from asyncrl.cli.dry_run.command import resume_lines
 from asyncrl.cli.local import Ended, check_room, how_to_go_on, nothing_to_do, show_report, supervise
+from asyncrl.cli.processes.commands import Command, learner_command, local_commands
 from asyncrl.config import load_config
 from asyncrl.errors import CheckpointDamagedError, RunFolderError
 from asyncrl.learner.checkpoints.checkpoint import Checkpoints, LearnerState

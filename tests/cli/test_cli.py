@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli import local, quickstart, smoke, verify
+from asyncrl.cli.dry_run.model_size import ModelSize, kv_values, model_size, tensor_shapes
 from asyncrl.cli.main import COMMANDS, main
-from asyncrl.cli.model_size import ModelSize, kv_values, model_size, tensor_shapes
 from asyncrl.config import config_dir, load_config
 from asyncrl.data.warmup_recipe import AgentRecipe, WarmupRecipe
 from asyncrl.telemetry.live.console import PlainConsole

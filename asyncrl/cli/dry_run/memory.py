@@ -8,8 +8,8 @@ from pathlib import Path
 from asyncrl.checks.parallel import ParallelDims, problem_of
 from asyncrl.checks.placement import placement_of
 from asyncrl.checks.rules.replay import store_bytes_needed
-from asyncrl.cli.model_size import ModelSize, model_size
-from asyncrl.cli.placement_table import gpus_to_plan, kind_to_plan
+from asyncrl.cli.dry_run.model_size import ModelSize, model_size
+from asyncrl.cli.dry_run.placement import gpus_to_plan, kind_to_plan
 from asyncrl.config import JOURNAL_DIR
 from asyncrl.learner.memory_plan import (
     MASTER,

@@ -14,7 +14,7 @@ from typing import Any
 
 from asyncrl.checks.rules.replay import host_of
 from asyncrl.checks.rules.switches import without_effect
-from asyncrl.cli.commands import quoted, written
+from asyncrl.cli.arguments.overrides import quoted, written
 from asyncrl.config import choice_values, config_dir, config_groups, default_settings, read_settings
 from asyncrl.errors import ConfigError
 from asyncrl.losses.config import resolve

@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-import re
 import shlex
 import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from asyncrl.checks.addresses import host_of, tcp
 from asyncrl.checks.placement import VISIBLE, named, placement_of
+from asyncrl.cli.arguments.overrides import quoted
 from asyncrl.errors import ConfigError
 from asyncrl.placement import WHOLE_SHARE
 from asyncrl.replay.config import ReplayConfig
@@ -139,29 +138,6 @@ def with_absolute_run_dir(config: RunSettings, overrides: Sequence[str]) -> tupl
     """`overrides` with the run folder spelt out: a role may run in another directory."""
     others = [text for text in overrides if not text.startswith("run.dir=")]
     return (*others, f"run.dir={quoted(str(Path(config.run.dir).resolve()))}")
-
-
-def quoted(value: str) -> str:
-    """For the right-hand side of an override. Hydra reads bare commas, spaces and brackets as its own grammar."""
-    if value and not set(value) - set(_PLAIN):
-        return value
-    kept = re.sub(r"(\\*)'", r"\1\1\\'", value)  # backslashes are read as such but before a quote
-    return "'" + re.sub(r"(\\+)\Z", r"\1\1", kept) + "'"
-
-
-def written(value: Any) -> str:
-    """Any setting's value as the right-hand side of an override."""
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(written, value))}]"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{name}:{written(part)}" for name, part in value.items()) + "}"
-    if not isinstance(value, str):
-        return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
-    reads_as_another = re.fullmatch(r"null|true|false|[-+]?(inf|nan|[\d._]+(e[-+]?\d+)?)", value.lower())
-    return f"'{value}'" if reads_as_another else quoted(value)
-
-
-_PLAIN = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789/._-:"
 
 
 def free_port() -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.cli.supervisor import Supervisor
+from asyncrl.cli.processes.supervisor import Supervisor
 from asyncrl.family import ProcessId, descendants
 
 pytestmark = pytest.mark.timeout(400)
