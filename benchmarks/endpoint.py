@@ -32,7 +32,7 @@ import openai
 from asyncrl.environments.base import EpisodeTools
 from asyncrl.environments.openai.calls import Calls
 from asyncrl.environments.openai.endpoint import Endpoint
-from asyncrl.rollout.tokenizer import make_decode, make_encode
+from asyncrl.rollout.worker.tokenizer import make_decode, make_encode
 from asyncrl.types import Completion
 from benchmarks.parts.answer import answer, parse
 from benchmarks.parts.chat import END, TEXTS, chat, tokenizer

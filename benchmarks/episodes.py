@@ -28,8 +28,8 @@ import numpy as np
 from asyncrl.environments.chat import ChatEnvironment
 from asyncrl.environments.guard import GuardedEnvironment
 from asyncrl.rewards.score import RewardScore
-from asyncrl.rollout.episode import EpisodeRunner, GroupShape
-from asyncrl.rollout.tokenizer import make_decode, make_encode
+from asyncrl.rollout.groups.episode import EpisodeRunner, GroupShape
+from asyncrl.rollout.worker.tokenizer import make_decode, make_encode
 from asyncrl.types import Assignment, Prompt, SamplingParams
 from benchmarks.parts.answer import answer, parse
 from benchmarks.parts.chat import END, TEXTS, chat, tokenizer

@@ -40,10 +40,10 @@ from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.core.admission import AdmissionSettings
 from asyncrl.replay.serving import run_server
 from asyncrl.rewards.score import Outcome, RewardScore
-from asyncrl.rollout.episode import EpisodeRunner, GroupShape
-from asyncrl.rollout.filters import Filters
-from asyncrl.rollout.report import WorkerReport
-from asyncrl.rollout.worker import RolloutWorker
+from asyncrl.rollout.groups.episode import EpisodeRunner, GroupShape
+from asyncrl.rollout.groups.filters import Filters
+from asyncrl.rollout.worker.report import WorkerReport
+from asyncrl.rollout.worker.worker import RolloutWorker
 from asyncrl.types import NO_VERSION, Completion, Prompt, SamplingParams
 from benchmarks.parts.answer import answer, parse
 from benchmarks.parts.keys import some_keys

@@ -36,7 +36,7 @@ from asyncrl.engines.hf.engine import TransformersEngine
 from asyncrl.engines.hf.runner import ModelRunner
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.rewards.score import RewardScore
-from asyncrl.rollout.episode import EpisodeRunner, GroupShape, order_name, traced
+from asyncrl.rollout.groups.episode import EpisodeRunner, GroupShape, order_name, traced
 from asyncrl.telemetry.trace import records
 from asyncrl.types import Assignment, Prompt, SamplingParams
 from benchmarks.parts.answer import answer, parse

@@ -13,7 +13,7 @@ import pytest
 from asyncrl.config import load_config
 from asyncrl.learner.backends import factory
 from asyncrl.learner.backends.factory import group_interfaces
-from asyncrl.rollout.pool import hold_ray_to_loopback
+from asyncrl.rollout.pool.pool import hold_ray_to_loopback
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "SECURITY.md").read_text()

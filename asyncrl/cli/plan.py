@@ -30,7 +30,7 @@ from asyncrl.planner.given import Given
 from asyncrl.planner.search import Effort, Plan, Search, Split, Tried
 from asyncrl.planner.simulation import Setup
 from asyncrl.replay.core.admission import AdmissionSettings
-from asyncrl.rollout.concurrency import slots_per_worker
+from asyncrl.rollout.worker.concurrency import slots_per_worker
 from asyncrl.schema import Config
 from asyncrl.telemetry.folder.resumed import CONFIG_FILE, is_supervised
 from asyncrl.telemetry.live.console import PlainConsole

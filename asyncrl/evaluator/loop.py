@@ -30,9 +30,9 @@ from asyncrl.errors import (
     RewardError,
 )
 from asyncrl.evaluation.samples import Sample
-from asyncrl.rollout.episode import EpisodeRunner
-from asyncrl.rollout.evaluated import samples_of
-from asyncrl.rollout.failure_share import FailureShare
+from asyncrl.rollout.groups.episode import EpisodeRunner
+from asyncrl.rollout.groups.evaluated import samples_of
+from asyncrl.rollout.rewards.failure_share import FailureShare
 from asyncrl.types import Prompt, SamplingParams
 
 log = logging.getLogger(__name__)

@@ -80,7 +80,7 @@ def run_worker_here(spec: WorkerSpec) -> int:
     of a traceback alone, without the file that asked. A package that is not there is not there for the next start.
     """
     try:
-        process = late_import("process")
+        process = late_import("worker.process")
     except ImportError as error:
         log = Path(spec.log_path)
         log.parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from asyncrl.chat.choice import open_chat
 from asyncrl.chat.renderer import RendererChat
 from asyncrl.chat.supervised import Supervised
 from asyncrl.errors import DataError, OverlongError
-from asyncrl.rollout.tokenizer import check_vocabulary, load_tokenizer
+from asyncrl.rollout.worker.tokenizer import check_vocabulary, load_tokenizer
 from asyncrl.sft.rows import Conversation, SftRows, Texts
 from asyncrl.sft.settings import SftConfig, SftDataConfig
 

@@ -37,12 +37,20 @@ from asyncrl.replay.core.admission import AdmissionSettings
 from asyncrl.replay.core.balance import shard_step
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.protocol import Lease, Member, Restored, TrainedReply
-from asyncrl.rollout.episode import EpisodeRunner
-from asyncrl.rollout.report import WorkerReport
-from asyncrl.rollout.reward_watch import RewardWatch
-from asyncrl.rollout.rewards import make_rewards
-from asyncrl.rollout.wiring import Scoring, Texts, environment_of, evaluation_of, group_shape, load_texts, make_runner
-from asyncrl.rollout.worker import Evaluate
+from asyncrl.rollout.groups.episode import EpisodeRunner
+from asyncrl.rollout.rewards.factory import make_rewards
+from asyncrl.rollout.rewards.watch import RewardWatch
+from asyncrl.rollout.worker.report import WorkerReport
+from asyncrl.rollout.worker.wiring import (
+    Scoring,
+    Texts,
+    environment_of,
+    evaluation_of,
+    group_shape,
+    load_texts,
+    make_runner,
+)
+from asyncrl.rollout.worker.worker import Evaluate
 from asyncrl.schema import Config
 from asyncrl.telemetry.metrics.evaluations import is_evaluation
 from asyncrl.types import NO_VERSION, Assignment, StepPlan, Trajectory, TrajectoryGroup

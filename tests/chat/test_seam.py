@@ -13,7 +13,7 @@ from asyncrl.chat.names import DEFAULT
 from asyncrl.chat.renderer import RendererChat
 from asyncrl.chat.seam import Seam
 from asyncrl.data.byte_tokenizer import EOS_ID
-from asyncrl.rollout.tokenizer import make_decode, make_encode
+from asyncrl.rollout.worker.tokenizer import make_decode, make_encode
 from tests.chat import markers, spaced
 
 TEXTS = ("ab", " ab", "4", "    return 4", "hello ab")

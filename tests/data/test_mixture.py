@@ -22,7 +22,7 @@ from asyncrl.digests import run_digest
 from asyncrl.drawing.order import DrawOrder, epoch_order
 from asyncrl.drawing.turns import LONGEST_ROUND, Turns, round_counts, spread
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.rollout.pool import absolute_paths
+from asyncrl.rollout.pool.specs import absolute_paths
 from asyncrl.schema import DataConfig
 from asyncrl.telemetry.folder.resumed import made_of
 

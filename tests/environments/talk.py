@@ -16,8 +16,8 @@ from asyncrl.environments.base import Environment, Episodes
 from asyncrl.environments.guard import GuardedEnvironment
 from asyncrl.errors import RewardError
 from asyncrl.rewards.score import RewardScore
-from asyncrl.rollout.episode import EpisodeRunner
-from asyncrl.rollout.tokenizer import make_decode, make_encode
+from asyncrl.rollout.groups.episode import EpisodeRunner
+from asyncrl.rollout.worker.tokenizer import make_decode, make_encode
 from asyncrl.types import Completion, Prompt, SamplingParams
 from tests.chat.markers import tokenizer
 

@@ -26,7 +26,7 @@ from asyncrl.environments.registry import make_environment
 from asyncrl.environments.together import Together
 from asyncrl.errors import ConfigError, GenerationError
 from asyncrl.rewards.score import RewardScore
-from asyncrl.rollout.tokenizer import make_decode
+from asyncrl.rollout.worker.tokenizer import make_decode
 from asyncrl.schema import EnvironmentConfig
 from asyncrl.types import Completion, members_of
 from tests.environments import agents

@@ -23,7 +23,7 @@ from asyncrl.environments.search.corpus import Corpus
 from asyncrl.environments.search.environment import Search
 from asyncrl.environments.search.server import MOST_BYTES, Handler, Retriever, Server, is_own_name
 from asyncrl.errors import ConfigError, DataError, HopelessRewardError
-from asyncrl.rollout.reward_watch import RewardWatch
+from asyncrl.rollout.rewards.watch import RewardWatch
 from tests.environments.talk import TOKENIZER, call, exact, play, sampled_texts
 from tests.environments.test_tools import observed
 

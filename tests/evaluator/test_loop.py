@@ -18,11 +18,11 @@ from asyncrl.evaluator import loop
 from asyncrl.evaluator.loop import EvalPlan, Evaluator
 from asyncrl.evaluator.run import FixedWeights
 from asyncrl.rewards.score import RewardScore
-from asyncrl.rollout.episode import EpisodeRunner
-from asyncrl.rollout.report import WorkerReport
+from asyncrl.rollout.groups.episode import EpisodeRunner
+from asyncrl.rollout.worker.report import WorkerReport
 from asyncrl.types import Completion, SamplingParams
 from tests.rollout.rollout_fakes import ByteTokenizer, encode_bytes, prompt_source, reward_length, rows_file
-from tests.rollout.test_worker import LateClock
+from tests.rollout.worker.test_worker import LateClock
 
 
 class LateEngine(FakeEngine):

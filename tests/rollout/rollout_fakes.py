@@ -23,13 +23,13 @@ from asyncrl.errors import RewardError
 from asyncrl.evaluation.orders import EvalAssignment, EvalResult
 from asyncrl.replay.protocol import Acquired, Board, DroppedSample, InsertReply
 from asyncrl.rewards.score import RewardScore
-from asyncrl.rollout.episode import EpisodeRunner, GroupShape
-from asyncrl.rollout.evaluated import EvaluatedSet
-from asyncrl.rollout.filters import Filters
-from asyncrl.rollout.report import WorkerReport
-from asyncrl.rollout.reward_parts import RewardParts
-from asyncrl.rollout.reward_watch import RewardWatch
-from asyncrl.rollout.worker import RolloutWorker
+from asyncrl.rollout.groups.episode import EpisodeRunner, GroupShape
+from asyncrl.rollout.groups.evaluated import EvaluatedSet
+from asyncrl.rollout.groups.filters import Filters
+from asyncrl.rollout.rewards.parts import RewardParts
+from asyncrl.rollout.rewards.watch import RewardWatch
+from asyncrl.rollout.worker.report import WorkerReport
+from asyncrl.rollout.worker.worker import RolloutWorker
 from asyncrl.types import Assignment, DropReason, SamplingParams, TrajectoryGroup
 
 SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=8, stop_token_ids=(EOS_ID,))

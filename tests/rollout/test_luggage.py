@@ -12,7 +12,7 @@ from asyncrl.config import config_to_dict
 from asyncrl.errors import ConfigError
 from asyncrl.replay.net.keyring import key_pair, make_keys
 from asyncrl.rollout.luggage import Luggage, code_of, local_paths, pack, travelling, unpacked
-from asyncrl.rollout.pool import absolute_paths
+from asyncrl.rollout.pool.specs import absolute_paths
 from asyncrl.schema import Config
 
 

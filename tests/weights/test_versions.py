@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asyncrl.errors import OtherVersionError, WeightsError
-from asyncrl.rollout.process import REFUSALS
+from asyncrl.rollout.worker.process import REFUSALS
 from asyncrl.weights.broadcast import subscriber as module
 from asyncrl.weights.broadcast.protocol import PROTOCOL, other_version
 from asyncrl.weights.broadcast.publisher import BroadcastSender

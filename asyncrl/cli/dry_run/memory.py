@@ -26,7 +26,7 @@ from asyncrl.learner.memory_plan import (
 )
 from asyncrl.losses.config import required_inputs
 from asyncrl.placement import Placement
-from asyncrl.rollout.concurrency import sequences_per_engine
+from asyncrl.rollout.worker.concurrency import sequences_per_engine
 from asyncrl.schema import Config
 
 BYTES = {"float32": 4, "bfloat16": 2}

@@ -1,6 +1,6 @@
 """How many sequences vLLM is given at once: between two watermarks of its KV cache, oldest first.
 
-Only vLLM's own part of how much is made at once: `asyncrl/rollout/concurrency.py` has all of it.
+Only vLLM's own part of how much is made at once: `asyncrl/rollout/worker/concurrency.py` has all of it.
 
 Without a bound vLLM takes all it is offered, runs out of blocks and preempts: what was preempted is prefilled again,
 and under load that can be most of the work.

@@ -12,9 +12,9 @@ from asyncrl.replay.protocol import Member
 from asyncrl.types import LOST_TOKENS, NO_VERSION, REWARD_FAILURES
 
 PROGRESS = "progress"
-"""Statistic that grows with every token and every environment step; see `asyncrl.rollout.report`."""
+"""Statistic that grows with every token and every environment step; see `asyncrl.rollout.worker.report`."""
 FAILED = {reason: f"rewards_failed_{reason}" for reason in REWARD_FAILURES}
-"""Statistics of completions without a reward, by reason; see `asyncrl.rollout.reward_watch`."""
+"""Statistics of completions without a reward, by reason; see `asyncrl.rollout.rewards.watch`."""
 INSERTED = "tokens_inserted"
 """Statistic of the sampled tokens that this server accepted as loss tokens of a group."""
 LOST = {fate: f"tokens_lost_{fate}" for fate in LOST_TOKENS}

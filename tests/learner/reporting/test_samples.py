@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from asyncrl.data.byte_tokenizer import byte_tokenizer, save_byte_tokenizer
 from asyncrl.learner.reporting.samples import Samples
-from asyncrl.rollout.tokenizer import make_encode
+from asyncrl.rollout.worker.tokenizer import make_encode
 from asyncrl.types import NO_VERSION, StepPlan, Trajectory, TrajectoryGroup
 from tests.chat import spaced
 

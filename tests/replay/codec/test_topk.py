@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.errors import EpisodeError, WireError
 from asyncrl.replay.codec.group import encode_group
-from asyncrl.rollout.reward_parts import RewardParts
+from asyncrl.rollout.rewards.parts import RewardParts
 from asyncrl.schema import AdvantageConfig
 from asyncrl.types import TOPK_IDS, TOPK_LOGPROBS, SamplingParams, Trajectory
 from tests.replay.helpers import group

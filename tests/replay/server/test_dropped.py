@@ -15,7 +15,7 @@ from asyncrl.replay.core.ledger import Entry
 from asyncrl.replay.protocol import MOST_DROPPED, DroppedSample
 from asyncrl.replay.server.dropped import Dropped
 from asyncrl.replay.server.sessions import Answer
-from asyncrl.rollout.dropped import EVERY_S, DroppedSamples
+from asyncrl.rollout.groups.dropped import EVERY_S, DroppedSamples
 from asyncrl.telemetry.metrics.log import fate_of
 from asyncrl.types import DropReason, Prompt
 from tests.replay.helpers import Clock, group

@@ -1,0 +1,120 @@
+"""Groups that are not worth training on, dropped where they are made: no byte of them travels.
+
+A dropped group is counted with its reason and makes room for exactly one new prompt, so batches stay full (dynamic
+sampling as in DAPO). The user's own filters (`rollout.filters`) come after the built-in ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from asyncrl.errors import FilterError, HopelessFilterError
+from asyncrl.rewards.filter_pool import FilterPool
+from asyncrl.rewards.filters import FinishedGroup, Verdict
+from asyncrl.rollout.rewards.failure_share import FailureShare
+from asyncrl.schema import RolloutConfig
+from asyncrl.types import DropReason, Prompt, TrajectoryGroup, members_of
+
+SHOWN = 400
+"""Characters of the last failure."""
+GroupFilter = Callable[[TrajectoryGroup], bool]
+"""True: the group is to be dropped."""
+
+
+def zero_variance(group: TrajectoryGroup) -> bool:
+    """All rewards are the same: with a group baseline every advantage is 0."""
+    return len({trajectory.reward for trajectory in group.trajectories}) < 2
+
+
+def any_truncated(group: TrajectoryGroup) -> bool:
+    return any(trajectory.finish_reason == "length" for trajectory in group.trajectories)
+
+
+def all_truncated(group: TrajectoryGroup) -> bool:
+    return all(trajectory.finish_reason == "length" for trajectory in group.trajectories)
+
+
+TRUNCATED: dict[str, GroupFilter | None] = {"never": None, "any": any_truncated, "all": all_truncated}
+BuiltIn = Sequence[tuple[DropReason, GroupFilter]]
+
+
+@dataclass(frozen=True, slots=True)
+class Unwanted:
+    reason: DropReason
+    detail: str
+    """Which filter, and what it said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """In the order they are tried."""
+
+    built_in: BuiltIn = ()
+    own: Sequence[FilterPool] = ()
+    """Of the user."""
+    max_failure_share: float = 1.0
+    """`reward.max_failure_share`: groups that a filter fails for are dropped for ever, and no step is ever trained."""
+    where: Callable[[int], str] = str
+    """File and line of a row."""
+    _shares: dict[int, FailureShare] = field(default_factory=dict)
+    """By place in `own`: one that works says nothing of another."""
+
+    async def why_dropped(self, group: TrajectoryGroup, prompt: Prompt) -> Unwanted | None:
+        """What the first filter says that wants the group dropped.
+
+        Raises:
+            FilterError: one of the user's failed. The group is then neither kept nor dropped by it.
+            HopelessFilterError: one fails so often that the run could not go on for long.
+        """
+        for reason, unwanted in self.built_in:
+            if unwanted(group):
+                return Unwanted(reason, "by rollout.drop_*")
+        for place, pool in enumerate(self.own):
+            verdict = await self._judged(place, group, prompt)
+            if not verdict.keep:
+                return Unwanted(DropReason.FILTERED, f"{pool.name}: {verdict.why}" if verdict.why else pool.name)
+        return None
+
+    async def _judged(self, place: int, group: TrajectoryGroup, prompt: Prompt) -> Verdict:
+        share = self._shares.setdefault(place, FailureShare(self.max_failure_share))
+        pool, size = self.own[place], len(members_of(group.trajectories))
+        try:
+            verdict = await pool.judge(finished(group, prompt))
+        except FilterError as error:
+            if too_many := share.add(0, size):
+                raise HopelessFilterError(
+                    f"the filter {pool.name} of rollout.filters failed {too_many}. The last group, row {prompt.row} "
+                    f"({self.where(prompt.row)}): {' '.join(str(error).split()):.{SHOWN}}. Mend the filter, then go on "
+                    "with resume=auto; or raise reward.max_failure_share"
+                ) from error
+            raise
+        share.add(size, 0)
+        return verdict
+
+
+def finished(group: TrajectoryGroup, prompt: Prompt) -> FinishedGroup:
+    """What the user's filters see of it: of each episode its first conversation."""
+    firsts = members_of(group.trajectories)
+    members = [group.trajectories[first] for first in firsts]
+    return FinishedGroup(
+        completions=[text for place, text in enumerate(group.completion_texts) if place in firsts],
+        rewards=[trajectory.reward for trajectory in members],
+        parts=[trajectory.rewards for trajectory in members],
+        finish_reasons=[trajectory.finish_reason for trajectory in members],
+        lengths=[int(np.count_nonzero(trajectory.loss_mask)) for trajectory in members],
+        row=prompt.columns,
+    )
+
+
+def built_in_filters(config: RolloutConfig) -> BuiltIn:
+    """Those that the settings ask for."""
+    filters: list[tuple[DropReason, GroupFilter]] = []
+    truncated = TRUNCATED[config.drop_truncated]
+    if truncated is not None:
+        filters.append((DropReason.OVER_LENGTH, truncated))
+    if config.drop_zero_variance:
+        filters.append((DropReason.FILTERED_ZERO_VARIANCE, zero_variance))
+    return filters

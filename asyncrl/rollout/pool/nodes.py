@@ -1,0 +1,81 @@
+"""The nodes of a Ray cluster that somebody else started: what each has to have, asked before the run, and what a
+worker there said last.
+
+waits for:    an answer of every node on which a worker may be put
+unblocked by: it, or LOOK_S
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from asyncrl.errors import ConfigError
+from asyncrl.rollout.luggage import there
+from asyncrl.rollout.pool.log_tail import last_lines
+
+LOOK_S = 120.0
+"""A node's first process of a run has to be started."""
+TAIL_S = 10.0
+
+
+def lacking(paths: list[str]) -> list[str]:
+    """Those at which nothing is, on the node that runs this."""
+    return [path for path in paths if not there(path)]
+
+
+def refuse_lacking_nodes(paths: Mapping[str, str], gpus: float) -> None:
+    """
+    Args:
+        paths: with the setting that names each.
+        gpus: of a worker; nodes with fewer get none.
+
+    Raises:
+        ConfigError: with a sentence for every node that lacks one, or gives no answer.
+    """
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU", 0.0) >= gpus]
+    asked = {_on(node["NodeID"], lacking).remote(list(paths)): node for node in nodes}
+    done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=LOOK_S) if asked else ([], [])
+    said = [line for answer, node in asked.items() for line in _problems(answer, answer in done, _name(node), paths)]
+    if said:
+        raise ConfigError(
+            f"a node of the Ray cluster lacks what workers need there: {'; '.join(said)}. Put it at the same path "
+            "on every node, or on a file system that they share, or take the node out of the cluster"
+        )
+
+
+def _problems(answer: Any, answered: bool, node: str, paths: Mapping[str, str]) -> list[str]:
+    if not answered:
+        ray.cancel(answer, force=True)
+        return [f"{node} gave no answer in {LOOK_S:g} s"]
+    try:
+        return [f"{node} has nothing at {path} ({paths[path]})" for path in ray.get(answer)]
+    except RayError as error:  # asyncrl is not there, or of another Python
+        lines = lines_of(error)
+        return [f"on {node} asyncrl cannot be run: {lines[-1] if lines else error!r:.300}"]
+
+
+def lines_of(error: RayError) -> list[str]:
+    """Those that say something. The last is the error itself where Python code raised one."""
+    return [line.strip() for line in str(error).splitlines() if line.strip()]
+
+
+def lines_on(node: str, log_path: str) -> list[str]:
+    """The last lines of a log that lies on this node; nothing if the node is gone too, or silent for TAIL_S."""
+    try:
+        return ray.get(_on(node, last_lines).remote(log_path), timeout=TAIL_S)
+    except RayError:
+        return []
+
+
+def _on(node: str, function: Any) -> Any:
+    strategy = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+    return ray.remote(num_cpus=0, max_retries=0)(function).options(scheduling_strategy=strategy)
+
+
+def _name(node: Mapping[str, Any]) -> str:
+    return f"node {node['NodeManagerAddress']} ({node['NodeManagerHostname']}, {node['NodeID'][:8]})"

@@ -1,0 +1,227 @@
+"""Keeps `rollout.workers` workers alive until the run is over. Any number of pools may serve a run, join it and leave:
+`asyncrl rollout` with the same settings adds one, SIGTERM takes it away.
+
+consumes:     ends of workers
+waits for:    any worker to end, without a deadline: workers run as long as the run does, and end by themselves when
+              the replay server stops them or stays away
+unblocked by: a worker's end, a restart that is due, the loss of what workers run on, SIGTERM or SIGINT
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import heapq
+import itertools
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+
+from asyncrl.errors import ConfigError
+from asyncrl.family import Family, undertaker
+from asyncrl.replay.net.keyring import with_keys
+from asyncrl.restarts import Restarts
+from asyncrl.rollout.host import (
+    EXIT_FAILED,
+    EXIT_REFUSED,
+    EXIT_STOPPED,
+    HostLostError,
+    WorkerExit,
+    WorkerHost,
+    WorkerSpec,
+    late_import,
+)
+from asyncrl.rollout.pool.log_tail import last_line
+from asyncrl.rollout.pool.specs import worker_specs
+from asyncrl.schema import Config
+from asyncrl.standstill import Standstills, watched_supervisors
+from asyncrl.storage.held import clear_away
+from asyncrl.storage.occupancy import lived_in
+from asyncrl.telemetry.live.pool_words import marked
+
+HOST_MODULES = {"ray": "pool.ray_host", "process": "pool.process_host"}
+TURN_S = 0.5
+STEADY_S = 60.0
+"""A worker that lived this long is restarted at once; one that dies young waits, longer each time."""
+MAX_DELAY_S = 10.0
+REAP_S = 5.0
+BEGUN = "ASYNCRL_POOL_BEGUN"
+"""Environment variable: when this pool was started anew because its own Ray was lost, in monotonic seconds."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One place in the pool, held by one worker after another."""
+
+    spec: WorkerSpec
+    restarts: Restarts
+    started_at: float = 0.0
+
+
+class RolloutPool:
+    def __init__(self, specs: list[WorkerSpec], host: WorkerHost, *, max_restarts: int) -> None:
+        self._host = host
+        self._slots = {spec.name: _Slot(spec, Restarts(max_restarts)) for spec in specs}
+        self._due: list[tuple[float, str]] = []
+        """Heap of `(monotonic time, worker)`: restarts to come."""
+        self._signal = 0
+        self.family = Family(os.getpid())
+        self._standstills = Standstills()
+
+    def run(self) -> int:
+        """Exit code: 0 when every worker stopped as it should, 1 when one failed for good, 128 + a signal's number.
+
+        Raises:
+            HostLostError: the workers run on something that is gone; they have been stopped.
+        """
+        try:
+            for name, slot in self._slots.items():
+                self._start(name)
+                _say(f"worker {name} is being started; its log: {slot.spec.log_path}")
+            unfinished = set(self._slots)
+            while unfinished and not self._signal:
+                self._start_due()
+                self.family.look()
+                for said in self._standstills.look(self.family.members):
+                    _say(said)
+                for ended in self._host.wait(TURN_S):
+                    if ended.code == EXIT_STOPPED:
+                        unfinished.discard(ended.name)
+                    elif not self._may_restart(ended):
+                        return 1
+            return 128 + self._signal if self._signal else 0
+        finally:
+            self._host.close()
+
+    def stop(self, number: int, _frame: FrameType | None = None) -> None:
+        """Signal handler: `run` ends within a turn."""
+        self._signal = number
+
+    def _start(self, name: str) -> None:
+        slot = self._slots[name]
+        slot.started_at = time.monotonic()
+        self._host.start(slot.spec)
+
+    def _start_due(self) -> None:
+        while self._due and self._due[0][0] <= time.monotonic():
+            self._start(heapq.heappop(self._due)[1])
+
+    def _may_restart(self, ended: WorkerExit) -> bool:
+        """Plan the restart of a worker that died, or say why there is none."""
+        slot = self._slots[ended.name]
+        lived_s = time.monotonic() - slot.started_at
+        last = ended.said or last_line(slot.spec.log_path)
+        why = f"worker {ended.name} died after {lived_s:.0f} s ({ended.how}): {last}"
+        if ended.log:
+            why += "\nThe end of its log, there:" + "".join(f"\n    {line}" for line in ended.log)
+        log = f"Its log: {slot.spec.log_path}"
+        if ended.code == EXIT_REFUSED:
+            _tell(f"{why}\nA restart cannot help. {log}")
+            return False
+        limit = slot.restarts.limit
+        if not slot.restarts.take():
+            _tell(f"{why}\nIt was restarted rollout.max_worker_restarts={limit} times in an hour. {log}")
+            return False
+        recent = slot.restarts.recent
+        delay_s = restart_delay_s(recent - 1, lived_s)
+        slot.spec = replace(slot.spec, restart=slot.spec.restart + 1)
+        _tell(f"{why}\nRestart {recent} of at most {limit} in an hour, after {delay_s:.1f} s")
+        heapq.heappush(self._due, (time.monotonic() + delay_s, ended.name))
+        return True
+
+
+def restart_delay_s(restarts: int, lived_s: float) -> float:
+    """Without it a worker that cannot start would spin through all its restarts in seconds."""
+    return 0.0 if lived_s > STEADY_S else min(MAX_DELAY_S, 0.25 * 2**restarts)
+
+
+@contextlib.contextmanager
+def pool_number(log_dir: Path) -> Iterator[int]:
+    """0 for the first pool with this run folder, and the next free number for each that joins while others run."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count():
+        with (log_dir / f"pool-{number}.lock").open("w") as file:
+            try:
+                # Held for as long as the file is open, hence freed however this process ends.
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            yield number
+            return
+
+
+def run_pool(config: Config) -> int:
+    """Start the workers and see them through. Returns the exit code of `RolloutPool.run`. The rows were looked at by
+    the command that started this (`asyncrl.cli.starting.preflight`); a worker refuses one that it cannot use.
+
+    Raises:
+        ConfigError: `rollout.host` is unknown, or the run's keys are not safe.
+    """
+    if config.rollout.host not in HOST_MODULES:
+        raise ConfigError(f"rollout.host={config.rollout.host!r} is unknown. Choose from: {', '.join(HOST_MODULES)}")
+    config = with_keys(config)
+    with pool_number(Path(config.run.dir) / "logs") as number, lived_in(config.run.dir), watched_supervisors(_say):
+        buried = undertaker()
+        specs = worker_specs(config, number)
+        hold_ray_to_loopback(config, os.environ)
+        host = late_import(HOST_MODULES[config.rollout.host]).make_host(config)
+        pool = RolloutPool(specs, host, max_restarts=config.rollout.max_worker_restarts)
+        # After the host is up: Ray installs handlers of its own, and these have to win.
+        for ending in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(ending, pool.stop)
+        try:
+            return pool.run()
+        except HostLostError as error:
+            return _begin_again(error, config, pool.family)
+        finally:
+            buried.kill()
+            buried.wait()
+            clear_away()
+
+
+def _begin_again(lost: HostLostError, config: Config, family: Family) -> int:
+    """Start this process anew, with the same number and arguments, if that mends the loss: Ray cannot be shut down
+    safely once a part of it is gone. Returns the exit code if it does not."""
+    limit = config.rollout.max_worker_restarts
+    begun = Restarts(limit, [float(each) for each in os.environ.get(BEGUN, "").split()])
+    _tell(f"{lost}")
+    if not lost.mendable:
+        return EXIT_FAILED
+    if not begun.take():
+        _tell(f"It was started anew rollout.max_worker_restarts={limit} times in an hour. The pool ends")
+        return EXIT_FAILED
+    _tell(f"Start {begun.recent} of at most {limit} in an hour")
+    family.kill()
+    _reap_children(REAP_S)
+    environment = {**os.environ, BEGUN: " ".join(map(str, begun.taken))}
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+
+
+def _reap_children(limit_s: float) -> None:
+    """Whoever this process becomes does not know of them: they would stay in the process table."""
+    deadline = time.monotonic() + limit_s
+    with contextlib.suppress(ChildProcessError):  # there is none left
+        while time.monotonic() < deadline:
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                time.sleep(0.05)
+
+
+def hold_ray_to_loopback(config: Config, environment: MutableMapping[str, str]) -> None:
+    """Before Ray is imported: where Ray starts no cluster its processes listen on 127.0.0.1, else on every interface.
+    The variable says "cluster" of two systems and is read on all."""
+    if config.rollout.host == "ray" and not config.ray.address:
+        environment.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+
+
+def _tell(message: str) -> None:
+    """To the user too, through `asyncrl local`."""
+    _say(marked(message))
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)

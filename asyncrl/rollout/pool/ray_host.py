@@ -1,0 +1,290 @@
+"""Workers as Ray actors, on a local Ray started here or on an existing cluster (`ray.address`)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from asyncrl.checks.addresses import socket_folder
+from asyncrl.checks.evaluations import eval_sets
+from asyncrl.checks.placement import gpus_per_engine, visible_gpus
+from asyncrl.config import config_to_dict
+from asyncrl.errors import ConfigError
+from asyncrl.family import die_with_parent
+from asyncrl.rollout.host import EXIT_FAILED, EXIT_REFUSED, HostLostError, WorkerExit, WorkerSpec, run_worker_here
+from asyncrl.rollout.luggage import Luggage, local_paths, pack, unpacked
+from asyncrl.rollout.pool.log_tail import last_lines
+from asyncrl.rollout.pool.nodes import lines_of, lines_on, refuse_lacking_nodes
+from asyncrl.rollout.pool.ray_health import RayHealth
+from asyncrl.rollout.pool.specs import absolute_paths, worker_environment
+from asyncrl.rollout.rewards.service import start_service
+from asyncrl.schema import Config
+
+NAMESPACE = "asyncrl"
+OBJECT_STORE_BYTES = 80 << 20
+"""Near Ray's minimum: trajectories and weights never go through it."""
+RAY_SOCKET = len("/ray/session_YYYY-MM-DD_HH-MM-SS_ffffff_PIDOFIT/sockets/plasma_store")
+STOP_TIMEOUT_S = 10.0
+PLACE_TOLD_S = 30.0
+"""So often it is said that Ray has not found a place for a worker, or not started its process."""
+
+
+class RolloutWorkerActor:
+    """One worker; a fresh actor, hence a fresh process, for every start."""
+
+    def placed(self) -> tuple[str, int]:
+        """The node it is on, and its process there."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
+    def run(self, payload: dict[str, Any], luggage: Luggage) -> tuple[int, list[str]]:
+        """Blocks for the life of the worker; returns its exit code, and what it said last in its log here."""
+        spec = WorkerSpec(**payload)
+        os.environ.update(luggage.environment | spec.environment)
+        die_with_parent(os.getppid())  # of a raylet that is killed Ray leaves the actors running
+        with unpacked(luggage, spec.config) as settings:
+            code = run_worker_here(replace(spec, config=settings))
+        try:
+            return code, last_lines(spec.log_path)
+        except OSError:
+            return code, []
+
+
+@dataclass(slots=True)
+class _Started:
+    name: str
+    actor: Any
+    placed: Any
+    """Reference that is ready, with the node, once the actor's process runs; None after it was."""
+    started_at: float
+    told_at: float
+    log_path: str
+    node: str = ""
+    pid: int = 0
+
+
+class RayHost:
+    """Implements `host.WorkerHost`.
+
+    Args:
+        gpus: of the local Ray; None lets Ray count them.
+        gpus_per_worker: GPUs that Ray keeps for each, asked with how many it has.
+        processes_per_worker: `engine.tensor_parallel`. Above 1 every worker has a place of its own, reserved at its
+            first start and kept through its restarts: so many CPUs and its GPUs, all on one machine. An engine that
+            gave its GPUs back when it died might not get as many again.
+        patience_s: longest time without a single worker that runs.
+        luggage: what workers on other nodes are given of this one.
+    """
+
+    def __init__(
+        self,
+        *,
+        address: str,
+        workers: int,
+        gpus: int | None = None,
+        gpus_per_worker: Callable[[int], float],
+        processes_per_worker: int = 1,
+        patience_s: float = 300.0,
+        luggage: Luggage | None = None,
+    ) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.WARNING}
+        if address:
+            try:
+                ray.init(address=address, **options)
+            except ConnectionError as error:
+                raise ConfigError(
+                    f"ray.address={address}: no Ray cluster answers there ({error}). Start one: `ray start --head`, "
+                    "or leave ray.address empty for a local one. One that asks for a token answers nobody without "
+                    "RAY_AUTH_MODE=token, and the token in RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"
+                ) from error
+        else:
+            # Ray's own, 15, starves the engines where the learner or anything else wants the same cores.
+            os.environ.setdefault("RAY_worker_niceness", "0")
+            os.environ.setdefault("RAY_TMPDIR", socket_folder(RAY_SOCKET))
+            # One logical CPU per worker: Ray pre-starts that many processes, and each worker finds one waiting.
+            options |= {"num_cpus": workers * processes_per_worker, "num_gpus": gpus, "include_dashboard": False}
+            try:
+                ray.init(address="local", object_store_memory=OBJECT_STORE_BYTES, **options)
+            except OSError as error:
+                raise ConfigError(
+                    f"Ray cannot start here: {error}. RAY_TMPDIR={os.environ['RAY_TMPDIR']} is the folder of its files "
+                    "and sockets"
+                ) from error
+        self._gpus, self._processes = gpus_per_worker(int(ray.cluster_resources().get("GPU", 0))), processes_per_worker
+        # No CPUs are reserved: with more workers than cores Ray would otherwise leave some waiting for ever.
+        self._actor_class = ray.remote(num_cpus=0, num_gpus=self._gpus, max_restarts=0, scheduling_strategy="SPREAD")(
+            RolloutWorkerActor
+        )
+        self._places: dict[str, PlacementGroup] = {}
+        self._running: dict[Any, _Started] = {}
+        self._services: list[Any] = []
+        self._health = RayHealth(address)
+        self._local, self._lost = not address, False
+        self._luggage, self._here = luggage or Luggage(), ray.get_runtime_context().get_node_id()
+        self._patience_s, self._some_ran_at = patience_s, time.monotonic()
+
+    def serve_rewards(self, reward: dict[str, Any], environment: dict[str, str], of_set: str = "") -> None:
+        """Start a reward service that the workers will look for; see `rewards.service`."""
+        self._services.append(start_service(reward, environment, of_set, self._luggage))
+
+    @property
+    def gpus_per_worker(self) -> float:
+        return self._gpus
+
+    def start(self, spec: WorkerSpec) -> None:
+        actor = self._actor_class.options(**self._place(spec.name)).remote()
+        placed = actor.placed.remote()
+        now = time.monotonic()
+        run = actor.run.remote(asdict(spec), self._luggage)
+        self._running[run] = _Started(spec.name, actor, placed, now, now, spec.log_path)
+
+    def wait(self, timeout_s: float) -> list[WorkerExit]:
+        try:
+            self._health.check()
+        except HostLostError:
+            self._lost = True
+            raise
+        for line in self._health.news():
+            print(line, file=sys.stderr, flush=True)
+        if not self._running:
+            time.sleep(timeout_s)
+            return []
+        done, _ = ray.wait(list(self._running), num_returns=1, timeout=timeout_s)
+        return [self._collect(reference) for reference in done] + self._unplaced()
+
+    def close(self) -> None:
+        if self._lost:  # each of the calls below would wait for what is gone
+            return
+        self._health.close()
+        self._end_in_order()
+        for started in self._running.values():
+            ray.kill(started.actor)
+        self._running.clear()
+        for service in self._services:
+            ray.kill(service)
+        for place in self._places.values():
+            remove_placement_group(place)
+        ray.shutdown()
+
+    def _end_in_order(self) -> None:
+        """Of the workers on this machine: an engine that Ray kills leaves sockets and shared memory behind."""
+        ending = []
+        for run, started in self._running.items():
+            self._note_place(started)
+            if started.node == self._here:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(started.pid, signal.SIGTERM)
+                    ending.append(run)
+        if ending:
+            ray.wait(ending, num_returns=len(ending), timeout=STOP_TIMEOUT_S)
+
+    def _place(self, name: str) -> dict[str, Any]:
+        """Options of this worker's actor, on top of those all have. Its place may still be waited for by Ray."""
+        if self._processes == 1:
+            return {}
+        resources = {"CPU": float(self._processes)} | ({"GPU": self._gpus} if self._gpus else {})
+        if name not in self._places:
+            # One bundle, not one per process: an actor has to fit into a single one, and vLLM's processes are its
+            # children, on its machine.
+            self._places[name] = placement_group([resources], strategy="STRICT_PACK", name=name)
+        strategy = PlacementGroupSchedulingStrategy(self._places[name], placement_group_bundle_index=0)
+        return {"num_cpus": self._processes, "scheduling_strategy": strategy}
+
+    def _collect(self, reference: Any) -> WorkerExit:
+        started = self._running.pop(reference)
+        self._note_place(started)
+        try:
+            code, said = ray.get(reference)
+            how = f"exit code {code}"
+            ray.kill(started.actor)
+        except RayError as error:  # the actor's process died: killed, out of memory, node lost
+            code, how = EXIT_FAILED, _summary(error)
+            said = lines_on(started.node, started.log_path) if started.node not in ("", self._here) else []
+        elsewhere = tuple(said) if started.node != self._here else ()
+        return WorkerExit(name=started.name, code=code, how=how, said=said[-1].strip() if said else "", log=elsewhere)
+
+    def _note_place(self, started: _Started) -> None:
+        """Where its process is, if it came so far."""
+        if started.placed is not None and ray.wait([started.placed], timeout=0)[0]:
+            with contextlib.suppress(RayError):
+                started.node, started.pid = ray.get(started.placed)
+            started.placed = None
+
+    def _unplaced(self) -> list[WorkerExit]:
+        """Say who waits for a place; give up when nobody has had one for `patience_s`."""
+        now = time.monotonic()
+        for started in self._running.values():
+            self._note_place(started)
+        waiting = {ref: started for ref, started in self._running.items() if started.placed is not None}
+        if len(waiting) < len(self._running):
+            self._some_ran_at = now
+        for started in waiting.values():
+            if now - started.told_at > PLACE_TOLD_S:
+                started.told_at = now
+                print(f"worker {started.name}: {self._no_place(now - started.started_at)}", file=sys.stderr, flush=True)
+        since = min((started.started_at for started in waiting.values()), default=now)
+        if not waiting or now - max(self._some_ran_at, since) < self._patience_s:
+            return []
+        exits = []
+        for reference, started in waiting.items():
+            del self._running[reference]
+            ray.kill(started.actor)
+            how = f"{self._no_place(now - started.started_at)}, and no other worker runs (replay.wait_timeout_s)"
+            exits.append(WorkerExit(name=started.name, code=EXIT_REFUSED, how=how))
+        return exits
+
+    def _no_place(self, waited_s: float) -> str:
+        return (
+            f"Ray has found no place for it in {waited_s:.0f} s: it asks for {self._gpus:g} GPUs and "
+            f"{self._processes if self._processes > 1 else 0} CPUs on one machine (ray.gpus_per_worker, "
+            "engine.tensor_parallel); see `ray status`"
+        )
+
+
+def _summary(error: RayError) -> str:
+    """First and last line: what Ray says happened, and the error itself where Python code raised one."""
+    lines = lines_of(error)
+    return " ... ".join(dict.fromkeys(line[:200] for line in (lines[:1] + lines[-1:])))
+
+
+def make_host(config: Config) -> RayHost:
+    """Raises ConfigError: there is no such cluster, or one of its nodes lacks what workers need there."""
+    visible, settings = visible_gpus(), absolute_paths(config_to_dict(config))
+    host = RayHost(
+        address=config.ray.address,
+        workers=config.rollout.workers,
+        gpus=None if visible is None else len(visible),
+        gpus_per_worker=partial(gpus_per_engine, config),
+        processes_per_worker=config.engine.tensor_parallel,
+        patience_s=config.replay.wait_timeout_s,
+        luggage=pack(config, settings, os.environ) if config.ray.address else None,
+    )
+    if config.ray.address:
+        try:
+            refuse_lacking_nodes(local_paths(settings), host.gpus_per_worker)
+        except ConfigError:
+            host.close()
+            raise
+    if config.reward.host == "ray":
+        environment = worker_environment(config)
+        host.serve_rewards(settings["reward"], environment)
+        served = [config.reward]
+        for each in eval_sets(config):
+            if each.config.reward not in served:
+                reward = absolute_paths(config_to_dict(each.config))["reward"]
+                host.serve_rewards(reward, environment, each.name)
+                served.append(each.config.reward)
+    return host

@@ -1,0 +1,55 @@
+"""Where a worker's rewards come from: processes of its own, or the service that all workers share."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol
+
+from asyncrl.checks.rewards import at_once, reward_terms
+from asyncrl.environments.base import Score
+from asyncrl.errors import RewardError
+from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.score import Outcome
+from asyncrl.rollout.host import late_import
+from asyncrl.schema import Config
+
+
+class Rewards(Protocol):
+    @property
+    def score(self) -> Score: ...
+
+    def stats(self) -> dict[str, float]: ...
+
+
+class NoRewards(AbstractAsyncContextManager["NoRewards"]):
+    """Of an environment that scores by itself."""
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    async def score(self, completions: list[str], row: dict[str, Any], **_: Any) -> list[Outcome]:
+        raise RewardError(
+            f"the environment asked for the scores of {len(completions)} completions, and reward.function is not "
+            "set. Set it, or score in the environment"
+        )
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+
+def make_rewards(config: Config, *, of_set: str = "") -> AbstractAsyncContextManager[Rewards]:
+    """Ready once entered; raises ConfigError then if the reward cannot be loaded.
+
+    Args:
+        of_set: the evaluated set that these settings are of, where they are not those of the training.
+    """
+    terms = reward_terms(config.reward)
+    if not terms:
+        return NoRewards()
+    if config.reward.host == "ray":
+        return late_import("rewards.service").SharedRewards(of_set, wait_s=config.replay.wait_timeout_s / 2)
+    return RewardPool(
+        terms,
+        workers=config.reward.workers,
+        timeout_s=config.reward.timeout_s,
+        at_once=at_once(config.reward),
+    )

@@ -1,0 +1,55 @@
+"""Ends a run whose reward can never work: groups that all fail are dropped for ever, and no step is ever trained.
+
+consumes: what became of each completion that was made to be trained on · waits for: nothing
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from asyncrl.errors import AsyncRLError, EpisodeError, HopelessRewardError, RewardError
+from asyncrl.rollout.rewards.failure_share import FailureShare
+
+SHOWN = 400
+"""Characters of the last failure."""
+
+
+class RewardWatch:
+    """Counts completions without a reward, by reason. Evaluations are not seen here, groups that a filter drops have
+    their rewards, and a failed generation is no fault of the reward.
+
+    Args:
+        max_share: `reward.max_failure_share`.
+        where: file and line of a row.
+    """
+
+    def __init__(self, max_share: float = 1.0, where: Callable[[int], str] = str) -> None:
+        self._share, self._where = FailureShare(max_share), where
+        self._scored, self._reasons = 0, Counter[str]()
+
+    def saw(self, row: int, scored: int, failures: Sequence[AsyncRLError]) -> None:
+        """Of completions of one row: so many have a reward, the others failed.
+
+        Raises:
+            HopelessRewardError: more than `max_share` of the last 200 have failed.
+        """
+        blamed = [error for error in failures if isinstance(error, RewardError | EpisodeError)]
+        self._scored += scored
+        self._reasons.update(_reason(error) for error in blamed)
+        if too_many := self._share.add(scored, len(blamed)):
+            reasons = ", ".join(f"{reason} {count}" for reason, count in self._reasons.most_common())
+            raise HopelessRewardError(
+                f"there was no reward {too_many} (since the start: {reasons}). The last one, row {row} "
+                f"({self._where(row)}): {' '.join(str(blamed[-1]).split()):.{SHOWN}}. Mend the reward or the data, "
+                "then go on with resume=auto; or raise reward.max_failure_share"
+            )
+
+    def stats(self) -> dict[str, float]:
+        """Completions so far."""
+        by_reason = {f"rewards_failed_{reason}": float(count) for reason, count in self._reasons.items()}
+        return {"rewards_scored": float(self._scored), "rewards_failed": float(self._reasons.total())} | by_reason
+
+
+def _reason(error: RewardError | EpisodeError) -> str:
+    return error.reason if isinstance(error, RewardError) else "environment"

@@ -1,0 +1,123 @@
+"""What a worker process does around the worker, the same under every host: log file, threads, signals, exit code.
+
+0  the server said stop      1  failed, or ended by a signal: worth a restart      2  refused: a restart cannot help
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+
+from asyncrl.checks.placement import gpus_seen
+from asyncrl.config import begin_trace, config_from_dict
+from asyncrl.errors import (
+    ConfigError,
+    DataError,
+    FencedError,
+    HopelessFilterError,
+    HopelessRewardError,
+    ModelMismatchError,
+    OtherVersionError,
+    RefusedPeerError,
+)
+from asyncrl.plain_text import make_streams_plain
+from asyncrl.replay.net.malloc import keep_heap
+from asyncrl.rollout.host import EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, WorkerSpec
+from asyncrl.rollout.worker.end_watch import EndWatch
+from asyncrl.rollout.worker.wiring import run_worker
+from asyncrl.schema import Config
+from asyncrl.standstill import watched_supervisors
+from asyncrl.storage.full_disk import FULL
+from asyncrl.storage.log_stream import keep_logging
+from asyncrl.storage.occupancy import lived_in
+
+REFUSALS = (
+    ConfigError,
+    DataError,
+    FencedError,
+    HopelessFilterError,
+    HopelessRewardError,
+    ModelMismatchError,
+    OtherVersionError,
+    RefusedPeerError,
+)
+"""A restart cannot help."""
+SWITCH_S = 0.0005
+"""For so long one thread of a worker computes while another waits for Python's lock. With Python's 5 ms the engine's
+thread, which lets go of it in every call of torch, waits that long for it again after each."""
+
+
+def run_worker_process(spec: WorkerSpec) -> int:
+    """Run one worker to its end in this process, whose output goes to the worker's log from here on."""
+    redirect_output(Path(spec.log_path))
+    make_streams_plain()  # a Ray actor has not come through our own `__main__`
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    keep_heap()  # groups leave through it, tens of MB/s
+    sys.setswitchinterval(SWITCH_S)
+    ending = EndWatch()
+    print(
+        f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {spec.name} pid {os.getpid()} start {spec.restart}{gpus_seen()}",
+        flush=True,
+    )
+    try:
+        config = config_from_dict(spec.config)
+        begin_trace(config, spec.name)
+        torch.set_num_threads(config.engine.threads)
+        # Ray puts uvloop in place where it is installed; a worker has the same loop under every host.
+        asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())
+        with lived_in(config.run.dir), watched_supervisors():
+            asyncio.run(_run_until_signal(config, spec, ending))
+    except asyncio.CancelledError:
+        # Not EXIT_STOPPED: when the pool sent it, the pool is closing and asks for no code; from anybody else (a node
+        # being drained, a memory guard) it would be a worker lost for the rest of the run without a word.
+        print("ended by a signal", flush=True)
+        return EXIT_FAILED
+    except REFUSALS as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+        return EXIT_REFUSED
+    except SystemExit:
+        # `sys.exit` in a task that an environment started: its code would tell the pool of a stop, or of a refusal.
+        traceback.print_exc()
+        return EXIT_FAILED
+    except Exception as error:  # the end of the process: the log gets the whole story, the pool the exit code
+        traceback.print_exc()
+        print(f"{type(error).__name__}: {error}", flush=True)
+        return EXIT_FAILED
+    finally:
+        ending.over()
+    return EXIT_STOPPED
+
+
+async def _run_until_signal(config: Config, spec: WorkerSpec, ending: EndWatch) -> None:
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel)
+    await run_worker(config, spec.name, spec.run_digest, ending)
+
+
+def redirect_output(path: Path) -> None:
+    """Standard output and error of this process, C libraries and children included, to the end of `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        print(f"{path}: {error.strerror}; this worker logs here", flush=True)  # rather than not at all
+    else:
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+    keep_logging()

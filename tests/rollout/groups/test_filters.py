@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+
+from asyncrl.errors import FilterError, HopelessFilterError
+from asyncrl.rewards.filter_pool import FilterPool
+from asyncrl.rewards.filters import FinishedGroup, Verdict
+from asyncrl.rewards.score import RewardScore
+from asyncrl.rollout.groups.filters import Filters, built_in_filters
+from asyncrl.rollout.worker.process import REFUSALS
+from asyncrl.rollout.worker.report import WorkerReport
+from asyncrl.schema import RolloutConfig
+from asyncrl.types import NO_VERSION, DropReason, Prompt, Trajectory
+from tests.replay.core.test_order import ORDER
+from tests.replay.helpers import group as replay_group
+from tests.replay.helpers import settings
+from tests.replay.inprocess import InProcessReplay
+from tests.rollout.rollout_fakes import ScriptedReplay, make_worker, prompt_source, rows_file
+
+PROMPT = Prompt(index=0, epoch=0, row=0, token_ids=np.zeros(1, np.int32), text="p", columns={"prompt": "p"})
+
+
+def made(*members: tuple[float, str]):
+    base: Trajectory = replay_group(ORDER, [0]).trajectories[0]
+    trajectories = tuple(replace(base, reward=reward, finish_reason=end) for reward, end in members)
+    return replace(replay_group(ORDER, [0]), trajectories=trajectories)
+
+
+FLAT = made((1.0, "stop"), (1.0, "stop"))
+MIXED = made((0.0, "stop"), (1.0, "length"))
+CUT = made((0.0, "length"), (1.0, "length"))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "reasons"),
+    [
+        ({}, [None, None, None]),
+        ({"drop_zero_variance": True}, [DropReason.FILTERED_ZERO_VARIANCE, None, None]),
+        ({"drop_truncated": "any"}, [None, DropReason.OVER_LENGTH, DropReason.OVER_LENGTH]),
+        ({"drop_truncated": "all"}, [None, None, DropReason.OVER_LENGTH]),
+    ],
+)
+def test_each_filter_drops_what_it_says(wanted, reasons):
+    filters = Filters(built_in_filters(RolloutConfig(**wanted)))
+    said = [asyncio.run(filters.why_dropped(group, PROMPT)) for group in (FLAT, MIXED, CUT)]
+    assert [unwanted and unwanted.reason for unwanted in said] == reasons
+
+
+@pytest.mark.timeout(400)
+def test_a_worker_reports_what_it_filters_and_inserts_the_rest(tmp_path):
+    async def scenario():
+        replay = ScriptedReplay(20)
+        filters = Filters([(DropReason.FILTERED_ZERO_VARIANCE, lambda group: group.group_id % 2 == 0)])
+        await make_worker(replay, rows_file(tmp_path / "rows.jsonl", 10), filters=filters).run()
+        return replay
+
+    replay = asyncio.run(scenario())
+    assert {group.group_id % 2 for group in replay.inserted} == {1}
+    assert {assignment.group_id % 2 for assignment, _, _ in replay.failed} == {0}
+    assert {reason for _, reason, _ in replay.failed} == {DropReason.FILTERED_ZERO_VARIANCE}
+    assert len(replay.inserted) + len(replay.failed) == 20
+
+
+OWN = """
+def keep(group):
+    if group.row["n"] == 4:
+        raise ValueError("four")
+    if group.row["n"] == 7:
+        return "seven, of " + str(len(group.completions))
+    return group.row["n"] != 2
+"""
+
+
+@pytest.mark.timeout(400)
+def test_filters_of_the_user_drop_with_their_name_and_fail_with_their_error(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
+
+    async def scenario():
+        replay = ScriptedReplay(20)
+        async with FilterPool(f"{tmp_path}/mine.py:keep", timeout_s=60) as pool:
+            filters = Filters(own=[pool])
+            await make_worker(replay, rows_file(tmp_path / "rows.jsonl", 10), filters=filters).run()
+        return replay
+
+    replay = asyncio.run(scenario())
+    said = {order.prompt_index % 10: (reason, detail) for order, reason, detail in replay.failed}
+    assert said.keys() == {2, 4, 7}
+    assert said[2] == (DropReason.FILTERED, "keep")
+    assert said[7] == (DropReason.FILTERED, "keep: seven, of 4")
+    assert said[4][0] is DropReason.FAILED_FILTER and "ValueError: four" in said[4][1]
+    assert len(replay.inserted) == 14 and len(replay.failed) == 6
+
+
+@dataclass
+class ScriptedPool:
+    """Fails for every group with one of `bad`'s rows."""
+
+    bad: Callable[[int], bool]
+    name: str = "keep"
+
+    async def judge(self, group: FinishedGroup) -> Verdict:
+        if self.bad(group.row["n"]):
+            raise FilterError("mine.py:keep: KeyError: 'level'")
+        return Verdict(True)
+
+
+def filtered(rows: Path, bad: Callable[[int], bool], groups: int, share: float) -> ScriptedReplay:
+    replay = ScriptedReplay(groups)
+    own = cast("list[FilterPool]", [ScriptedPool(lambda n: False), ScriptedPool(bad)])
+    filters = Filters(own=own, max_failure_share=share, where=prompt_source(rows).where)
+    asyncio.run(make_worker(replay, rows, filters=filters).run())
+    return replay
+
+
+def test_a_filter_that_never_works_ends_its_worker_with_the_message_the_row_and_the_line(tmp_path):
+    rows = rows_file(tmp_path / "rows.jsonl", 64)
+    with pytest.raises(HopelessFilterError) as ended:
+        filtered(rows, lambda n: True, 64, 0.5)
+    said = str(ended.value)
+    row = int(said.split("The last group, row ")[1].split()[0])
+    # Groups of four: the 26th is the first beyond a hundred completions, whatever another filter did beside it.
+    assert "failed for 104 of the last 104 completions, more than reward.max_failure_share=0.5 of 200" in said
+    assert f"({rows}:{row + 1}): mine.py:keep: KeyError: 'level'" in said
+    assert isinstance(ended.value, REFUSALS), "a restart cannot help"
+
+
+def test_a_filter_that_fails_for_a_few_or_is_allowed_to_does_not_end_the_run(tmp_path):
+    rows = rows_file(tmp_path / "rows.jsonl", 64)
+    replay = filtered(rows, lambda n: n % 3 == 0, 128, 0.5)
+    assert len(replay.failed) + len(replay.inserted) == 128
+    assert {reason for _, reason, _ in replay.failed} == {DropReason.FAILED_FILTER}
+    assert len(filtered(rows, lambda n: True, 128, 1.0).failed) == 128
+
+
+STEPS, GROUPS = 12, 4
+
+
+@pytest.mark.timeout(400)
+def test_a_dropped_group_makes_room_for_exactly_one_other_prompt(tmp_path):
+    """A real worker beside a learner: with every group that is filtered one more is admitted, and none besides."""
+
+    async def reward_some(texts, row, **_):
+        flat = row["n"] % 3 == 0
+        return [RewardScore(value=0.0 if flat else float(place)) for place, _ in enumerate(texts)]
+
+    # The fake engine goes on serving version 0.
+    admission = settings(groups_per_step=GROUPS, group_size=4, max_staleness=STEPS, pipeline_depth=1)
+    replay = InProcessReplay(admission)
+    learner = replay.learner()
+    learner.restore(step=None, policy_version=NO_VERSION, snapshot=None)
+    learner.publish(policy_version=0, parent=NO_VERSION)
+
+    def train() -> list[int]:
+        prompts = []
+        for step in range(STEPS):
+            plan = learner.lease(step=step, rank=0, world=1, wait_s=60).plan
+            prompts += [group.prompt_index for group in plan.groups]
+            learner.trained(step=step, policy_version=step + 1)
+            rollout.served_now(step + 1, "f")
+        learner.finish()
+        return prompts
+
+    async def scenario() -> tuple[list[int], dict[str, float]]:
+        report = WorkerReport()
+        filters = Filters(built_in_filters(RolloutConfig(drop_zero_variance=True)))
+        rows = rows_file(tmp_path / "rows.jsonl", 100)
+        worker = make_worker(rollout, rows, filters=filters, score=reward_some, report=report)
+        prompts, _ = await asyncio.gather(asyncio.to_thread(train), worker.run())
+        return prompts, report()
+
+    rollout = replay.rollout("rollout-0")
+    rollout.served_now(0, "f")
+    prompts, counts = asyncio.run(scenario())
+    ledger = replay.core.state.ledger
+    filtered = ledger.dropped[DropReason.FILTERED_ZERO_VARIANCE]
+    assert len(prompts) == len(set(prompts)) == STEPS * GROUPS
+    assert not any(prompt % 100 % 3 == 0 for prompt in prompts), "a filtered group was trained"
+    assert replay.core.run.metrics()["data/zero_variance"] > 0, "what a filter drops was measured all the same"
+    left = ledger.dropped[DropReason.SHUTDOWN]
+    assert 0 < filtered <= counts["groups_filtered"] <= filtered + left  # what is told after the end is dropped by it
+    assert ledger.admitted == replay.core.state.cursor == STEPS * GROUPS + filtered + left
+    assert left <= 2 * GROUPS, "more was admitted than the window and the refills"
