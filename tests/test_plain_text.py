@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from asyncrl.cli.local import show_failure
+from asyncrl.cli.processes.supervision import show_failure
 from asyncrl.cli.processes.supervisor import Role
 from asyncrl.plain_text import PlainStream, plain
 from asyncrl.telemetry.live.console import PlainConsole

@@ -17,8 +17,9 @@ from rich.text import Text
 
 from asyncrl.cli.arguments.settings_file import with_files
 from asyncrl.cli.data_check import histogram
-from asyncrl.cli.local import Ended, best_line, how_to_go_on, supervise
 from asyncrl.cli.processes.commands import learner_command, with_absolute_run_dir
+from asyncrl.cli.processes.ending import Ended, best_line, how_to_go_on
+from asyncrl.cli.processes.supervision import supervise
 from asyncrl.cli.starting.preflight import refuse_unmeasured
 from asyncrl.plain_text import plain
 from asyncrl.sft.batches import Course, draws_before

@@ -1,7 +1,7 @@
 """`python -m asyncrl.rollout key=value …`: the pool of rollout workers, until the run is over. What `asyncrl local` and
 `asyncrl rollout` start: they have looked at machine and rows.
 
-`--worker` alone is internal: one worker, its spec as a line of JSON on standard input (see `process_host`).
+`--worker` alone is internal: one worker, its spec as a line of JSON on standard input (see `pool.process_host`).
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Luggage:
 def pack(config: Config, settings: Mapping[str, Any], environment: Mapping[str, str]) -> Luggage:
     """
     Args:
-        settings: those of `config`, local paths absolute (`pool.absolute_paths`).
+        settings: those of `config`, local paths absolute (`pool.specs`).
         environment: variables of this process.
 
     Raises:

@@ -22,8 +22,11 @@ from rich.console import Console
 from asyncrl.cli import local
 from asyncrl.cli.arguments.overrides import quoted
 from asyncrl.cli.dry_run.command import resume_lines
-from asyncrl.cli.local import Ended, check_room, how_to_go_on, nothing_to_do, show_report, supervise
+from asyncrl.cli.local import check_room, show_report
 from asyncrl.cli.processes.commands import Command, learner_command, local_commands
+from asyncrl.cli.processes.ending import Ended, how_to_go_on
+from asyncrl.cli.processes.supervision import supervise
+from asyncrl.cli.starting.resuming import nothing_to_do
 from asyncrl.config import load_config
 from asyncrl.errors import CheckpointDamagedError, RunFolderError
 from asyncrl.learner.checkpoints.checkpoint import Checkpoints, LearnerState

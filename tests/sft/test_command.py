@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.cli.local import Ended
 from asyncrl.cli.main import main
+from asyncrl.cli.processes.ending import Ended
 from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 from asyncrl.telemetry.folder.run_folder import prepare_run_folder
 from asyncrl.telemetry.trace import read_trace

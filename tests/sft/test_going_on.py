@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from asyncrl.cli import sft
-from asyncrl.cli.local import Ended
 from asyncrl.cli.main import main
+from asyncrl.cli.processes.ending import Ended
 from asyncrl.errors import CheckpointDamagedError, CheckpointMismatchError
 from asyncrl.learner.checkpoints.resume import begin
 from asyncrl.sft.__main__ import open_log

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.cli.local import best_line
+from asyncrl.cli.processes.ending import best_line
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.storage import sealed

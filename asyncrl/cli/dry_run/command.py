@@ -13,7 +13,6 @@ from asyncrl.checks.rules.learner import resolved_loss, why_never_warm
 from asyncrl.checks.rules.sampling import truncations
 from asyncrl.cli.dry_run.memory import memory_lines, size
 from asyncrl.cli.dry_run.placement import gpus_to_plan, kind_to_plan, placement_lines
-from asyncrl.cli.local import check_resumed
 from asyncrl.cli.processes.commands import (
     learner_command,
     local_commands,
@@ -29,6 +28,7 @@ from asyncrl.cli.starting.preflight import (
     look_ahead,
     with_steps,
 )
+from asyncrl.cli.starting.resuming import check_resumed
 from asyncrl.config import load_config
 from asyncrl.digests import run_digest
 from asyncrl.replay.shards.__main__ import shard_config

@@ -1,0 +1,50 @@
+"""How a run came to its end, and what is said of it then: its best checkpoint, and the command that goes on."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.checks.hints import nearest
+from asyncrl.errors import CheckpointError
+from asyncrl.storage.best import BEST, read_best
+from asyncrl.storage.checkpoints import CHECKPOINT_DIR, chosen, trained_steps
+from asyncrl.telemetry.metrics.evaluations import Row
+from asyncrl.telemetry.reports.summary import without
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a run came to its end."""
+
+    code: int
+    """0, 1 when a role failed or an alarm stopped the run, 128 + the number of the signal that stopped it."""
+    saved: bool = True
+    """After a signal: the learner saved what it had trained."""
+
+
+def best_line(metric: str, folder: Path, rows: Sequence[Row]) -> str:
+    """Which checkpoint is the best by `metric`, or that none is."""
+    best = read_best(folder / CHECKPOINT_DIR)
+    if best is not None and best.metric == metric:
+        return f"best checkpoint: {folder / CHECKPOINT_DIR / BEST}, of step {best.step}: {metric} {best.value:g}"
+    known = {name for row in rows for name in row}
+    hint = "" if metric in known else nearest(metric, known)
+    return f"learner.keep_best={metric}: no checkpoint has a value of it.{hint}"
+
+
+def how_to_go_on(folder: Path, typed: Sequence[str], ended: Ended) -> str:
+    """The command that resumes a run which did not come to its end, and what it resumes from."""
+    again, resume = shlex.join(without(typed, ("resume", "overwrite"))), "resume=auto"
+    what = "stopped" if ended.code > 128 and ended.saved else "ended"
+    try:
+        step = trained_steps(chosen(folder, "auto"))
+        saved = f"the newest checkpoint is that of step {step}" if step else "no checkpoint was saved"
+        named = [text for text in typed if text.startswith("resume=") and text not in ("resume=never", resume)]
+        if named and not step:  # a fork: with `auto` it would begin at step 0, with the model itself
+            resume = shlex.quote(named[-1])
+    except CheckpointError as error:
+        saved = str(error)
+    return f"{what}; {saved}. Go on with:\n  {again} {resume}"

@@ -1,0 +1,180 @@
+"""The processes of a run from their start to the last one's end: shown while they run, started again after a kill.
+
+consumes:     exit codes of the roles; rows of metrics.jsonl, to show them
+waits for:    the learner, whose end is the end of the run
+unblocked by: the learner's end, the failure of any role, Ctrl-C, SIGTERM or SIGHUP
+
+A replay server, or a shard of it, that was killed is started again at the same address: its journal is its memory, and
+the others wait. So are a rollout pool and torchrun that were killed: the workers come back, the learner resumes. When
+this process is killed the kernel kills the roles, and none of them can be left in the folder of another run.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from asyncrl.cli.processes.commands import RESTARTED, Command
+from asyncrl.cli.processes.ending import Ended
+from asyncrl.cli.processes.supervisor import Role, Supervisor
+from asyncrl.config import LOG_DIR
+from asyncrl.restarts import Restarts
+from asyncrl.schema import TelemetryConfig
+from asyncrl.storage.full_disk import BOARD_FILE, read_board
+from asyncrl.telemetry.folder.run_folder import STOP_FILE
+from asyncrl.telemetry.live.pool_words import PoolWords
+from asyncrl.telemetry.live.progress import RunView
+from asyncrl.telemetry.live.starting import StartWatch
+
+TURN_S = 0.2
+EXIT_REFUSED = 2
+"""Of a replay server that a restart cannot help: a refused setting, a damaged journal."""
+FINISH_S = 30.0
+"""How long the rollout pool gets to end by itself once the learner has finished."""
+SAVE_S = 600.0
+"""How long the learner gets, after Ctrl-C, to end its step and save a checkpoint."""
+RESTARTS = 10
+"""Of pool and torchrun together in an hour, after a kill."""
+
+
+def supervise(
+    commands: Sequence[Command],
+    folder: Path,
+    steps: int,
+    console: Console,
+    *,
+    replay_restarts: int = 0,
+    resumed: int = 0,
+    telemetry: TelemetryConfig | None = None,
+) -> Ended:
+    """Start `commands`, show the run until the role `learner` ends, stop the rest."""
+    telemetry = telemetry or TelemetryConfig()
+    left = {True: Restarts(replay_restarts), False: Restarts(RESTARTS)}
+    notices = Notices(folder / LOG_DIR / BOARD_FILE, console)
+    with (
+        Supervisor(folder / LOG_DIR) as supervisor,
+        RunView(folder, steps, console, resumed, telemetry.ignore_alarms) as view,
+    ):
+        starting = StartWatch(folder / LOG_DIR, [command.role for command in commands])
+        pool = PoolWords(folder / LOG_DIR / "rollout.log")
+        for command in commands:
+            supervisor.start(command.role, command.arguments, command.environment, command.enforced)
+        while (supervisor.roles["learner"].code is None or supervisor.failed()) and not supervisor.signal:
+            if supervisor.failed() and not restarted(supervisor, commands, left, view):
+                break
+            watch(supervisor, view, notices)
+            for line in (*starting.news(), *pool.news()):
+                view.say(line)
+            view.refresh("training" if view.trained else starting.state())
+            if view.alarmed and telemetry.on_alarm == "stop":
+                (folder / LOG_DIR / STOP_FILE).touch()
+            time.sleep(TURN_S)
+        supervisor.note_end()
+        saved = view.trained and save_first(supervisor, folder, view, notices) if supervisor.signal else True
+        view.refresh("finishing")
+        if supervisor.roles["learner"].code == 0 and not supervisor.signal and "rollout" in supervisor.roles:
+            supervisor.wait_for("rollout", FINISH_S)
+        signalled = supervisor.signal
+        failed = supervisor.failed()
+        # The replay server and its shards last: a worker that cannot say goodbye to them waits until it is killed.
+        supervisor.stop([name for name in supervisor.roles if not _has_journal(name)])
+        supervisor.stop(list(supervisor.roles))
+        view.refresh()
+    notices.show()
+    for role in failed:
+        show_failure(role, console)
+    stopped = view.alarmed and telemetry.on_alarm == "stop" and view.unfinished
+    return Ended(code=128 + signalled if signalled else 1 if failed or stopped else 0, saved=saved)
+
+
+class Notices:
+    """What the roles say of a full disk: their logs lie on it."""
+
+    def __init__(self, board: Path, console: Console) -> None:
+        self._board, self._console = board, console
+        self._shown = read_board(board)
+
+    def show(self) -> None:
+        """What is new."""
+        text = read_board(self._board)
+        if text != self._shown:
+            self._shown = text
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def watch(supervisor: Supervisor, view: RunView, notices: Notices) -> None:
+    notices.show()
+    for said in supervisor.observe():
+        view.say(said)
+
+
+def save_first(supervisor: Supervisor, folder: Path, view: RunView, notices: Notices) -> bool:
+    """Have the learner save a checkpoint and end; false when it did not, or a second signal came first.
+
+    waits for: the learner's step and its checkpoint, `SAVE_S` at most; unblocked by: its end, the failure of another
+    role, a second signal
+    """
+    learner = supervisor.roles["learner"]
+    if learner.code is not None:
+        return learner.code == 0
+    name = signal.Signals(supervisor.signal).name
+    view.say(f"{name}: the learner ends its step and saves a checkpoint. Once more (Ctrl-C) ends the run at once")
+    try:
+        (folder / LOG_DIR / STOP_FILE).touch()
+    except OSError as error:
+        view.say(f"the learner cannot be asked for a checkpoint: {error}")
+        return False
+    deadline = time.monotonic() + SAVE_S
+    while learner.code is None and not supervisor.impatient and time.monotonic() < deadline:
+        if supervisor.failed():
+            break
+        watch(supervisor, view, notices)
+        view.refresh("saving a checkpoint")
+        time.sleep(TURN_S)
+    return learner.code == 0
+
+
+def restarted(supervisor: Supervisor, commands: Sequence[Command], left: dict[bool, Restarts], view: RunView) -> bool:
+    """Start what failed again, where a restart can mend all of it.
+
+    Args:
+        left: of roles that have a journal, and of the others.
+    """
+    failed = supervisor.failed()
+    for role in failed:
+        journal = _has_journal(role.name)
+        # What ended by itself has said why, and would again; the journal makes a server's end by itself harmless.
+        hopeless = role.code == EXIT_REFUSED if journal else (role.code or 0) >= 0
+        if hopeless or not left[journal].take():
+            return False
+    for role in failed:
+        command = next(command for command in commands if command.role == role.name)
+        view.say(f"{_called(role.name)} ended with exit code {role.code}: started again {_resumes(role.name)}")
+        supervisor.start(command.role, command.arguments, {**command.environment, RESTARTED: "1"}, command.enforced)
+    return True
+
+
+def _called(role: str) -> str:
+    names = {"replay": "the replay server", "rollout": "the rollout pool", "learner": "torchrun"}
+    return names.get(role, f"{role} of the replay")
+
+
+def _resumes(role: str) -> str:
+    return {"rollout": "with new workers", "learner": "from the newest checkpoint"}.get(role, "on its journal")
+
+
+def _has_journal(role: str) -> bool:
+    return role == "replay" or role.startswith("shard-")
+
+
+def show_failure(role: Role, console: Console) -> None:
+    say(console, f"\n{role.name} failed with exit code {role.code}. The end of {role.log}:")
+    say(console, role.tail())
+
+
+def say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

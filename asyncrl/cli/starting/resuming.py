@@ -1,0 +1,51 @@
+"""Whether a run has anything left to do, and what it goes on from."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from asyncrl.collector import load
+from asyncrl.errors import CheckpointError
+from asyncrl.schema import Config
+from asyncrl.storage.checkpoints import EXPORT_DIR, chosen, proven, trained_in, trained_steps
+from asyncrl.telemetry.folder.run_folder import owner_of
+from asyncrl.telemetry.reports.summary import without
+
+
+def nothing_to_do(config: Config, folder: Path, trained: int, typed: Sequence[str]) -> str:
+    kept = without(typed, ("learner.steps", "learner.epochs", "resume", "overwrite"))
+    more = shlex.join([*kept, f"learner.steps={2 * trained}", "resume=auto"])
+    return (
+        f"nothing to do: {trained} steps are trained and learner.steps={config.learner.steps}. "
+        f"The model is in {folder / EXPORT_DIR}. To train on:\n  {more}"
+    )
+
+
+def trained_whole(config: Config, folder: Path) -> int:
+    """Steps of a run that has come to its end and left its model; 0 of one that has not."""
+    with suppress(CheckpointError):  # the start judges it
+        resumed = trained_steps(chosen(folder, config.resume))
+        if resumed >= config.learner.steps and trained_in(folder / EXPORT_DIR) == resumed:
+            return resumed
+    return 0
+
+
+def check_resumed(config: Config, say: Callable[[str], None]) -> Path | None:
+    """Found only when a rank restores, damage would burn every restart of torchrun first.
+
+    Returns:
+        The checkpoint from which the run goes on, whole.
+
+    Raises:
+        RunFolderError: the run that is to go on is damaged, or its files contradict each other.
+        CheckpointDamagedError: the checkpoint that `resume` names is.
+    """
+    if config.resume == "never":
+        return None
+    newest, folder = None, Path(config.run.dir).resolve()
+    if owner_of(folder) is not None:
+        newest = load("asyncrl.cli.starting.folder_check").refuse_damaged(folder, config.resume, say)
+    return newest if newest and config.resume == "auto" else proven(folder, config.resume, say)
