@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-from asyncrl.cli.processes.commands import free_port
+from asyncrl.cli.processes.ports import free_port
 from asyncrl.family import ProcessId
 from asyncrl.standstill import kind_of
 from benchmarks.parts.answer import answer, parse

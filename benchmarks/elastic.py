@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-from asyncrl.cli.processes.commands import free_port
+from asyncrl.cli.processes.ports import free_port
 from benchmarks.parts.answer import answer, parse
 from benchmarks.parts.model import tiny_task
 from benchmarks.parts.rows import rows_so_far

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.cli.processes.commands import free_port
+from asyncrl.cli.processes.ports import free_port
 
 
 def free_address() -> str:

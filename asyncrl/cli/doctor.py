@@ -27,7 +27,7 @@ from shutil import which
 from packaging.requirements import Requirement
 
 from asyncrl import __version__
-from asyncrl.cli.processes.commands import PORTS
+from asyncrl.cli.processes.ports import PORTS
 from asyncrl.storage.memory import container_bytes
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"

@@ -23,7 +23,7 @@ import threading
 import time
 from pathlib import Path
 
-from asyncrl.cli.processes.commands import free_port
+from asyncrl.cli.processes.ports import free_port
 
 DELAY_S, LOSS = 0.050, 0.01
 HERE, THERE = "10.99.0.1", "10.99.0.2"

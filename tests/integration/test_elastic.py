@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.cli.processes.commands import free_port
+from asyncrl.cli.processes.ports import free_port
 from tests.integration.conftest import LEISURELY, LocalRun, StartLocal
 from tests.integration.test_loop import assert_conserved, assert_trained_once, ledger
 

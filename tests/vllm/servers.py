@@ -15,7 +15,7 @@ from typing import IO, Self
 
 import httpx
 
-from asyncrl.cli.processes.commands import free_port
+from asyncrl.cli.processes.ports import free_port
 from asyncrl.engines.vllm.names import BACKEND, EXTENSION
 from asyncrl.engines.vllm.plugin import OWNER_VARIABLE
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import random
 import shlex
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +11,7 @@ from pathlib import Path
 from asyncrl.checks.addresses import host_of, tcp
 from asyncrl.checks.placement import VISIBLE, named, placement_of
 from asyncrl.cli.arguments.overrides import quoted
-from asyncrl.errors import ConfigError
+from asyncrl.cli.processes.ports import free_port
 from asyncrl.placement import WHOLE_SHARE
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.schema import Config, RunSettings
@@ -25,10 +21,6 @@ RANK_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 
 RESTARTED = "ASYNCRL_RESTARTED"
 """Set in a role that its supervisor started again after a kill: a learner then resumes from what it saved."""
-
-PORTS = range(20_000, 32_000)
-"""Below those that the kernel hands out."""
-_numbers = itertools.count(random.SystemRandom().randrange(len(PORTS)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,18 +130,3 @@ def with_absolute_run_dir(config: RunSettings, overrides: Sequence[str]) -> tupl
     """`overrides` with the run folder spelt out: a role may run in another directory."""
     others = [text for text in overrides if not text.startswith("run.dir=")]
     return (*others, f"run.dir={quoted(str(Path(config.run.dir).resolve()))}")
-
-
-def free_port() -> int:
-    """One that the kernel gives to nobody who asks it for any: a role listens on its port only after seconds, and comes
-    back to it after a death. Never the same one twice in a row of 12,000.
-
-    Raises:
-        ConfigError: none is free.
-    """
-    for number in itertools.islice(_numbers, len(PORTS)):
-        port = PORTS[number % len(PORTS)]
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise ConfigError(f"no port of {PORTS.start} to {PORTS.stop} is free: end what holds them")

@@ -11,7 +11,7 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from asyncrl.cli.processes.commands import free_port
+from asyncrl.cli.processes.ports import free_port
 from asyncrl.engines.vllm.names import PROTOCOL
 from asyncrl.engines.vllm.receiver import SEAT
 from tests.engines.server.test_terms import SETTINGS

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from asyncrl.cli.processes.commands import free_port
+from asyncrl.cli.processes.ports import free_port
 from tests.engines.server.contract import ContractServer, Handler
 
 SETTINGS: dict[str, Any] = {

@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from asyncrl.checks import addresses
-from asyncrl.cli.processes.commands import free_port
+from asyncrl.cli.processes.ports import free_port
 from asyncrl.learner import torchrun
 from asyncrl.learner.processes.rendezvous import BACKEND, BoundRendezvous, make_rendezvous
 from tests.sockets import listeners, tree
