@@ -26,7 +26,7 @@ from asyncrl.storage.lines import LineFile, read_lines
 from asyncrl.telemetry.folder.run_folder import STOP_FILE
 from asyncrl.telemetry.live.console import live_on
 from asyncrl.telemetry.live.tails import MetricsTail, RewardWarnings, Row
-from asyncrl.telemetry.metrics.alarms import FREE_BYTES, STALL, Alarms
+from asyncrl.telemetry.metrics.alarms import FREE_BYTES, STALL, Alarms, Stall
 from asyncrl.telemetry.metrics.evaluations import Course, evaluations, is_evaluation
 from asyncrl.telemetry.metrics.log import METRICS_FILE, MetricsLog
 from asyncrl.telemetry.metrics.raised import ALARMS_FILE, Raised, ended_by_resume
@@ -102,6 +102,7 @@ class PrintingLog(MetricsLog):
     file that asks the learner to save and end."""
 
     _alarms: Alarms
+    _stall: Stall
     _told: LineFile
     _folder: Path
     _stops: Path | None
@@ -120,7 +121,7 @@ class PrintingLog(MetricsLog):
             resume_step=step or None,
             patience=disk_patience(given),
         )
-        made._alarms = Alarms(ignored)
+        made._alarms, made._stall = Alarms(ignored), Stall(ignored)
         made._told = made._open(run_dir / ALARMS_FILE, step)
         made._told.append(each.as_row() for each in ended_by_resume(read_lines(run_dir / ALARMS_FILE).rows, step))
         made._stops = run_dir / LOG_DIR / STOP_FILE if on_alarm == "stop" else None
@@ -133,12 +134,13 @@ class PrintingLog(MetricsLog):
         print(format_line({"step": step, **version, **row}), flush=True)
         free = {FREE_BYTES: shutil.disk_usage(self._folder).free}
         now = time.monotonic()
-        late = self._alarms.silence(now) if "time/step" in row else []  # not an evaluation after the last step
-        for raised in (*late, *self._alarms.row({"step": step, **row, **free}, now)):
+        late = self._stall.silence(now) if "time/step" in row else []  # not an evaluation after the last step
+        found = self._alarms.row({"step": step, **row, **free})
+        for raised in (*late, *self._stall.row({"step": step, **row}, now), *found):
             print(raised, flush=True)
             self._told.append([raised.as_row()])
-            if self._stops is not None and raised.stops and raised.name != STALL.name:  # which this row has ended
-                self._stops.touch()
+        if self._stops is not None and any(raised.stops for raised in found):  # a stall was ended by this row
+            self._stops.touch()
 
 
 class Spark:
@@ -183,7 +185,7 @@ class RunView:
         self.trained = False
         """A step was, since this began."""
         self._warnings = RewardWarnings(run_dir / "logs")
-        self._alarms, self._told = Alarms(ignored), MetricsTail(run_dir / ALARMS_FILE)
+        self._stall, self._told = Stall(ignored), MetricsTail(run_dir / ALARMS_FILE)
         if resumed is not None:
             self._told.read()
         self.alarmed = False
@@ -216,9 +218,9 @@ class RunView:
         for warning in self._warnings.read():
             self.say(warning)
         read = filter(None, map(Raised.of, self._told.read()))
-        told = [raised for raised in read if raised.name != STALL.name]  # shown while it holds
+        told = [raised for raised in read if raised.name != STALL.name]  # seen here, while it holds
         # After the last step an evaluation and exports are waited for.
-        silent = self._alarms.silence(time.monotonic()) if self.unfinished or not self._steps else ()
+        silent = self._stall.silence(time.monotonic()) if self.unfinished or not self._steps else ()
         for raised in (*told, *silent):
             self.alarmed |= raised.stops
             self.say(str(raised))
@@ -236,9 +238,8 @@ class RunView:
 
     def _take(self, row: Row) -> None:
         self.trained = True
-        for raised in self._alarms.row(row, time.monotonic()):
-            if raised.name == STALL.name:  # the learner tells the others
-                self.say(str(raised))
+        for raised in self._stall.row(row, time.monotonic()):
+            self.say(str(raised))
         for name, evaluation in evaluations(row).items():
             self._evaluations.setdefault(name, Course()).add(evaluation, row["step"])
             if evaluation.mean is not None:

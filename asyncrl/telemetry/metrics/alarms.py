@@ -1,9 +1,9 @@
 """Alarms: what the rows of a run say of it that somebody should look at. Each has a name, a sentence and a way out.
 
-Pure over rows and a clock that is given: the learner asks of each row it writes, whoever shows a run asks how long ago
-the last one came. An alarm is told when it begins to hold and, once it has not held for `WINDOW` rows, that it is over;
-the next time that takes twice as many rows, and so on: one that comes and goes at its limit is told a few times. After
-a resume the first rows are those that come then.
+Pure over rows and a clock that is given: the learner asks of each row it writes, and whoever shows a run how long ago
+the last one came (`Stall`). An alarm is told when it begins to hold and, once it has not held for `WINDOW` rows, that
+it is over; the next time that takes twice as many rows, and so on: one that comes and goes at its limit is told a few
+times. After a resume the first rows are those that come then.
 """
 
 from __future__ import annotations
@@ -317,8 +317,38 @@ ALARMS: tuple[Alarm, ...] = (
 )
 
 
+class Stall:
+    """The one alarm of a clock: whoever looks at a run has its own. `row` of every row, `silence` now and then."""
+
+    def __init__(self, ignored: Sequence[str] = ()) -> None:
+        self._ignored = STALL.name in ignored
+        self._took: deque[float] = deque(maxlen=WINDOW)
+        """Seconds of the last steps."""
+        self._since: float | None = None
+        self._step = 0
+        self._holds = False
+
+    def row(self, row: Row, now: float) -> list[Raised]:
+        """A row came at `now`, in seconds of any clock: its end, where there was one."""
+        self._took.extend([row["time/step"]] if "time/step" in row else [])
+        silent, self._since = now - (self._since or 0.0), now
+        self._step = max(self._step, row["step"])
+        over = [Raised(STALL.name, self._step, f"over after {silent:.0f} s: a step came", over=1)]
+        held, self._holds = self._holds, False
+        return over if held else []
+
+    def silence(self, now: float) -> list[Raised]:
+        """No row has come since the last one, and it is `now`."""
+        if self._since is None or not self._took or self._holds or self._ignored:
+            return []
+        usual, waited = statistics.median(self._took), now - self._since
+        self._holds = waited > max(GAP_S, GAP_STEPS * usual)
+        said = f"no step for {waited:.0f} s, and one takes {usual:.1f} s"
+        return [Raised(STALL.name, self._step, said, STALL.advice)] if self._holds else []
+
+
 class Alarms:
-    """Those that hold now, but for the ones that are `ignored` by name. `row` of every row, `silence` now and then.
+    """Those of rows that hold now, but for the ones that are `ignored` by name. `row` of every row.
 
     Raises:
         ConfigError: there is no alarm of that name.
@@ -336,31 +366,14 @@ class Alarms:
         self._known: dict[str, Told] = {}
         self._patience: dict[str, int] = {}
         """So many rows without it, and an alarm is over. Doubles each time that it is told."""
-        self._since: float | None = None
         self._step = 0
 
-    def row(self, row: Row, now: float) -> list[Raised]:
-        """A row came at `now`, in seconds of any clock."""
+    def row(self, row: Row) -> list[Raised]:
+        """A row came."""
         self._course.add(row)
-        silent, self._since = now - (self._since or 0.0), now
         self._step = max(self._step, row["step"])
-        stalled = self._known.pop(STALL.name, None)
-        over = [Raised(STALL.name, self._step, f"over after {silent:.0f} s: a step came", over=1)] if stalled else []
-        found = ((alarm, alarm.holds(self._course)) for alarm in ALARMS if alarm is not STALL)
-        return [*over, *(raised for alarm, said in found if (raised := self._told(alarm, said)))]
-
-    def silence(self, now: float) -> list[Raised]:
-        """No row has come since the last one, and it is `now`."""
-        usual = [row["time/step"] for row in self._course.last]
-        if self._since is None or not usual:
-            return []
-        patience = max(GAP_S, GAP_STEPS * statistics.median(usual))
-        waited = now - self._since
-        said = (
-            f"no step for {waited:.0f} s, and one takes {statistics.median(usual):.1f} s" if waited > patience else ""
-        )
-        raised = self._told(STALL, said)
-        return [raised] if raised else []
+        found = ((alarm, alarm.holds(self._course)) for alarm in ALARMS)
+        return [raised for alarm, said in found if (raised := self._told(alarm, said))]
 
     def _told(self, alarm: Alarm, said: str) -> Raised | None:
         """None unless it begins to hold, or is over."""

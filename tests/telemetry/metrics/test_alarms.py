@@ -20,7 +20,7 @@ from asyncrl.schema import Config, RunConfig
 from asyncrl.storage.lines import read_lines
 from asyncrl.telemetry.folder.run_folder import STOP_FILE
 from asyncrl.telemetry.live.progress import PrintingLog, RunView
-from asyncrl.telemetry.metrics.alarms import ALARMS, FREE_BYTES, GAP_S, WINDOW, Alarms
+from asyncrl.telemetry.metrics.alarms import ALARMS, FREE_BYTES, GAP_S, WINDOW, Alarms, Stall
 from asyncrl.telemetry.metrics.raised import ALARMS_FILE, Raised
 from asyncrl.telemetry.metrics.registry import metric_of
 from asyncrl.telemetry.reports.page import page_of
@@ -53,7 +53,7 @@ TROUBLES: dict[str, list[dict[str, Any]]] = {
 
 def fed(alarms: Alarms, *changes: dict[str, Any], first: int = 1) -> list[Raised]:
     rows = [{**SOUND, "step": step, **change} for step, change in enumerate(changes, first)]
-    return [raised for row in rows for raised in alarms.row(row, float(row["step"]))]
+    return [raised for row in rows for raised in alarms.row(row)]
 
 
 @pytest.mark.parametrize("name", TROUBLES)
@@ -104,7 +104,7 @@ def evaluated(
         found += fed(alarms, *[{"reward/mean": reward} for reward in rewards], first=1 + WINDOW * point)
         name = "eval/heldout/accuracy"
         ends = {} if half is None else {f"{name}_low": accuracy - half, f"{name}_high": accuracy + half}
-        found += alarms.row({"step": WINDOW * (point + 1), name: accuracy, **ends}, 0.0)
+        found += alarms.row({"step": WINDOW * (point + 1), name: accuracy, **ends})
     return [raised.name for raised in found]
 
 
@@ -127,9 +127,9 @@ def test_an_evaluation_before_there_are_batches_is_no_reward_of_nothing() -> Non
         {"step": step, name: value, f"{name}_low": value, f"{name}_high": value}
         for step, value in ((0, 0.9), (20, 0.5), (40, 0.5))
     ]
-    assert alarms.row(rows[0], 0.0) == []
+    assert alarms.row(rows[0]) == []
     assert fed(alarms, *[{"reward/mean": 0.5}] * WINDOW) == []
-    assert [raised for row in rows[1:] for raised in alarms.row(row, 0.0)] == []
+    assert [raised for row in rows[1:] for raised in alarms.row(row)] == []
 
 
 def test_an_evaluation_that_is_best_before_the_first_step_and_falls_is_held_against_the_first_rewards() -> None:
@@ -137,28 +137,29 @@ def test_an_evaluation_that_is_best_before_the_first_step_and_falls_is_held_agai
     for step, value in ((0, 0.9), (5, 0.5), (20, 0.5)):
         rewards = [{"reward/mean": 0.02 * each} for each in range(step)][-15:]
         assert fed(alarms, *rewards, first=step - len(rewards) + 1) == []
-        found = alarms.row({"step": step, name: value, f"{name}_low": value, f"{name}_high": value}, 0.0)
+        found = alarms.row({"step": step, name: value, f"{name}_low": value, f"{name}_high": value})
     assert [raised.name for raised in found] == ["reward_hacking"] and "from 0.09 to 0.29" in found[0].said
 
 
 def test_a_stall_is_a_silence_far_beyond_the_usual_step() -> None:
-    alarms = Alarms()
-    assert alarms.silence(1e9) == [], "nothing was ever trained: starting may take long"
-    fed(alarms, *[{"time/step": 30.0}] * 3)
-    assert alarms.silence(3 + GAP_S + 1) == [], "ten steps of 30 s are not over"
-    (raised,) = alarms.silence(3 + 301)
+    stall, ignored = Stall(), Stall(["stall"])
+    assert stall.silence(1e9) == [], "nothing was ever trained: starting may take long"
+    rows = [{**SOUND, "time/step": 30.0, "step": step} for step in (1, 2, 3)]
+    assert [raised for row in rows for each in (stall, ignored) for raised in each.row(row, float(row["step"]))] == []
+    assert stall.silence(3 + GAP_S + 1) == [], "ten steps of 30 s are not over"
+    (raised,) = stall.silence(3 + 301)
     assert (raised.name, raised.step) == ("stall", 3) and "301 s" in raised.said
-    assert alarms.silence(3 + 400) == []
-    (over,) = alarms.row({**SOUND, "time/step": 30.0, "step": 4}, 603.0)
-    assert str(over) == "alarm stall at step 4: over after 600 s: a step came."
-    fed(alarms, {"time/step": 30.0}, first=4)
-    assert [again.name for again in alarms.silence(4 + 301)] == ["stall"]
+    assert stall.silence(3 + 400) == ignored.silence(3 + 400) == []
+    (over,) = stall.row({**SOUND, "time/step": 30.0, "step": 4}, 603.0)
+    assert str(over) == "alarm stall at step 4: over after 600 s: a step came." and not over.stops
+    assert stall.row({**SOUND, "time/step": 30.0, "step": 5}, 604.0) == []
+    assert [again.name for again in stall.silence(604 + 301)] == ["stall"]
 
 
 def test_what_a_run_lacks_raises_nothing() -> None:
     alarms = Alarms()
     rows = [{"step": step, "time/step": 1.0, "loss/total": None} for step in range(1, 50)]
-    assert [raised for row in rows for raised in alarms.row(row, 0.0)] == []
+    assert [raised for row in rows for raised in alarms.row(row)] == []
 
 
 def test_each_has_words_a_page_and_metrics_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
