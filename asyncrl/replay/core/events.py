@@ -148,6 +148,9 @@ class Restored:
     again: bool = False
     """The same history once more: plans stand, ages too. Otherwise a branch begins, and what was planned is judged anew
     by its distance in the version tree."""
+    run: str = ""
+    """What this learner calls its run, through all its resumes; empty where it says nothing. Records of before have
+    none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,8 @@ class Peers:
     def __init__(self) -> None:
         self.learner: str | None = None
         """Incarnation of the running learner."""
+        self.run = ""
+        """Of that learner, as it says; empty where it says nothing."""
         self.past_learners: list[str] = []
         self.restored: tuple[int, int, int] | None = None
         """(step, policy_version) that the running learner restored, and the version number it was given next."""
@@ -38,10 +40,10 @@ class Peers:
         """Asked for by the running learner, and not known to have reached it."""
         self.next_job = 0
 
-    def restore(self, incarnation: str, step: int, policy_version: int, next_version: int) -> None:
+    def restore(self, incarnation: str, step: int, policy_version: int, next_version: int, run: str) -> None:
         if self.learner is not None and self.learner != incarnation:
             self.past_learners.append(self.learner)
-        self.learner = incarnation
+        self.learner, self.run = incarnation, run
         self.settled = {name: lives[-1] for name, lives in self.workers.items()}
         self.evaluations.clear()
         self.restored = (step, policy_version, next_version)
@@ -77,13 +79,14 @@ class Peers:
         restored = None if self.restored is None else list(self.restored)
         board = [self.board.revision, self.board.values]
         jobs = [[getattr(job, item.name) for item in fields(job)] for job in self.evaluations.values()]
-        return [self.learner, self.past_learners, restored, self.workers, board, jobs, self.next_job]
+        return [self.learner, self.past_learners, restored, self.workers, board, jobs, self.next_job, self.run]
 
     @classmethod
     def load(cls, image: list[Any]) -> Peers:
         peers = cls()
-        peers.learner, peers.past_learners, restored, peers.workers, (revision, values), jobs, peers.next_job = image
+        [peers.learner, peers.past_learners, restored, peers.workers, board, jobs, peers.next_job, *run] = image
+        peers.run = next(iter(run), "")  # an image of before has none
         peers.evaluations = {row[0]: EvaluationAsked(*row) for row in jobs}
         peers.restored = None if restored is None else (restored[0], restored[1], restored[2])
-        peers.board = Board(revision=revision, values=values)
+        peers.board = Board(revision=board[0], values=board[1])
         return peers

@@ -272,7 +272,8 @@ class ReplayState:
         self.again, self.forking = event.again, not event.again
         self.version = event.policy_version if event.policy_version in self.tree else NO_VERSION
         self.finished = False
-        self.peers.restore(event.incarnation, event.step, event.policy_version, self.tree.newest + 1)
+        number, version = event.step, event.policy_version
+        self.peers.restore(event.incarnation, number, version, self.tree.newest + 1, event.run)
 
     def _put_back(self, entry: Entry) -> None:
         """The ledger follows where the buffer put a group whose training was undone."""

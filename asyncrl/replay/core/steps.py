@@ -45,8 +45,6 @@ class Steps:
         """Evaluation results that were given to the learner last."""
         self._handed_to = ("", -1)
         """Incarnation and number of the request they answered."""
-        self._restored_run = ""
-        """Run of the learner that restored last, as it says; empty where it says nothing, or this server is new."""
         self._autotune = Autotune(run)
 
     def restore(
@@ -78,7 +76,7 @@ class Steps:
             # A resent request must not undo what was trained in between.
             return Restored(next_step=number + 1, next_version=peers.restored[2])
         self._run.refuse_replaced(LEADER, incarnation)
-        if peers.learner in beside and run and self._restored_run not in ("", run):
+        if peers.learner in beside and run and peers.run not in ("", run):
             raise FencedError(STRANGER)
         remembered = self._state.committed_step <= number < self._state.trained_steps
         if not remembered:
@@ -89,11 +87,11 @@ class Steps:
             )
         same = settings == self._state.learner_settings and not self._state.forking
         again = remembered and same and not branch
-        self._run.record(ev.Restored(number, policy_version, incarnation, settings, again))
+        self._run.record(ev.Restored(number, policy_version, incarnation, settings, again, run))
         self._run.meter.restore(number)
         self._autotune.interrupted()
         self._run.evaluations.cancel()
-        self._last_trained, self._handed_out, self._restored_run = None, (), run
+        self._last_trained, self._handed_out = None, ()
         return Restored(next_step=number + 1, next_version=self._state.tree.newest + 1)
 
     def hello_learner(self, rank: str, incarnation: str) -> None:

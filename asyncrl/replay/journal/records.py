@@ -3,13 +3,13 @@
     record body:  u32 size of the head | head: [schema, kind, [field, ...]] | payload frames, one after the other
 
 A new event needs its dataclass and its place in `events.Event`, nothing here, as long as its fields have types that
-`_FIELDS` knows.
+`_FIELDS` knows. So does a new last field with a default, which records of before are read with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any, get_args
 
 from asyncrl.errors import WireError
@@ -79,9 +79,11 @@ def decode_event(body: bytes | memoryview, kinds: Mapping[str, type] = KINDS) ->
     if type(kind) is not str or kind not in kinds:
         raise WireError(f"a record of schema {SCHEMA} has the unknown kind {wire.short(kind)}; known: {sorted(kinds)}")
     expected = fields(kinds[kind])
-    row = wire.sequence(values, kind, len(expected))
+    row = wire.sequence(values, kind, limit=len(expected))
+    if any(field.default is MISSING for field in expected[len(row) :]):  # others are newer than what was written
+        raise WireError(f"a record of kind {kind} has {len(row)} of {len(expected)} fields")
     tail = _Tail(view[4 + size :])
-    decoded = [_FIELDS[str(f.type)][1](value, f.name, tail) for f, value in zip(expected, row, strict=True)]
+    decoded = [_FIELDS[str(f.type)][1](value, f.name, tail) for f, value in zip(expected, row, strict=False)]
     if tail.left:
         raise WireError(f"a record of kind {kind} has {tail.left} bytes too many")
     return kinds[kind](*decoded)

@@ -120,6 +120,18 @@ def test_a_restore_whose_reply_was_lost_gives_the_same_numbers(server: Server) -
     assert (restored[0].next_step, restored[0].next_version) == (0, 0)
 
 
+def test_a_restarted_server_refuses_a_learner_of_another_folder_as_the_one_before_did(server: Server) -> None:
+    first = {"step": None, "policy_version": NO_VERSION, "snapshot": None}
+    mine = server.learner()
+    mine.restore(**first, run="mine")
+    mine.publish(policy_version=0, parent=NO_VERSION)
+    server.restart()
+    mine.members()
+    with pytest.raises(FencedError, match="a learner of another run folder trains here"):
+        server.learner().restore(**first, run="another")
+    mine.publish(policy_version=1, parent=0)
+
+
 def test_a_group_whose_acknowledgement_was_lost_is_stored_once(server: Server) -> None:
     learner, worker = begin(server)
     orders = asyncio.run(worker.acquire(slots=2, wait_s=30)).assignments
