@@ -115,6 +115,36 @@ def test_a_missing_model_of_another_role_is_refused(key: str, tmp_path: Path) ->
         check_machine(load_config([*REQUIRED, *chosen]), "learner")
 
 
+@pytest.mark.parametrize(
+    ("key", "wide", "optimizer", "said"),
+    [
+        ("critic.path", {"intermediate_size": 32}, "adamw_8bit", "cuts rows of 32 into 16, no multiple of 32"),
+        ("critic.path", {"intermediate_size": 32}, "adamw", ""),
+        ("critic.path", {"intermediate_size": 97}, "adamw", "97 numbers between the halves"),
+        ("reference.path", {"intermediate_size": 97}, "adamw", "97 numbers between the halves"),
+        ("reference.path", {"intermediate_size": 32}, "adamw_8bit", ""),  # nothing trains it
+    ],
+)
+def test_a_model_of_another_role_that_the_ranks_cannot_cut_is_refused_before_they_start(
+    key: str, wide: dict[str, int], optimizer: str, said: str, tmp_path: Path
+) -> None:
+    """It was found once all ranks had loaded the policy."""
+    folders = [tmp_path / "policy", tmp_path / "other"]
+    for folder, change in zip(folders, ({}, wide), strict=True):
+        folder.mkdir()
+        heads = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 64}
+        (model_folder(folder) / "config.json").write_text(json.dumps({"model_type": "qwen2", **heads, **change}))
+    chosen = ["advantage=gae", "advantage.kl_coef=0.1", f"{key}={folders[1]}", f"model.path={folders[0]}"]
+    chosen += ["learner.ranks=2", "learner.tensor_parallel=2", f"learner.optimizer={optimizer}"]
+    problem = ""
+    try:
+        check_machine(load_config([*REQUIRED, *chosen]), "learner")
+    except ConfigError as error:
+        problem = str(error)
+    assert said in problem and bool(problem) == bool(said)
+    assert not said or f"{key}={folders[1]}: " in problem
+
+
 def test_a_reward_without_a_function_name_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"file\.py:name or package\.module:name, or one of .*; got 'score'"):
         check_machine(load_config([*REQUIRED, "reward.function=score"]), "rollout")

@@ -66,6 +66,8 @@ def check_machine(config: Config, role: str, planned: bool = False) -> None:
         reference = "" if config.reference.from_rollout else config.reference.path
         for key, path in (("critic.path", config.critic.path), ("reference.path", reference)):
             problems += missing_model(key, path, tokenizer=False) if path else ()
+            problem = path and _not_laid_out(model_settings(path), config.learner, trained=key == "critic.path")
+            problems += [f"{key}={path}: {problem}"] if problem else []
     if role in ("local", "learner"):
         for key, spec in own_learning(config).items():
             problems += _missing_code(key, spec)
@@ -162,20 +164,30 @@ def unfit_model(path: str, learner: Trained, longest: int) -> Iterator[str]:
             f"model.path={path} is a {', '.join(classes)}, which predicts no next token: its head would "
             "be made at random. Give a causal LM (...ForCausalLM in its config.json)"
         )
-    sequence, experts, tensor = learner.sequence_parallel, learner.expert_parallel, learner.tensor_parallel
+    experts = learner.expert_parallel
     problem = settings and (
         quantized(settings)
         or foreign_maths(settings)
         or too_long_to_guess(settings, longest)
-        or not_together(settings, tensor)
-        or (not_in_blocks(settings, tensor) if learner.optimizer == "adamw_8bit" else "")
-        or not_shared(settings, sequence, tensor)
-        or not_apart(settings, experts)
+        or _not_laid_out(settings, learner, trained=True)
     )
     if settings and experts > 1 and not experts_in(settings):
         problem = problem or f"it has no experts, learner.expert_parallel={experts} spreads them. Set it to 1"
     if problem:
         yield f"model.path={path}: {problem}"
+
+
+def _not_laid_out(settings: dict[str, Any], learner: Trained, *, trained: bool) -> str:
+    """Why the ranks cannot hold such a model together; empty if they can, or if nothing is known of it."""
+    tensor = learner.tensor_parallel
+    if not settings:
+        return ""
+    return (
+        not_together(settings, tensor)
+        or (not_in_blocks(settings, tensor) if trained and learner.optimizer == "adamw_8bit" else "")
+        or not_shared(settings, learner.sequence_parallel, tensor)
+        or not_apart(settings, learner.expert_parallel)
+    )
 
 
 def model_settings(path: str, name: str = "config.json") -> dict[str, Any]:
