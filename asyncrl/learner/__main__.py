@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -38,6 +39,7 @@ from asyncrl.replay.client.client import LearnerClient
 from asyncrl.replay.net.keyring import with_keys
 from asyncrl.replay.net.malloc import keep_heap
 from asyncrl.schema import Config
+from asyncrl.storage import sealed
 from asyncrl.storage.occupancy import lived_in
 from asyncrl.telemetry.folder.resumed import kept_dtypes
 from asyncrl.telemetry.folder.run_folder import begin_settings, changes_in, prepare_run_folder, still_of
@@ -79,11 +81,12 @@ def run(config: Config, place: Place, backend: Backend, opened: ExitStack, overr
     """Connect the parts and train."""
     replay = LearnerClient(config.replay.address, rank=place.rank, run_digest=run_digest(config), config=config.replay)
     opened.callback(replay.close)
-    run_dir = Path(config.run.dir).resolve()
+    run_dir, verify = Path(config.run.dir).resolve(), functools.cache(sealed.verify)
     if place.rank == 0:
         for change in changes_here(config, place):
             log.warning("this resume changes %s", change)
-        run_dir = prepare_run_folder(config, place.run_id, keep=(JOURNAL_DIR, KEYS_DIR), overrides=overrides)
+        keep = (JOURNAL_DIR, KEYS_DIR)
+        run_dir = prepare_run_folder(config, place.run_id, keep=keep, overrides=overrides, verify=verify)
     config = with_dtypes(config, learner=place.device.type)
     opened.enter_context(lived_in(run_dir))
 
@@ -108,6 +111,7 @@ def run(config: Config, place: Place, backend: Backend, opened: ExitStack, overr
             on_alarm=config.telemetry.on_alarm,
             ignored=config.telemetry.ignore_alarms,
         ),
+        verify=verify,
     )
     if place.rank == 0:
         begin_settings(config, {"model.dtype": config.model.dtype, "weights.wire_dtype": config.weights.wire_dtype})

@@ -38,8 +38,9 @@ from asyncrl.learner.step.metrics import Bins
 from asyncrl.learner.train import Training
 from asyncrl.replay.protocol import LearnerReplay
 from asyncrl.schema import Config
+from asyncrl.storage import sealed
 from asyncrl.storage.best import BestCheckpoint
-from asyncrl.storage.checkpoints import CHECKPOINT_DIR
+from asyncrl.storage.checkpoints import CHECKPOINT_DIR, Verify
 from asyncrl.telemetry.folder.resumed import ROWS, rows_here
 from asyncrl.telemetry.folder.run_folder import origin_of
 from asyncrl.types import NO_VERSION
@@ -82,13 +83,21 @@ class Kept:
 
 
 def open_checkpoints(
-    config: Config, by: CheckpointSettings, place: Place, opened: ExitStack, *, run_dir: Path, resume: str
+    config: Config,
+    by: CheckpointSettings,
+    place: Place,
+    opened: ExitStack,
+    *,
+    run_dir: Path,
+    resume: str,
+    verify: Verify = sealed.verify,
 ) -> Kept:
     """The checkpoints of `run_dir`, and which of them training goes on from. Collective.
 
     Args:
         opened: lets the save under way end.
         resume: as the setting.
+        verify: of the one that training goes on from.
 
     Raises:
         CheckpointError, ConfigError: see `Checkpoints` and `Errands`.
@@ -107,6 +116,7 @@ def open_checkpoints(
         errands=errands,
         background=by.async_save,
         within_s=by.save_timeout_s,
+        verify=verify,
     )
     opened.callback(checkpoints.close, CLOSE_WITHIN_S)
     restarted = place.restarted or (place.rank == 0 and checkpoints.begun(resume))
@@ -131,6 +141,7 @@ def assemble(
     resume: str,
     publisher: Callable[[Roles], Publisher],
     log: Callable[[Start], ClosableLog],
+    verify: Verify = sealed.verify,
 ) -> Training:
     """Build the models, go to where training begins, then open publisher and log. Collective.
 
@@ -140,6 +151,7 @@ def assemble(
         resume: as the setting.
         publisher: of the weights that training begins with.
         log: called on rank 0 alone.
+        verify: see `open_checkpoints`.
 
     Raises:
         RunFolderError: the ranks do not share `run_dir`.
@@ -153,7 +165,7 @@ def assemble(
     if place.rank == 0 and (why := why_never_warm(config)):
         log_of_start.warning("%s", why)
     try_own(config.loss, config.advantage, config.learner)
-    kept = open_checkpoints(config, config.learner, place, opened, run_dir=run_dir, resume=resume)
+    kept = open_checkpoints(config, config.learner, place, opened, run_dir=run_dir, resume=resume, verify=verify)
     roles = build_roles(config, place.device, backend)
     if place.rank == 0:
         log_of_start.info("attention: %s", said_of_attention(roles.policy, config.model))

@@ -75,7 +75,11 @@ def exported(checkpoint: Path, name: str = EXPORT_DIR) -> Path:
     return checkpoint.parent.parent / EXPORTS / checkpoint.name / name
 
 
-def newest_whole(folder: Path) -> tuple[Path | None, list[tuple[Path, str]], str]:
+Verify = Callable[[Path], None]
+"""`sealed.verify`; cached where one process looks twice for what it goes on from: that reads all of a checkpoint."""
+
+
+def newest_whole(folder: Path, verify: Verify = sealed.verify) -> tuple[Path | None, list[tuple[Path, str]], str]:
     """The newest checkpoint of which every file is as it was written, and what is to be said of that.
 
     Returns:
@@ -90,10 +94,10 @@ def newest_whole(folder: Path) -> tuple[Path | None, list[tuple[Path, str]], str
     older = [each for each in finished(folder) if path is not None and (_step_of(each) or 0) < (_step_of(path) or 0)]
     for candidate in [path, *reversed(older)] if path is not None else []:
         try:
-            sealed.verify(candidate)
+            verify(candidate)
         except (OSError, CheckpointDamagedError) as error:
             if not candidate.is_dir() and newest(folder)[0] != path:
-                return newest_whole(folder)  # a run that goes on has saved others meanwhile, and deleted it
+                return newest_whole(folder, verify)  # a run that goes on has saved others meanwhile, and deleted it
             if not isinstance(error, CheckpointDamagedError):
                 raise
             first = first or error
@@ -158,7 +162,7 @@ def chosen(run_dir: Path, resume: str) -> Path | None:
     return newest(run_dir / CHECKPOINT_DIR)[0] if resume == "auto" else Path(resume)
 
 
-def newest_proven(run_dir: Path, say: Callable[[str], None]) -> Path | None:
+def newest_proven(run_dir: Path, say: Callable[[str], None], verify: Verify = sealed.verify) -> Path | None:
     """The newest checkpoint of a run of which every file is as it was written.
 
     Args:
@@ -167,7 +171,7 @@ def newest_proven(run_dir: Path, say: Callable[[str], None]) -> Path | None:
     Raises:
         CheckpointDamagedError: none is whole.
     """
-    path, damaged, said = newest_whole(run_dir / CHECKPOINT_DIR)
+    path, damaged, said = newest_whole(run_dir / CHECKPOINT_DIR, verify)
     if said:
         say(said)
     for _, why in damaged:
@@ -175,7 +179,7 @@ def newest_proven(run_dir: Path, say: Callable[[str], None]) -> Path | None:
     return path
 
 
-def proven(run_dir: Path, resume: str, say: Callable[[str], None]) -> Path | None:
+def proven(run_dir: Path, resume: str, say: Callable[[str], None], verify: Verify = sealed.verify) -> Path | None:
     """What a learner will find when it goes on by `resume`; with `auto` see `newest_proven`.
 
     Raises:
@@ -185,9 +189,9 @@ def proven(run_dir: Path, resume: str, say: Callable[[str], None]) -> Path | Non
     if resume != "auto":
         path = chosen(run_dir, resume)
         if path is not None:
-            sealed.verify(path)
+            verify(path.resolve())
         return path
-    path = newest_proven(run_dir, say)
+    path = newest_proven(run_dir, say, verify)
     if path is None:
         refuse_bare_fork(run_dir / CHECKPOINT_DIR)
     return path

@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,7 +99,12 @@ def test_a_resume_that_changes_settings_reads_its_checkpoint_once_before_the_lea
 ) -> None:
     first, newest = a_run_with_two_checkpoints(tmp_path)
     read: list[Path] = []
-    monkeypatch.setattr(sealed, "verify", read.append)
+
+    def digest(path: Path, real: Callable[[Path], str] = sealed._digest) -> str:
+        read.append(path.parent)
+        return real(path)
+
+    monkeypatch.setattr(sealed, "_digest", digest)
     monkeypatch.setattr(local, "local_commands", lambda *_: roles(learner=FINE))
     changed = replace(first, resume="auto", learner=replace(first.learner, lr=2e-6))
     assert local._run(changed, [], ["asyncrl", "local"]) == 0

@@ -62,6 +62,30 @@ def test_a_run_leaves_a_trace_where_that_is_asked_for(tmp_path: Path, capsys: py
     assert rank.role == "learner 0" and {"wait for a batch", "forward", "backward", "checkpoint"} <= names
 
 
+COUNTING = """
+import sys
+from asyncrl.sft.__main__ import main
+from asyncrl.storage import sealed
+real = sealed.verify
+def verify(path):
+    print("read", path.name)
+    real(path)
+sealed.verify = verify
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_resume_without_its_command_reads_its_checkpoint_once_where_it_changes_settings(tmp_path: Path) -> None:
+    _, *own = given(tmp_path, "resume=auto")
+    for more in ("learner.steps=1", "learner.steps=2"):
+        ended = subprocess.run(
+            [sys.executable, "-c", COUNTING, *own, more], check=True, capture_output=True, text=True, timeout=100
+        )
+    assert [line for line in ended.stdout.splitlines() if line.startswith("read")] == ["read step_1"]
+    assert "# resumed from step_1: learner.steps: 1 -> 2" in (tmp_path / "run" / "config.yaml").read_text()
+
+
 def test_rows_that_are_too_long_are_told_with_the_rule_and_refused_where_all_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

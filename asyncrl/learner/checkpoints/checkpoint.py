@@ -55,6 +55,7 @@ from asyncrl.storage.checkpoints import (
     LATEST,
     REPLAY_FILE,
     STATE_FILE,
+    Verify,
     begin_branch,
     branch_begun,
     newest,
@@ -91,6 +92,7 @@ class Checkpoints:
         errands: Errands | None = None,
         background: bool = False,
         within_s: float = 3600.0,
+        verify: Verify = sealed.verify,
     ) -> None:
         """Saves go on beside the steps with `background`, see `begin`.
 
@@ -103,16 +105,15 @@ class Checkpoints:
         self._best = best or BestCheckpoint(folder)
         self._patience, self._errands = patience or Patience(), errands or Errands()
         self._run = origin_of(folder.parent)
-        self._verified: Path | None = None
+        self._verify, self._verified = verify, None
         """The one that was chosen and is not loaded yet: reading it all again would double the time of a resume."""
         self._branch: tuple[Path, str, str] | None = None
         """That is to begin: from where, by which `resume`, in which start of the run."""
         self._background, self._within_s = background, within_s + self._patience.limit_s
         self._under_way = BackgroundSave(self._within_s)
         self._copy, self._group, self._grouped = HostCopy(), None, False
-        self._saved: list[int] = []
-        self._held_back: set[int] = set()
-        """Optimizers that wait for the copy, by their identity."""
+        self._saved, self._held_back = list[int](), set[int]()
+        """Steps whose checkpoints are whole, and optimizers that wait for the copy, by their identity."""
 
     def save(self, state: LearnerState, roles: Roles, snapshot: dict[str, Any]) -> Path:
         """Write the checkpoint of `state`; on return it is durable on every rank's view. See `begin`."""
@@ -254,7 +255,7 @@ class Checkpoints:
         if branch_begun(self._folder, resume, start) and (newest := self.newest()) is not None:
             return newest
         path = Path(resume).resolve()
-        sealed.verify(path)
+        self._verify(path)
         self._verified, self._branch = path, (path, resume, start)
         return path
 
@@ -276,7 +277,7 @@ class Checkpoints:
             CheckpointError: there are some and none is whole; the message names the file.
             CheckpointMismatchError: another run saved it.
         """
-        path, damaged, said = newest_whole(self._folder)
+        path, damaged, said = newest_whole(self._folder, self._verify)
         if said:  # a kill while it was being replaced
             log.warning("%s", said)
         if path is None:
@@ -341,13 +342,12 @@ class Checkpoints:
     def _verify_once(self, path: Path, device: torch.device) -> None:
         """By rank 0, for all: every rank would else read all of it. Raises CheckpointError."""
         damage = ""
-        if self._rank == 0:
-            chosen, self._verified = self._verified, None
-            try:
-                if path != chosen:
-                    sealed.verify(path)
-            except CheckpointError as error:
-                damage = str(error)
+        try:
+            if self._rank == 0 and path != self._verified:
+                self._verify(path)
+        except CheckpointError as error:
+            damage = str(error)
+        self._verified = None
         damage = text_of_rank_zero(damage, device)
         if damage:
             raise CheckpointDamagedError(damage)

@@ -176,13 +176,12 @@ def test_what_a_killed_save_left_behind_is_never_chosen_and_goes_with_the_next_s
     assert not list(tmp_path.glob("*.tmp")), "of many gigabytes"
 
 
-def test_a_resume_reads_the_checkpoint_once_to_prove_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_resume_reads_the_checkpoint_once_to_prove_it(tmp_path: Path):
     roles = learner(0, updates=1)
     path = Checkpoints(tmp_path, rank=0, keep=2).save(state(0), roles, {})
     read: list[Path] = []
-    monkeypatch.setattr(sealed, "verify", read.append)
     for resume in ("auto", str(path)):
-        checkpoints = Checkpoints(tmp_path, rank=0, keep=2)
+        checkpoints = Checkpoints(tmp_path, rank=0, keep=2, verify=read.append)
         chosen = checkpoints.choose(resume, restarted=False)
         assert chosen is not None
         checkpoints.load(chosen, roles)
