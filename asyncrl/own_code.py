@@ -12,11 +12,13 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import itertools
 import json
 import os
 import subprocess
 import sys
 import traceback
+import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -215,11 +217,63 @@ def called(function: Callable[..., Any], named: str, *arguments: Any) -> Any:
 
 
 def code_fingerprint(spec: str) -> str:
-    """16 hex digits over the file of `file.py:name`; of a module, or a file that is not here, the name itself."""
+    """16 hex digits over the file of `file.py:name` and what it imports from beside it; of a module, or a file that is
+    not here, the name itself."""
     place = Path(spec.rpartition(":")[0])
     if place.suffix != ".py" or not place.is_file():
         return spec
-    return hashlib.sha256(place.read_bytes()).hexdigest()[:16]
+    digest = hashlib.sha256(place.read_bytes())
+    for name, code in sorted(_beside(place.resolve()).items()):  # by name: the order is that of no machine's folder
+        digest.update(f"{name}/{len(code)}/".encode() + code)
+    return digest.hexdigest()[:16]
+
+
+def _beside(path: Path) -> dict[str, bytes]:
+    """What a file, which is not run for that, imports from its folder, and what that imports from there: contents by
+    path from that folder. What is imported by a name that is made up at run time is not found."""
+    found: dict[Path, bytes] = {}
+    waiting = [path]
+    while waiting:
+        file = waiting.pop()
+        if file not in found:
+            found[file] = file.read_bytes()
+            for module in _imported(found[file], file.parent.relative_to(path.parent).parts):
+                waiting += _files_of(path.parent, module)
+    del found[path]
+    return {file.relative_to(path.parent).as_posix(): code for file, code in found.items()}
+
+
+def _imported(code: bytes, package: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Each name that is imported, in parts: of `from a import b` also `a.b`, which may be a module.
+
+    Args:
+        package: which the code is in, empty of none.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):  # they are told to whoever imports it
+            nodes = list(ast.walk(ast.parse(code)))
+    except (SyntaxError, ValueError, RecursionError):
+        return
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (tuple(alias.name.split(".")) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level <= len(package):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            base = (*above, *(node.module.split(".") if node.module else ()))
+            yield from ((*base, alias.name) for alias in node.names)
+
+
+def _files_of(folder: Path, module: tuple[str, ...]) -> Iterator[Path]:
+    """Files in `folder` that importing `module` runs, its packages' too; none of a module from elsewhere."""
+    if module[0] in sys.stdlib_module_names:
+        return
+    for parts in itertools.accumulate((part,) for part in module):
+        place = folder.joinpath(*parts)
+        file = next(filter(Path.is_file, (place / "__init__.py", place.with_suffix(".py"))), None)
+        if file is not None:
+            yield file
+        elif not place.is_dir():
+            return
 
 
 def try_in_process(module: str, settings: Mapping[str, Any], named: str, timeout_s: float = IMPORT_S) -> None:

@@ -49,5 +49,5 @@ def workers_code(config: Config) -> dict[str, str]:
 
 
 def code_hashes(config: Config) -> dict[str, str]:
-    """`setting: 16 hex digits` over the file that each names."""
+    """`setting: 16 hex digits` over the file that each names, see `code_fingerprint`."""
     return {key: code_fingerprint(spec) for key, spec in own_code(config).items()}

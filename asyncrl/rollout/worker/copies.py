@@ -59,8 +59,9 @@ class SameCopies:
         other = tuple((key, own, known[key]) for key, own in self._code.items() if known.get(key, own) != own)
         for key, own, there in other if other != self._other else ():
             log.warning(
-                "%s=%s is another file here (%s) than where the learner is (%s): the run is of two kinds of it. Copy "
-                "the learner's to this machine and start its pool anew; to change it for all, resume the run",
+                "%s=%s, or what it imports from beside it, is another file here (%s) than where the learner is (%s): "
+                "the run is of two kinds of it. Copy the learner's to this machine and start its pool anew; to change "
+                "it for all, resume the run",
                 *(key, self._named[key], own, there),
             )
         self._other = other

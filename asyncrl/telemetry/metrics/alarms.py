@@ -289,8 +289,8 @@ ALARMS: tuple[Alarm, ...] = (
     ),
     Alarm(
         "other_code",
-        "a rollout worker's file of yours (reward, environment, filter) is not the one that the learner's machine had "
-        "when the learner began: groups of two kinds are trained on together",
+        "a rollout worker's file of yours (reward, environment, filter), or one that it imports from beside it, is not "
+        "the one that the learner's machine had when the learner began: groups of two kinds are trained on together",
         "logs/rollout-*.log names the file. Copy the learner's there and start that pool anew, or resume the run",
         other_code,
     ),
