@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from asyncrl.checks.own_code import CODE, own_rollouts, workers_code
-from asyncrl.data.local_tokenizer import TOKENIZER, tokenizer_digest
+from asyncrl.data.local_tokenizer import TOKENIZER
 from asyncrl.errors import ConfigError
 from asyncrl.replay.core.workers import OTHER_CODE
 from asyncrl.schema import Config
@@ -22,12 +22,16 @@ class SameCopies:
     while a worker was started again is no mistake of that machine.
     """
 
-    def __init__(self, rendezvous: SubscriberRendezvous, config: Config) -> None:
+    def __init__(self, rendezvous: SubscriberRendezvous, config: Config, tokenizer: str) -> None:
+        """
+        Args:
+            tokenizer: `tokenizer_digest`.
+        """
         self._rendezvous = rendezvous
         data = "data.mixture" if config.data.mixture else f"data.path={config.data.path}"
         self._own = {
             TOKENIZER: (
-                tokenizer_digest(config.model.path),
+                tokenizer,
                 f"model.path={config.model.path} has another tokenizer or chat template here than where the learner "
                 "is: what it samples would be trained on as other texts, or as answers to others",
             ),

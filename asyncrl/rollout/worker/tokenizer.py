@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,27 +12,32 @@ from transformers import AutoConfig, AutoTokenizer
 
 from asyncrl.chat.seam import Seam
 from asyncrl.checks.machine import ends_of
-from asyncrl.data.local_tokenizer import PROBE, load_local_tokenizer
+from asyncrl.data.local_tokenizer import PROBE, LocalTokenizer, own_tokenizer
 from asyncrl.environments.base import Decode, Encode
 from asyncrl.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 
-def load_tokenizer(model_path: str) -> Any:
-    """Raises ConfigError when `model.path` has no tokenizer."""
+def load_tokenizer(model_path: str, own: LocalTokenizer | None = None) -> Any:
+    """
+    Args:
+        own: `own_tokenizer`, where that was read already.
+
+    Raises:
+        ConfigError: `model.path` has no tokenizer.
+    """
     try:
         found = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
     except Exception as error:  # the libraries raise nothing narrower (a KeyError, a bare Exception)
         raise ConfigError(f"model.path={model_path!r} has no tokenizer that can be loaded: {error}") from error
-    with suppress(ValueError):
-        own = load_local_tokenizer(Path(model_path))
-        if own and own.encode(PROBE, add_special_tokens=False) != found.encode(PROBE, add_special_tokens=False):
-            log.warning(
-                "model.path=%s: by the model_type in config.json transformers makes a %s of its tokenizer, and that "
-                "gives texts other tokens than its tokenizer.json does. It is used here: was the model made with it?",
-                *(model_path, type(found).__name__),
-            )
+    own = own or own_tokenizer(model_path)
+    if own and own.encode(PROBE, add_special_tokens=False) != found.encode(PROBE, add_special_tokens=False):
+        log.warning(
+            "model.path=%s: by the model_type in config.json transformers makes a %s of its tokenizer, and that gives "
+            "texts other tokens than its tokenizer.json does. It is used here: was the model made with it?",
+            *(model_path, type(found).__name__),
+        )
     return found
 
 

@@ -13,6 +13,7 @@ from asyncrl.chat.renderer import RendererChat
 from asyncrl.checks.evaluations import EvalSet, eval_sets
 from asyncrl.checks.sources import Source
 from asyncrl.data.dataset import open_alone, open_dataset
+from asyncrl.data.local_tokenizer import LocalTokenizer, own_tokenizer, tokenizer_digest
 from asyncrl.data.prompts import PromptSource
 from asyncrl.engines.base import Engine, OwnProcesses, Sampler, Several
 from asyncrl.engines.expected import expected_parameters
@@ -71,7 +72,9 @@ async def run_worker(config: Config, name: str, digest: str, ending: EndWatch) -
         ConfigError, DataError: a setting or a row of the data can never work; restarting is useless.
         AsyncRLError: anything else that ended it.
     """
-    texts = load_texts(config)
+    own = own_tokenizer(config.model.path)
+    texts, tokens = load_texts(config, own), tokenizer_digest(config.model.path, own)
+    del own  # of its vocabulary alone it has tens of megabytes
     environment = environment_of(config, texts)
     report = WorkerReport()
     async with contextlib.AsyncExitStack() as stack:
@@ -85,7 +88,7 @@ async def run_worker(config: Config, name: str, digest: str, ending: EndWatch) -
             config.replay.address, worker=name, run_digest=digest, stats=report, config=config.replay
         )
         stack.push_async_callback(replay.close)
-        copies = SameCopies(replay.rendezvous(), config)
+        copies = SameCopies(replay.rendezvous(), config, tokens)
         subscriber = _subscriber(config, name, replay, engine, copies)
         stack.callback(subscriber.close)
         own_filters = (pool.stats for pool in filters.own)
@@ -269,8 +272,12 @@ def group_shape(rollout: RolloutConfig) -> GroupShape:
     )
 
 
-def load_texts(config: Config) -> Texts:
-    tokenizer = load_tokenizer(config.model.path)
+def load_texts(config: Config, own: LocalTokenizer | None = None) -> Texts:
+    """
+    Args:
+        own: see `load_tokenizer`.
+    """
+    tokenizer = load_tokenizer(config.model.path, own)
     vocabulary = MAX_VOCABULARY if config.engine.name == "fake" else check_vocabulary(config.model.path, tokenizer)
     chat = open_chat(tokenizer, config.model.path, config.model.renderer, config.model.chat)
     log.info("%s", told(chat, config.model.renderer))

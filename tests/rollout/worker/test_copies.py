@@ -29,6 +29,10 @@ def machine(at: Path) -> Config:
     return load_config([f"model.path={at}/model", f"data.path={at}/rows.jsonl", "reward.function=r.py:f"])
 
 
+def same_copies(there: WorkerRendezvous, config: Config) -> SameCopies:
+    return SameCopies(there, config, tokenizer_digest(config.model.path))
+
+
 def announced(config: Config) -> dict[str, str]:
     return {TOKENIZER: tokenizer_digest(config.model.path), ROWS: rows_here(config)}
 
@@ -73,11 +77,11 @@ def test_a_worker_with_other_copies_than_the_learner_s_takes_no_weights(
     board = Board()
     board.announce(announced(learners))
     there = WorkerRendezvous(board, "w")
-    assert SameCopies(there, copied).watch(-1, 0.0).values == announced(learners)
+    assert same_copies(there, copied).watch(-1, 0.0).values == announced(learners)
     with pytest.raises(ConfigError, match=said):
-        SameCopies(there, other).watch(-1, 0.0)
+        same_copies(there, other).watch(-1, 0.0)
     board.announce({TOKENIZER: "", ROWS: ""})  # of a learner that has none
-    SameCopies(there, other).watch(-1, 0.0)
+    same_copies(there, other).watch(-1, 0.0)
 
 
 def test_a_worker_with_another_file_of_the_user_s_goes_on_and_tells_it(
@@ -91,7 +95,7 @@ def test_a_worker_with_another_file_of_the_user_s_goes_on_and_tells_it(
         config.reward.function = f"{file}:f"
     learners, copied, other = configs
     board = Board()
-    there = [SameCopies(WorkerRendezvous(board, "w"), config) for config in (copied, other)]
+    there = [same_copies(WorkerRendezvous(board, "w"), config) for config in (copied, other)]
     board.announce({CODE: workers_code(learners)})
     for copies in there:
         copies.watch(-1, 0.0)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
 
+from asyncrl.config import load_config
+from asyncrl.data import local_tokenizer
 from asyncrl.data.byte_tokenizer import EOS_ID, VOCAB_SIZE, save_byte_tokenizer
+from asyncrl.data.local_tokenizer import tokenizer_digest
 from asyncrl.errors import ConfigError
+from asyncrl.rollout.worker import wiring
+from asyncrl.rollout.worker.end_watch import EndWatch
 from asyncrl.rollout.worker.tokenizer import check_vocabulary, load_tokenizer, make_encode, stop_token_ids
 
 
@@ -40,6 +47,40 @@ def test_it_is_said_where_transformers_gives_other_tokens_than_the_file_does(tmp
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(tmp_path)
     load_tokenizer(str(tmp_path))
     assert "transformers makes a Qwen2Tokenizer of its tokenizer" in caplog.text
+
+
+def test_a_worker_reads_the_file_of_its_tokenizer_once_beside_transformers(tmp_path, monkeypatch):
+    """Of Qwen3 each time takes half a second."""
+    path, read = folder(tmp_path, VOCAB_SIZE), []
+    of_the_learner = tokenizer_digest(path)
+
+    class Counted:
+        @staticmethod
+        def from_file(file: str) -> Tokenizer:
+            read.append(file)
+            return Tokenizer.from_file(file)
+
+    monkeypatch.setattr(local_tokenizer, "Tokenizer", Counted)
+
+    class Enough(Exception):
+        pass
+
+    def copies(_: object, __: object, digest: str) -> None:
+        read.append(digest)
+        raise Enough
+
+    async def closed() -> None:
+        return
+
+    monkeypatch.setattr(wiring, "SameCopies", copies)
+    monkeypatch.setattr(wiring, "RolloutClient", lambda *_, **__: SimpleNamespace(rendezvous=dict, close=closed))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "r.py").write_text("def f(completion, row): return 1.0")
+    own = [f"data.path={tmp_path}/rows.jsonl", f"reward.function={tmp_path}/r.py:f"]
+    config = load_config([f"model.path={path}", *own, "engine=fake"])
+    with pytest.raises(Enough):
+        asyncio.run(wiring.run_worker(config, "w", "d", EndWatch()))
+    assert read == [f"{path}/tokenizer.json", of_the_learner]
 
 
 def test_a_completion_ends_where_generation_config_says_so_else_where_config_does(tmp_path, caplog):
