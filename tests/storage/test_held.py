@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
 
-from asyncrl.storage.held import HELD, PREFIX, clear_away, held_folder
+from asyncrl.storage.held import HELD, PREFIX, SHARED, clear_away, held_folder
 
 HOLDS = """
 import os
@@ -62,6 +64,51 @@ def test_what_a_killed_process_left_is_cleared_away_and_what_another_uses_is_not
         for process in processes:
             process.kill()
             process.communicate()
+
+
+SHARES = """
+import mmap, os, sys
+from pathlib import Path
+from asyncrl.storage.held import held_folder, hold_shared, shared_by
+files = [Path(name).open("w+b") for name in sys.argv[1:]]
+for file in files:
+    file.truncate(4096)
+maps = [mmap.mmap(file.fileno(), 4096) for file in files]
+with held_folder() as folder:
+    hold_shared(folder, shared_by([os.getpid()], ("asyncrl_test_",)))
+    print(folder, flush=True)
+    input()
+"""
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_the_memory_that_its_processes_shared_goes_with_it_and_none_of_another_s(temporary, killed):
+    """A killed engine of several processes left 8 MB each time, until /dev/shm was full."""
+    own, replaced, other = (Path("/dev/shm", f"{name}{uuid.uuid4().hex}") for name in ("asyncrl_test_",) * 2 + ("x_",))
+    process = subprocess.Popen(
+        [sys.executable, "-c", SHARES, *map(str, (own, replaced, other))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(temporary)},
+    )
+    try:
+        folder = Path(process.stdout.readline().strip())
+        assert set(json.loads((folder / SHARED).read_text())) == {own.name, replaced.name}
+        replaced.rename(f"{replaced}_")
+        replaced.touch()
+        clear_away()
+        assert own.exists(), "its owner lives"
+        if killed:
+            process.kill()
+        process.communicate("\n")
+        clear_away()
+        assert not folder.exists() and not own.exists() and replaced.exists() and other.exists()
+    finally:
+        process.kill()
+        process.communicate()
+        for path in (own, replaced, Path(f"{replaced}_"), other):
+            path.unlink(missing_ok=True)
 
 
 def test_what_a_stranger_has_put_there_is_not_opened(temporary, monkeypatch):

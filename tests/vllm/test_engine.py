@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -26,7 +27,9 @@ from asyncrl.engines.vllm.engine import VllmEngine
 from asyncrl.engines.vllm.loop import LoopThread
 from asyncrl.engines.vllm.requests import sampling_of
 from asyncrl.engines.vllm.sibling import Sibling
+from asyncrl.engines.vllm.sockets import MEMORY
 from asyncrl.errors import ConfigError, EngineDiedError
+from asyncrl.storage.held import clear_away, shared_by
 from asyncrl.weights.factory import make_publisher, make_subscriber
 from tests.engines.test_stop_text import said, stopping
 from tests.vllm.models import VOCABULARY, Qwen3Config, engine_config, make_model, prompt, request, worst
@@ -224,6 +227,8 @@ def test_an_engine_of_two_processes_does_not_outlive_a_killed_worker(tmp_path):
     )
     assert worker.stdout is not None and worker.stdout.readline() == "up\n"
     family = psutil.Process(worker.pid).children(recursive=True)
+    shared = shared_by([each.pid for each in family], MEMORY)
+    assert any(name.startswith("vllm_dist_") for name in shared)
     assert len([child for child in family if "spawn_main" in " ".join(child.cmdline())]) == 3
     worker.kill()
     worker.wait()
@@ -231,6 +236,8 @@ def test_an_engine_of_two_processes_does_not_outlive_a_killed_worker(tmp_path):
     for process in alive:
         process.kill()
     assert not alive
+    clear_away()  # as the next engine does
+    assert not [name for name in shared if Path("/dev/shm", name).exists()]
 
 
 class GoneClient:

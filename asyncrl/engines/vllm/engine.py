@@ -35,7 +35,7 @@ from asyncrl.engines.vllm.receiver import StagedInWorkers, VllmReceiver
 from asyncrl.engines.vllm.requests import completion_of, sampling_of
 from asyncrl.engines.vllm.settings import engine_args, read_model_config, set_environment
 from asyncrl.engines.vllm.sibling import Sibling, check_request, version_label
-from asyncrl.engines.vllm.sockets import sockets_in
+from asyncrl.engines.vllm.sockets import memory_in, sockets_in
 from asyncrl.engines.vllm.stats import EngineMeter
 from asyncrl.errors import EngineDiedError, GenerationError
 from asyncrl.schema import Config
@@ -104,7 +104,7 @@ class VllmEngine:
             return VllmClient(args, self._meter)
 
         self._left = ExitStack()
-        with sockets_in(self._left):
+        with sockets_in(self._left), memory_in(self._left):
             self._client = self._loop.begin(start(), START_TIMEOUT_S)
 
     @property

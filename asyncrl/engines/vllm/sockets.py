@@ -1,4 +1,5 @@
-"""Where vLLM's unix sockets lie: it makes three for each engine, and leaves them."""
+"""Where vLLM's unix sockets lie, and the memory that its processes share: it makes three for each engine, and leaves
+them; of the memory what its processes had when they were killed."""
 
 from __future__ import annotations
 
@@ -8,9 +9,12 @@ import uuid
 from collections.abc import Iterator
 
 from asyncrl.checks.addresses import socket_folder
-from asyncrl.storage.held import PREFIX, held_folder
+from asyncrl.family import descendants
+from asyncrl.storage.held import PREFIX, held_folder, hold_shared, shared_by
 
 VARIABLE = "VLLM_RPC_BASE_PATH"
+MEMORY = ("psm_", "vllm_dist_")
+"""How what its processes share is called: Python's shared memory, and its own on CPUs."""
 
 
 def folder_of_sockets() -> str:
@@ -30,3 +34,13 @@ def sockets_in(kept: contextlib.ExitStack) -> Iterator[None]:
         yield
     finally:
         del os.environ[VARIABLE]
+
+
+@contextlib.contextmanager
+def memory_in(kept: contextlib.ExitStack) -> Iterator[None]:
+    """What processes share that an engine starts inside is gone with `kept`, or when this process is killed, once the
+    next engine starts."""
+    before = descendants(os.getpid())
+    yield
+    if found := shared_by((each.pid for each in descendants(os.getpid()) - before), MEMORY):
+        hold_shared(kept.enter_context(held_folder()), found)
