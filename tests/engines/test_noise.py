@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from asyncrl.engines.hf.sampling import sample
-from asyncrl.engines.noise import mix, uniforms
+from asyncrl.engines.noise import mix, mixes, uniforms
 
 
 def test_uniforms_are_uniform_and_independent_of_their_neighbours():
@@ -17,6 +17,11 @@ def test_uniforms_are_uniform_and_independent_of_their_neighbours():
     alone = uniforms(keys[7:8], np.array([3]))
     assert alone[0] == draws[7]
     assert abs(np.corrcoef(draws, uniforms(keys, np.full(len(keys), 4)))[0, 1]) < 0.05
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**63 - 1, 2**64 + 3])
+def test_keys_of_siblings_made_at_once_are_those_made_one_by_one(seed: int):
+    assert mixes(seed, 9).tolist() == [mix(seed, member) for member in range(9)]
 
 
 @pytest.mark.parametrize("exact", [False, True])

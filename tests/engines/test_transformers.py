@@ -215,6 +215,30 @@ def test_more_requests_than_rows_are_all_answered():
     assert [len(group[0].token_ids) for group in groups] == [1 + i % 7 for i in range(40)]
 
 
+def test_callers_whose_sequences_end_in_one_step_are_woken_by_one_call():
+    engine, runner = make_held(make_model("qwen2"), steps=0)
+
+    async def work():
+        loop, wake_ups = asyncio.get_running_loop(), []
+        wake = loop.call_soon_threadsafe
+
+        def counted(*callback):
+            wake_ups.append(callback)
+            return wake(*callback)
+
+        calls = [asyncio.ensure_future(engine.generate(request(prompt(3), 2, new=4, seed=i))) for i in range(6)]
+        await until(lambda: runner.held)
+        loop.call_soon_threadsafe = counted
+        runner.allow(math.inf)
+        groups = await asyncio.gather(*calls)
+        loop.call_soon_threadsafe = wake
+        return groups, wake_ups
+
+    groups, wake_ups = asyncio.run(closing(engine, work()))
+    assert 1 <= len(wake_ups) < 6  # the first may be prefilled alone
+    assert all(len(completion.token_ids) == 4 for group in groups for completion in group)
+
+
 def test_requests_that_can_never_fit_are_refused():
     engine = make_engine(make_model("qwen2"), rows=4)
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.engines.hf.requests import Pending
-from asyncrl.engines.noise import mix, uniforms
+from asyncrl.engines.noise import mixes, uniforms
 from asyncrl.engines.stop_text import ended_by_text
 from asyncrl.types import NO_VERSION, ROUTED_EXPERTS, TOPK_IDS, TOPK_LOGPROBS, Completion
 
@@ -34,6 +34,8 @@ class RunningBatch:
         self.versions = np.full((max_sequences, 64), NO_VERSION, np.int32)
         self.truncation = np.zeros((3, max_sequences), np.float32)
         """top-p, top-k and min-p; 1, 0 and 0 draw from the whole vocabulary."""
+        self._wanted = np.zeros((5, max_sequences), np.int64)
+        """What each row asks for beside tokens: see `_look_at_rows`."""
         self.recorded: list[dict[str, list[NDArray[Any]]]] = []
         """Of each row the pieces of `Completion.recorded` so far."""
         self.topk = 0
@@ -57,15 +59,16 @@ class RunningBatch:
         self.produced[first:stop] = 0
         self.limit[first:stop] = request.sampling.max_new_tokens
         self.temperature[first:stop] = request.sampling.temperature
-        self.key[first:stop] = [mix(request.seed, member) for member in range(request.n)]
+        self.key[first:stop] = mixes(request.seed, request.n)
         self.stops[first:stop] = _NO_STOP
         self.stops[first:stop, : len(stops)] = stops
         sampling = request.sampling
         narrowed = (sampling.top_p, sampling.top_k, sampling.min_p) if sampling.truncated else (1.0, 0.0, 0.0)
         self.truncation[:, first:stop] = np.array(narrowed, np.float32)[:, None]
+        asked = (sampling.temperature == 0, sampling.truncated, sampling.stop, sampling.record_routing)
+        self._wanted[:, first:stop] = np.array([*map(bool, asked), sampling.record_topk], np.int64)[:, None]
         self.recorded.extend({} for _ in range(request.n))
         self.owners.extend((pending, member) for member in range(request.n))
-        pending.members = [None] * request.n
         self.rows = stop
         self._look_at_rows()
 
@@ -100,13 +103,13 @@ class RunningBatch:
         Args:
             recorded: by name, what each of these rows adds to `Completion.recorded`.
         """
-        rows = np.arange(start, self.rows)
-        column = self.produced[rows]
+        rows, live = np.arange(start, self.rows), slice(start, self.rows)
+        column = self.produced[live].copy()
         self._widen(int(column.max()) + 1)
         self.tokens[rows, column] = tokens
         self.logprobs[rows, column] = logprobs
         self.versions[rows, column] = policy_version
-        self.produced[rows] = column + 1
+        self.produced[live] = column + 1
         for name, pieces in (recorded or {}).items():
             for row, piece in zip(rows.tolist(), pieces, strict=True):
                 # What a batch-mate wants recorded is not recorded of a row that does not, at any step.
@@ -116,10 +119,10 @@ class RunningBatch:
                         self.recorded[row].setdefault(name, []).append(piece[:, : sampling.record_topk])
                 elif sampling.truncated:
                     self.recorded[row].setdefault(name, []).append(piece)
-        stopped = (tokens[:, None] == self.stops[rows]).any(axis=1)
+        stopped = (tokens[:, None] == self.stops[live]).any(axis=1)
         if self.any_text:
             stopped |= np.array([self._ended_by_text(row) for row in rows.tolist()], bool)
-        return rows[stopped | (self.produced[rows] >= self.limit[rows])]
+        return rows[stopped | (column + 1 >= self.limit[live])]
 
     def route(self, routed: Sequence[NDArray[Any]], start: int = 0) -> None:
         """Append the experts of what rows `[start, rows)` were fed.
@@ -133,16 +136,26 @@ class RunningBatch:
                 fed = 1 if self.produced[row] else len(request.prompt_ids)
                 self.recorded[row].setdefault(ROUTED_EXPERTS, []).append(each[:fed])
 
-    def completion(self, row: int) -> Completion:
-        count = int(self.produced[row])
-        stopped = bool((self.tokens[row, count - 1] == self.stops[row]).any()) or self._ended_by_text(row)
-        return Completion(
-            token_ids=self.tokens[row, :count].copy(),
-            logprobs=self.logprobs[row, :count].copy(),
-            policy_versions=self.versions[row, :count].copy(),
-            finish_reason="stop" if stopped else "length",
-            recorded={name: np.concatenate(pieces) for name, pieces in self.recorded[row].items()},
-        )
+    def completions(self, rows: NDArray[np.int64]) -> list[Completion]:
+        """Of some rows, at least one; their arrays share memory."""
+        counts = self.produced[rows]
+        longest = int(counts.max())
+        tokens, logprobs = self.tokens[rows, :longest], self.logprobs[rows, :longest]
+        versions = self.versions[rows, :longest]
+        last = tokens[np.arange(len(rows)), counts - 1]
+        stopped = (last[:, None] == self.stops[rows]).any(axis=1)
+        return [
+            Completion(
+                token_ids=tokens[place, :count],
+                logprobs=logprobs[place, :count],
+                policy_versions=versions[place, :count],
+                finish_reason="stop" if stop or (self.any_text and self._ended_by_text(row)) else "length",
+                recorded={name: np.concatenate(pieces) for name, pieces in self.recorded[row].items()},
+            )
+            for place, (row, count, stop) in enumerate(
+                zip(rows.tolist(), counts.tolist(), stopped.tolist(), strict=True)
+            )
+        ]
 
     def _ended_by_text(self, row: int) -> bool:
         return ended_by_text(self.owners[row][0].request, self.tokens[row, : self.produced[row]].tolist())
@@ -157,7 +170,8 @@ class RunningBatch:
         columns = (self.length, self.produced, self.limit, self.temperature, self.key, self.stops)
         for column in (*columns, self.tokens, self.logprobs, self.versions):
             column[target] = column[source]
-        self.truncation[:, target] = self.truncation[:, source]
+        for table in (self.truncation, self._wanted):
+            table[:, target] = table[:, source]
         for old, new in zip(source.tolist(), target.tolist(), strict=True):
             self.owners[new], self.recorded[new] = self.owners[old], self.recorded[old]
         del self.owners[keep:], self.recorded[keep:]
@@ -166,11 +180,9 @@ class RunningBatch:
         return source, target
 
     def _look_at_rows(self) -> None:
-        self.any_greedy = bool((self.temperature[: self.rows] == 0).any())
-        self.topk = max((owner.request.sampling.record_topk for owner, _ in self.owners), default=0)
-        self.any_truncated = any(owner.request.sampling.truncated for owner, _ in self.owners)
-        self.any_text = any(owner.request.sampling.stop for owner, _ in self.owners)
-        self.any_routed = any(owner.request.sampling.record_routing for owner, _ in self.owners)
+        greedy, truncated, text, routed, topk = self._wanted[:, : self.rows].max(axis=1, initial=0).tolist()
+        self.any_greedy, self.any_truncated = bool(greedy), bool(truncated)
+        self.any_text, self.any_routed, self.topk = bool(text), bool(routed), topk
 
     def _widen(self, columns: int) -> None:
         have = self.tokens.shape[1]

@@ -22,7 +22,17 @@ from numpy.typing import NDArray
 
 from asyncrl.engines.base import GenerateRequest
 from asyncrl.engines.hf.batch import RunningBatch
-from asyncrl.engines.hf.requests import Inbox, Job, LoadJob, Pending, ScoreJob, check_ids, check_request, chunks
+from asyncrl.engines.hf.requests import (
+    Inbox,
+    Job,
+    LoadJob,
+    Pending,
+    ScoreJob,
+    check_ids,
+    check_request,
+    chunks,
+    hand_out,
+)
 from asyncrl.engines.hf.runner import ModelRunner
 from asyncrl.errors import GenerationError, WeightsError
 from asyncrl.pace import Pace
@@ -285,9 +295,11 @@ class TransformersEngine:
             self._sampled_version = self._policy_version
             moment("first token", version=self._policy_version)
         finished = batch.record(drawn.tokens, drawn.logprobs, self._policy_version, start, drawn.recorded)
-        for row in finished.tolist():
-            pending, member = batch.owners[row]
-            pending.finish_member(member, batch.completion(row))
+        if not len(finished):
+            return
+        owners = [batch.owners[row] for row in finished.tolist()]
+        made = zip(owners, batch.completions(finished), strict=True)
+        hand_out([pending for (pending, member), completion in made if pending.finish_member(member, completion)])
         self._drop_rows(finished)
 
     def _drop_rows(self, rows: np.ndarray) -> None:

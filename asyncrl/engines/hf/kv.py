@@ -71,10 +71,12 @@ class SlotLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One decode step: write `[R, heads, 1, head_dim]` at each row's position, return views of what is in use."""
         assert self.keys is not None and self.values is not None
-        rows, view = self.slots.step_rows, self.slots.step_columns
-        self.keys[rows, :, self.slots.step_positions] = key_states[:, :, 0]
-        self.values[rows, :, self.slots.step_positions] = value_states[:, :, 0]
-        return self.keys[: len(rows), :, :view], self.values[: len(rows), :, :view]
+        rows, heads, view = *key_states.shape[:2], self.slots.step_columns
+        places = self.slots.step_places(heads)
+        # By places of the flat memory: by row and position a small model spends as long here as in its attention.
+        for memory, states in ((self.keys, key_states), (self.values, value_states)):
+            memory.view(-1, memory.shape[-1]).index_copy_(0, places, states.reshape(-1, states.shape[-1]))
+        return self.keys[:rows, :, :view], self.values[:rows, :, :view]
 
     def resize(self) -> None:
         if self.keys is None or self.values is None:
@@ -103,8 +105,8 @@ class SlotCache(Cache):
         self.capacity = min(16, max_sequences)
         self.columns = _MIN_COLUMNS
         self.step_columns = 1
-        self.step_rows = torch.zeros(0, dtype=torch.int64, device=device)
-        self.step_positions = self.step_rows
+        self._step_positions = torch.zeros(0, dtype=torch.int64, device=device)
+        self._step_places: dict[int, torch.Tensor] = {}
         self.ages = torch.arange(self.columns, device=device)
         self.slot_layers = [SlotLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self.slot_layers))
@@ -130,21 +132,31 @@ class SlotCache(Cache):
             if layer.keys is None or layer.values is None:
                 layer.lazy_initialization(filled.keys, filled.values)
             assert layer.keys is not None and layer.values is not None
-            stop, width = first_row + len(source), filled.keys.shape[2]
-            layer.keys[first_row:stop, :, :width] = filled.keys[source]
-            layer.values[first_row:stop, :, :width] = filled.values[source]
+            rows, width = len(source), filled.keys.shape[2]
+            for memory, prompt in ((layer.keys, filled.keys), (layer.values, filled.values)):
+                memory[first_row : first_row + rows, :, :width].copy_(prompt.index_select(0, source))
 
     def move(self, source: torch.Tensor, target: torch.Tensor, columns: int) -> None:
         """Copy rows `source` over rows `target` (finished ones), up to `columns` tokens."""
         for layer in self.slot_layers:
             assert layer.keys is not None and layer.values is not None
-            layer.keys[target, :, :columns] = layer.keys[source, :, :columns]
-            layer.values[target, :, :columns] = layer.values[source, :, :columns]
+            for memory in (layer.keys, layer.values):
+                used = memory[:, :, :columns]
+                used.index_copy_(0, target, used.index_select(0, source))
 
     def begin_step(self, positions: torch.Tensor, columns: int) -> torch.Tensor:
         """Rows `[0, len(positions))` write at `positions`; returns their attention mask [R, 1, 1, columns], bool."""
-        if len(self.step_rows) != len(positions):
-            self.step_rows = torch.arange(len(positions), device=self.device)
-        self.step_positions = positions
+        self._step_positions = positions
+        self._step_places.clear()
         self.step_columns = columns
         return (self.ages[:columns] <= positions.unsqueeze(1))[:, None, None, :]
+
+    def step_places(self, heads: int) -> torch.Tensor:
+        """[R * heads] where each row writes, counted in heads' columns from the first; layers of as many heads share
+        it."""
+        places = self._step_places.get(heads)
+        if places is None:
+            lines = torch.arange(len(self._step_positions) * heads, device=self.device).view(-1, heads)
+            places = (lines * self.columns + self._step_positions.unsqueeze(1)).view(-1)
+            self._step_places[heads] = places
+        return places

@@ -29,25 +29,35 @@ class Pending:
     request: GenerateRequest
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[list[Completion]]
-    members: list[Completion | None] = field(default_factory=list)
+    members: dict[int, Completion] = field(default_factory=dict)
     cancelled: bool = False
 
     def finish_member(self, member: int, completion: Completion) -> bool:
-        """Store one completion; true (and the caller is woken) when it was the last."""
+        """Store one completion; true when it was the last: then `hand_out` is due."""
         self.members[member] = completion
-        done = [one for one in self.members if one is not None]
-        if len(done) == self.request.n:
-            self._call(lambda: self.future.done() or self.future.set_result(done))
-            return True
-        return False
+        return len(self.members) == self.request.n
 
     def fail(self, error: GenerationError) -> None:
-        self._call(lambda: self.future.done() or self.future.set_exception(error))
-
-    def _call(self, action: object) -> None:
         # The caller's loop may be closed already (its process is going down): then nobody waits for the answer.
         with contextlib.suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(action)  # pyright: ignore[reportArgumentType]
+            self.loop.call_soon_threadsafe(lambda: self.future.done() or self.future.set_exception(error))
+
+
+def hand_out(finished: Sequence[Pending]) -> None:
+    """Give callers their completions, with one wake-up of each loop: those of small sequences end many at a time, and
+    each wake-up is a system call here and a turn of the loop there."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Pending]] = {}
+    for pending in finished:
+        by_loop.setdefault(pending.loop, []).append(pending)
+    for loop, its in by_loop.items():
+        with contextlib.suppress(RuntimeError):  # closed: nobody waits
+            loop.call_soon_threadsafe(_answer, its)
+
+
+def _answer(finished: Sequence[Pending]) -> None:
+    for pending in finished:
+        if not pending.future.done():
+            pending.future.set_result([pending.members[member] for member in range(pending.request.n)])
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
