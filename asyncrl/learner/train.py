@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +18,7 @@ from asyncrl.config import disk_patience
 from asyncrl.data.mixture import source_names
 from asyncrl.errors import NoProgress
 from asyncrl.evaluation.orders import EvalSummary
-from asyncrl.learner.batch.prefetch import LeasePrefetch
+from asyncrl.learner.batch.prefetch import LeasePrefetch, in_background
 from asyncrl.learner.checkpoints.checkpoint import Checkpoints, LearnerState
 from asyncrl.learner.checkpoints.export import export_critic, export_hf
 from asyncrl.learner.checkpoints.resume import Start
@@ -149,9 +151,16 @@ class _Loop:
         if parts.rank == 0 and start.step < self.config.learner.steps:
             evaluate(self.sets, parts.replay, parts.best, trained=start.step, version=self.version)
 
-    def send(self) -> PublishStats:
+    def send(self, told: Future[TrainedReply] | None = None) -> PublishStats:
+        """Publish the weights once the replay has answered what it was `told`: their canary is made meanwhile."""
+
+        def known() -> Iterator[tuple[str, torch.Tensor]]:
+            if told is not None:
+                told.result()
+            yield from self.parts.roles.policy.named_hf_parameters()
+
         with span("publish", version=self.version):
-            return self.parts.publisher.publish(self.version, self.parts.roles.policy.named_hf_parameters())
+            return self.parts.publisher.publish(self.version, known())
 
     def begin_early(self, early: Early, step: int) -> Begun | None:
         """Train what of the batch is there."""
@@ -197,10 +206,12 @@ class _Loop:
         # Before the weights leave: a worker may serve them at once, and a version that the replay does not know could
         # be sent, lost with this learner and given to other weights by the next one.
         ess = ess_of_groups(measured.group_weights, groups) if measured.group_weights else ()
-        reply = TrainedReply()
+        told = None
         if parts.rank == 0:
-            reply = parts.replay.trained(step=step, policy_version=self.version, ess=ess)
-        sent = self.send()
+            trained = partial(parts.replay.trained, step=step, policy_version=self.version, ess=ess)
+            told = in_background(f"trained-{step}", trained)
+        sent = self.send(told)
+        reply = TrainedReply() if told is None else told.result()
         if last:
             parts.publisher.wait_copied()  # no step follows that would tell of a failure
         self.profile.end(step + 1, last=last)

@@ -64,7 +64,8 @@ class Publisher(Protocol):
 
         Collective over the learner ranks: DTensors are cast to the wire dtype, then gathered, in this order. Waits
         (bounded) for the copy before, and for a snapshot that is not on its way. `canary` goes with the version, to be
-        proven by the engines. The tensors may still be read after it returns: see `copied`.
+        proven by the engines. The tensors may still be read after it returns: see `copied`. Nothing of the version
+        leaves before `tensors` has given all of them.
 
         Raises:
             WeightsError: a version before could not be copied or sent; no snapshot became free in time; the names are

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from asyncrl.learner.reporting.step_clock import StepClock
 from asyncrl.learner.reporting.step_row import evaluation_metrics, write_evaluations
 from asyncrl.learner.train import Training
 from asyncrl.replay.config import ReplayConfig
+from asyncrl.replay.protocol import TrainedReply
 from asyncrl.schema import Config, EvalConfig, LearnerConfig, ModelConfig, RunConfig
 from asyncrl.storage.checkpoints import trained_in
 from asyncrl.types import NO_VERSION
@@ -49,6 +51,30 @@ def run(
 ) -> tuple[KeptWeights, KeptRows]:
     publisher = publisher or KeptWeights()
     return publisher, train_alone(config, replay, publisher, resume=resume, asked=asked)[1]
+
+
+def test_no_weights_leave_before_the_replay_knows_their_version_and_a_canary_is_made_while_it_answers(tmp_path: Path):
+    canary_made, answered = threading.Event(), list[int]()
+
+    class Replay(FedReplay):
+        def trained(self, *, step: int, policy_version: int, ess: Sequence[float] = ()) -> TrainedReply:
+            assert canary_made.wait(30), "the learner waits for the answer before it makes the canary"
+            canary_made.clear()
+            reply = super().trained(step=step, policy_version=policy_version, ess=ess)
+            answered.append(policy_version)
+            return reply
+
+    class Weights(KeptWeights):
+        def publish(self, policy_version, tensors, canary=None):
+            if policy_version:
+                canary_made.set()
+            made = super().publish(policy_version, tensors, canary)
+            assert answered == list(range(1, policy_version + 1)), "they were read before"
+            return made
+
+    weights = Weights()
+    run(make_config(tmp_path), Replay(), publisher=weights)
+    assert weights.versions == list(range(7))
 
 
 def test_asked_to_stop_it_saves_what_it_trained_and_does_not_finish_the_run(tmp_path: Path):

@@ -1,17 +1,35 @@
-"""The next batch, leased in a thread while the current one trains."""
+"""What is asked of the replay beside training: the next batch, while the current one trains."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 from asyncrl.replay.protocol import Lease
 from asyncrl.spans import span
 
 LOOK_S = 0.2
 """Between two looks whether the learner is to stop."""
+
+Answer = TypeVar("Answer")
+
+
+def in_background(name: str, ask: Callable[[], Answer]) -> Future[Answer]:
+    """What `ask` returns or raises, called on a thread of its own."""
+    future: Future[Answer] = Future()
+    # A daemon, so that a learner that fails while it waits for a batch ends at once and not `wait_s` later.
+    threading.Thread(target=_ask, args=(ask, future), name=name, daemon=True).start()
+    return future
+
+
+def _ask(ask: Callable[[], Answer], future: Future[Answer]) -> None:
+    try:
+        future.set_result(ask())
+    except BaseException as error:  # a thread's last act: hand whatever it was to who reads the future, where it raises
+        future.set_exception(error)
 
 
 class Leases(Protocol):
@@ -34,10 +52,7 @@ class LeasePrefetch:
         """Start to lease `step`; returns at once."""
         if self._pending is not None:
             raise AssertionError(f"step {self._pending[0]} is still asked for")
-        future: Future[Lease] = Future()
-        # A daemon, so that a learner that fails while it waits for a batch ends at once and not `wait_s` later.
-        threading.Thread(target=self._run, args=(step, future), name=f"lease-{step}", daemon=True).start()
-        self._pending = (step, future)
+        self._pending = (step, in_background(f"lease-{step}", partial(self._lease, step)))
 
     def is_there(self, step: int, within_s: float) -> bool:
         """Whether the lease of `step`, asked for now if it was not before, has come or failed by then."""
@@ -69,11 +84,8 @@ class LeasePrefetch:
         self._pending = None
         return lease
 
-    def _run(self, step: int, future: Future[Lease]) -> None:
-        try:
-            with span("fetch the batch", "leases", step=step + 1) as fetched:
-                lease = self._replay.lease(step=step, rank=self._rank, world=self._world, wait_s=self._wait_s)
-                fetched.also(groups=[group.group_id for group in lease.plan.groups])
-            future.set_result(lease)
-        except BaseException as error:  # a thread's last act: hand whatever it was to `take`, which raises it
-            future.set_exception(error)
+    def _lease(self, step: int) -> Lease:
+        with span("fetch the batch", "leases", step=step + 1) as fetched:
+            lease = self._replay.lease(step=step, rank=self._rank, world=self._world, wait_s=self._wait_s)
+            fetched.also(groups=[group.group_id for group in lease.plan.groups])
+        return lease
