@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol
 
 from asyncrl.errors import AsyncRLError
@@ -118,9 +119,16 @@ class PromptRenderer(Protocol):
 def ids_to_go_on_from(tokenizer: PromptRenderer, text: str) -> list[int]:
     """Of a text that a completion follows: without the end that some tokenizers (T5's, and any whose `add_eos_token` is
     set) write behind whatever they are given."""
-    ids, around, bare = tokenizer.encode(text), tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
+    ids = tokenizer.encode(text)
+    return ids[: len(ids) - _tokens_behind(tokenizer)]
+
+
+@lru_cache(maxsize=4)
+def _tokens_behind(tokenizer: PromptRenderer) -> int:
+    """How many it writes behind a text."""
+    around, bare = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
     ends = (place + len(bare) for place in range(len(around)) if bare and around[place : place + len(bare)] == bare)
-    return ids[: len(ids) + next(ends, len(around)) - len(around)]
+    return len(around) - next(ends, len(around))
 
 
 class Chat(PromptRenderer, Protocol):

@@ -198,3 +198,16 @@ def test_an_over_long_prompt_is_an_error_naming_its_row_and_never_cut(tmp_path, 
     assert len(limited[0].token_ids) == 8
     with pytest.raises(DataError, match=r"rows\.jsonl:2.* 9 tokens.*data\.max_prompt_tokens"):
         limited[1]
+
+
+def test_what_a_tokenizer_writes_behind_texts_is_looked_at_once_and_each_text_is_encoded_once(tmp_path, tokenizer):
+    encoded = list[str]()
+
+    class Counting:
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            encoded.append(text)
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    prompts = source(tmp_path, Counting(), [{"prompt": f"{letter}>"} for letter in "abc"])
+    assert sorted(prompts[index].text for index in range(3)) == ["a>", "b>", "c>"]
+    assert sorted(encoded) == ["a", "a", "a>", "b>", "c>"]

@@ -252,9 +252,9 @@ def runs_of(versions: NDArray[np.int32]) -> tuple[tuple[int, int], ...]:
         return ()
     if np.minimum.reduce(versions) == np.maximum.reduce(versions):  # Cheaper than comparing each with the first.
         return ((int(versions[0]), len(versions)),)
-    starts = np.flatnonzero(np.r_[True, versions[1:] != versions[:-1]])
-    counts = np.diff(np.r_[starts, len(versions)])
-    return tuple(zip(versions[starts].tolist(), counts.tolist(), strict=True))
+    starts = [0, *(np.flatnonzero(versions[1:] != versions[:-1]) + 1).tolist()]
+    stops = [*starts[1:], len(versions)]
+    return tuple((int(versions[start]), stop - start) for start, stop in zip(starts, stops, strict=True))
 
 
 def decode_texts(frame: Frame) -> tuple[str, tuple[str, ...], float, float]:

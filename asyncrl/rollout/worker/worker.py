@@ -19,6 +19,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import numpy as np
+
 from asyncrl.data.prompts import PromptSource
 from asyncrl.errors import (
     ConfigError,
@@ -186,7 +188,7 @@ class RolloutWorker:
         made.also(status=reply.status)
         self._report.count(f"groups_{reply.status}")
         accepted = reply.status == "accepted"
-        kept = sum(int(trajectory.loss_mask.sum()) for trajectory in group.trajectories) if accepted else 0
+        kept = sum(int(np.count_nonzero(each.loss_mask)) for each in group.trajectories) if accepted else 0
         self._report.count(INSERTED, kept)
         self._lost(order_name(assignment), "left_out" if accepted else "refused", kept)
         if reply.status == "rejected":
