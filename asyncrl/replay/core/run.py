@@ -22,18 +22,20 @@ MAX_AGE = 64
 
 
 class Flight:
-    """Groups in flight, summed over the seconds."""
+    """Seconds so far by how many groups were in flight."""
 
     def __init__(self) -> None:
-        self._sum, self._count, self._since = 0.0, 0, 0.0
+        self._seconds: dict[int, float] = {}
+        self._count, self._since = 0, 0.0
 
     def note(self, now: float, count: int) -> None:
         """From here on so many are in flight."""
-        self._sum, self._since = self.until(now), now
-        self._count = count
+        self._seconds[self._count] = self._seconds.get(self._count, 0.0) + now - self._since
+        self._count, self._since = count, now
 
-    def until(self, now: float) -> float:
-        return self._sum + self._count * (now - self._since)
+    def until(self, now: float) -> dict[int, float]:
+        self.note(now, self._count)
+        return dict(self._seconds)
 
 
 class Run:

@@ -23,8 +23,8 @@ class Totals:
     clock: float
     waited_s: float
     """By the learner."""
-    in_flight_s: float
-    """Groups in flight, summed over the seconds."""
+    in_flight: dict[int, float]
+    """Seconds by how many groups were in flight."""
     generated: float
     """Tokens."""
     wasted: int
@@ -38,18 +38,22 @@ class Totals:
         return cls(
             clock=now,
             waited_s=sum(run.meter.idle.seconds.values()),
-            in_flight_s=run.flight.until(now),
+            in_flight=run.flight.until(now),
             generated=run.workers.generated(now),
             wasted=sum(run.meter.wasted),
             workers=frozenset(worker.incarnation for worker in run.workers.live.values()),
         )
 
-    def since(self, before: Totals, trained: int) -> Seen:
+    def since(self, before: Totals, trained: dict[int, int]) -> Seen:
         seconds = self.clock - before.clock
         return Seen(
             seconds=seconds,
             waited_s=self.waited_s - before.waited_s,
-            in_flight=(self.in_flight_s - before.in_flight_s) / seconds,
+            in_flight={
+                count: passed - before.in_flight.get(count, 0.0)
+                for count, passed in self.in_flight.items()
+                if passed > before.in_flight.get(count, 0.0)
+            },
             generated=max(0.0, self.generated - before.generated),
             trained=trained,
             wasted=self.wasted - before.wasted,
@@ -94,7 +98,7 @@ class Autotune:
         elif run.why_paused or run.state.replays(run.settings.pipeline_depth):
             self._tuner.interrupted()
         elif before is not None and now.clock > before.clock:
-            self._carry_out(self._tuner.step(now.since(before, sum(plan.tokens_by_staleness().values()))))
+            self._carry_out(self._tuner.step(now.since(before, plan.tokens_by_staleness())))
         return {
             "autotune/pipeline_depth": float(run.settings.pipeline_depth),
             "autotune/max_in_flight": float(run.settings.max_in_flight),
