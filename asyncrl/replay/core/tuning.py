@@ -6,7 +6,8 @@ import logging
 import math
 from dataclasses import dataclass
 
-from asyncrl.replay.core.autotune import Bounds, Limits, Move, Seen, Tuner
+from asyncrl.replay.core.autotune import Move, Tuner
+from asyncrl.replay.core.forecast import Bounds, Limits, Seen
 from asyncrl.replay.core.run import Run
 from asyncrl.types import StepPlan
 

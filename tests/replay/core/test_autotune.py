@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 
-from asyncrl.replay.core.autotune import DEADBAND, MEASURED, Bounds, Limits, Move, Seen, Tuner
+from asyncrl.replay.core.autotune import MEASURED, Move, Tuner
+from asyncrl.replay.core.forecast import Bounds, Limits, Seen
+
+GROUP = 1000
+"""Tokens."""
 
 
 @dataclass
 class Plant:
-    """Engines that make `n / (alone + each * n)` tokens per second of n groups, a learner that trains `learner`."""
+    """Engines that make `n / (alone + each * n)` groups per second of n in flight, a learner that trains `learner`."""
 
     alone: float
     each: float
@@ -27,30 +32,41 @@ class Plant:
     def rate(self, in_flight: float) -> float:
         return in_flight / (self.alone + self.each * in_flight)
 
-    @property
-    def trained(self) -> float:
-        """Tokens per second."""
-        room = (1 + self.bounds.pipeline_depth) * self.limits.groups_per_step
-        return min(self.learner, self.rate(min(self.bounds.max_in_flight, room)))
+    def at(self, bounds: Bounds) -> tuple[float, float, float]:
+        """Seconds of a step, groups in flight, groups in store."""
+        batch = self.limits.groups_per_step
+        room = bounds.pipeline_depth * batch
+        trains = batch / self.learner
+        meanwhile, then = (min(bounds.max_in_flight, groups) for groups in (room, room + batch))
+        if self.rate(meanwhile) >= self.learner:
+            flying = self.alone * self.learner / (1 - self.each * self.learner)
+            return trains, flying, max(0.0, room - flying)
+        waits = (batch - self.rate(meanwhile) * trains) / self.rate(then)
+        return trains + waits, (trains * meanwhile + waits * then) / (trains + waits), 0.0
+
+    def trained(self, bounds: Bounds | None = None) -> float:
+        """Groups per second."""
+        return self.limits.groups_per_step / self.at(bounds or self.bounds)[0]
 
     @property
     def best(self) -> float:
         """At a depth one less than the deepest: a last one is not worth that nobody but who serves the newest version
         gets an order."""
-        room = max(2, self.limits.deepest) * self.limits.groups_per_step
-        return min(self.learner, self.rate(min(self.limits.most_in_flight, room)))
+        depth = self.limits.deepest - (self.limits.deepest > 1)
+        return self.trained(Bounds(pipeline_depth=depth, max_in_flight=self.limits.most_in_flight))
 
     def step(self) -> Seen:
-        rate = self.trained
-        in_flight = self.alone * rate / (1 - self.each * rate)
-        noise = 1 + self.noise * self.random.uniform(-1, 1)
-        tokens = 1000.0 * noise
+        batch = self.limits.groups_per_step
+        seconds, flying, store = self.at(self.bounds)
+        tokens = batch * GROUP * (1 + self.noise * self.random.uniform(-1, 1))
+        part = flying - math.floor(flying)
+        age = min(round((flying / 2 + store) / batch), self.limits.deepest)
         return Seen(
-            seconds=1000.0 / rate,
-            waited_s=1000.0 / rate - 1000.0 / self.learner,
-            in_flight=in_flight,
+            seconds=seconds,
+            waited_s=seconds - batch / self.learner,
+            in_flight={math.floor(flying): seconds * (1 - part), math.floor(flying) + 1: seconds * part},
             generated=tokens,
-            trained=round(tokens),
+            trained={age: round(tokens)},
             wasted=0,
         )
 
@@ -91,7 +107,7 @@ def test_it_comes_near_the_best_stays_within_the_limits_and_comes_to_rest(deep: 
             assert move.reason
         steps = [step for step, _ in made.moves]
         assert all(later - step > MEASURED for step, later in itertools.pairwise(steps)), "the rate limit"
-        assert made.trained >= 0.93 * made.best, (seed, made.bounds, limits)
+        assert made.trained() >= 0.93 * made.best, (seed, made.bounds, limits)
         assert len(made.moves) - early <= (8 if noise else 6), (seed, made.moves[early:])
 
 
@@ -119,10 +135,10 @@ def test_a_run_that_has_changed_is_measured_anew() -> None:
     assert made.bounds.max_in_flight < 20
     made.learner = 40.0
     made.run(tuner, 120, since=120)
-    assert made.trained > 0.95 * made.best == 0.95 * 40.0
+    assert made.trained() > 0.95 * made.best == 0.95 * 40.0
     made.alone = 4.0  # answers have become longer
     made.run(tuner, 200, since=240)
-    assert made.trained > 0.95 * made.best == 0.95 * 16.0
+    assert made.trained() > 0.95 * made.best == 0.95 * 16.0
 
 
 def test_what_was_seen_before_an_interruption_decides_nothing() -> None:
