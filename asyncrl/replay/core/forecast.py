@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncrl.replay.core.ages import Ages, pooled
-from asyncrl.replay.core.rates import TOGETHER, Array, Engines, alone_for, curves, flow
+from asyncrl.replay.core.rates import Array, Engines, alone_for, curves, flow, sharply
 
 FORGETS, LEARNER_FORGETS = 0.996, 0.98
 """Weight of a step as against the one after it; the same of the learner's."""
@@ -25,7 +25,7 @@ LATE, LATES, LATE_VARIES = 0.15, (-0.1, 0.0, 0.15, 0.3, 0.5, 0.75, 1.0), 0.3
 """Batches by which the window seems to be smaller than it is: what is taken for true at first, what may be, and how far
 from the first that is likely."""
 STEP_VARIES = 0.15
-"""Of one step's share of the time that the learner is busy."""
+"""Of one step's share of the time that the learner is busy, standard deviation; what counts as one step more."""
 IN_FLIGHT_AGE, AGE = 0.64, 0.3
 """Versions that a batch in flight adds to the mean staleness; what is there without any."""
 AGES_DIFFER = 3.0
@@ -33,7 +33,7 @@ AGES_DIFFER = 3.0
 DEEPEST = 0.96
 """Of the tokens that the deepest is computed to make: only there are groups admitted to nobody but who serves the
 newest version. Taken for true until it is measured."""
-RECENT, TRIED, REMEMBERED = 12, 100, 1000
+RECENT, TRIED, REMEMBERED = 12, 100, 400
 """Steps, at most: that are looked at together, among which others are that were tried of late, that count at all."""
 CHANGED = 1.5
 """Factor between the last steps and those before: the run has changed."""
@@ -99,6 +99,8 @@ class Row:
     bounds: Bounds
     age: int
     """Steps since these bounds came into force."""
+    flying: float
+    """Groups in flight, mean."""
     alone: Array
     """`[curve]`, see `alone_for`."""
 
@@ -108,7 +110,7 @@ class Row:
         return self.age > min(self.bounds.pipeline_depth, 6)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
     """What was measured at bounds; the youngest steps count most."""
 
@@ -118,6 +120,17 @@ class Known:
     """Share of the time that the learner trained."""
     steps: float
     """How many there were, as many as they count."""
+    error: float
+    """Standard error of `busy`."""
+
+    @classmethod
+    def of(cls, in_flight: float, steps: Sequence[tuple[float, Seen]]) -> Known:
+        """`steps` and how much each counts."""
+        weight = np.array([each for each, _ in steps])
+        seconds, waited = np.array([(seen.seconds, seen.waited_s) for _, seen in steps]).T
+        busy, count = 1 - float(weight @ waited / (weight @ seconds)), float(weight.sum())
+        varies = (weight @ (1 - waited / seconds - busy) ** 2 + STEP_VARIES**2) / (count + 1)
+        return cls(in_flight=in_flight, busy=busy, steps=count, error=math.sqrt(varies / count))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +163,7 @@ class Forecast:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self._knee, self._bend = curves(limits.most_in_flight)
+        self._knee, self._is_sharp = curves(limits.most_in_flight)
         self._most = {max(1, round(each)) for each in np.geomspace(1, limits.most_in_flight, 36)}
         self.uneven = limits.deepest if limits.deepest > 1 else -1
         """The deepest, where it is another than the first."""
@@ -160,7 +173,8 @@ class Forecast:
         """`bounds` were in force."""
         age = self._rows[-1].age + 1 if self._rows and self.bounds == bounds else 0
         self._most.add(bounds.max_in_flight)
-        self._rows.append(Row(seen, bounds, age, alone_for(self._knee, self._bend, seen.in_flight)))
+        alone = alone_for(self._knee, self._is_sharp, seen.in_flight)
+        self._rows.append(Row(seen, bounds, age, seen.mean_in_flight, alone))
         del self._rows[:-REMEMBERED]
 
     def forget(self, but: int = 0) -> None:
@@ -177,11 +191,11 @@ class Forecast:
 
     def tried(self) -> float:
         """Groups in flight, the most that were for a while of late; at depth 0 and at the deepest they tell little."""
-        rows: dict[Bounds, list[Seen]] = {}
+        flying: dict[Bounds, list[float]] = {}
         for row in self._rows[-TRIED:]:
             if row.bounds.pipeline_depth not in (0, self.uneven):
-                rows.setdefault(row.bounds, []).append(row.seen)
-        return max((mean_in_flight(each) for each in rows.values() if len(each) >= PROVES - 1), default=0.0)
+                flying.setdefault(row.bounds, []).append(row.flying)
+        return max((sum(each) / len(each) for each in flying.values() if len(each) >= PROVES - 1), default=0.0)
 
     def grid(self, unsure: float) -> Grid:
         """`unsure`: how likely less than low is, and more than high."""
@@ -193,8 +207,9 @@ class Forecast:
         known = self._known(places)
         late = self._late(engines, learner, known)
         busy, flying = flow(engines, learner, batch, depth, np.minimum(most, places), late)
-        in_store = engines.mean(busy**TOGETHER * np.maximum(0, depth * batch - late - flying)) / batch
+        in_store = engines.mean(sharply(busy) * np.maximum(0, depth * batch - late - flying)) / batch
         mean_flying = engines.mean(flying)
+        busy = self._as_known(busy, depth, most, known)
         aging = IN_FLIGHT_AGE * mean_flying / batch + AGE
         ages = {self._place(bounds, most): each for bounds, each in self._ages().items()}
         fresh = busy * (1 - pooled(ages, aging, in_store))
@@ -229,13 +244,13 @@ class Forecast:
         groups = np.array([row.seen.generated for row in self._rows]) * self.limits.groups_per_step
         groups = groups * len(self._rows) / max(1, tokens.sum())
         alone = np.array([row.alone for row in self._rows]).T
-        return Engines.fitted(self._knee, self._bend, alone, groups, self._weights())
+        return Engines.fitted(self._knee, self._is_sharp, alone, groups, self._weights())
 
     def _weights(self) -> Array:
         """`[step]` of what they say of the engines."""
         weight = FORGETS ** np.arange(len(self._rows))[::-1]
         uneven = np.array([row.bounds.pipeline_depth in (0, self.uneven) for row in self._rows])
-        held = np.array([row.seen.mean_in_flight < 0.9 * row.bounds.max_in_flight for row in self._rows])
+        held = np.array([row.flying < 0.9 * row.bounds.max_in_flight for row in self._rows])
         if (~uneven).sum() >= PROVES:
             weight = np.where(uneven, UNEVEN * weight, weight)
         if (~uneven & ~held).sum() >= PROVES:
@@ -256,34 +271,38 @@ class Forecast:
         return float(max(1, most)) if waits and most < 0.9 * allowed else math.inf
 
     def _known(self, places: float) -> dict[Bounds, Known]:
-        sums: dict[Bounds, tuple[float, float, float]] = {}
+        steps: dict[Bounds, list[tuple[float, Seen]]] = {}
         for place, row in enumerate(reversed(self._rows)):
             if row.is_settled:
-                steps, seconds, waited = sums.get(row.bounds, (0.0, 0.0, 0.0))
-                weight = FORGETS**place
-                seconds, waited = seconds + weight * row.seen.seconds, waited + weight * row.seen.waited_s
-                sums[row.bounds] = steps + weight, seconds, waited
-        return {
-            bounds: Known(min(bounds.max_in_flight, places), 1 - waited / seconds, steps)
-            for bounds, (steps, seconds, waited) in sums.items()
-        }
+                steps.setdefault(row.bounds, []).append((FORGETS**place, row.seen))
+        return {at: Known.of(min(at.max_in_flight, places), each) for at, each in steps.items()}
 
-    def _foretold(self, engines: Engines, learner: float, known: dict[Bounds, Known], late: float) -> Array:
-        """`[bounds]` share of the time that the learner trains, at those that are known."""
+    def _as_known(self, busy: Array, depth: Array, most: Array, known: dict[Bounds, Known]) -> Array:
+        """`[curve, depth, in_flight]` share of the time that the learner trains: with more room than somewhere else no
+        less than there, with less room no more."""
+        for at, each in known.items():
+            if each.steps >= PROVES - 1:
+                less = (depth <= at.pipeline_depth) & (most <= at.max_in_flight)
+                more = (depth >= at.pipeline_depth) & (most >= at.max_in_flight) & (depth != self.uneven)
+                busy = np.where(less, np.minimum(busy, each.busy + each.error), busy)
+                busy = np.where(more, np.maximum(busy, each.busy - each.error), busy)
+        return busy
+
+    def _foretold(self, engines: Engines, learner: float, known: dict[Bounds, Known], late: Array | float) -> Array:
+        """`[..., bounds]` share of the time that the learner trains, at those that are known; of `late` `[..., 1]`."""
         depth = np.array([bounds.pipeline_depth for bounds in known], float)
         most = np.array([each.in_flight for each in known.values()])
         return engines.mean(flow(engines, learner, self.limits.groups_per_step, depth, most, late)[0])
 
     def _late(self, engines: Engines, learner: float, known: dict[Bounds, Known]) -> float:
         """Groups: see `LATE`."""
-        batch = self.limits.groups_per_step
-        busy, steps = (np.array([getattr(each, name) for each in known.values()]) for name in ("busy", "steps"))
-
-        def wrong(late: float) -> float:
-            off = busy - self._foretold(engines, learner, known, late * batch) if known else busy
-            return float((steps * off**2).sum()) / STEP_VARIES**2 + ((late - LATE) / LATE_VARIES) ** 2
-
-        return batch * min(LATES, key=wrong)
+        late, batch = np.array(LATES), self.limits.groups_per_step
+        wrong = ((late - LATE) / LATE_VARIES) ** 2
+        if known:
+            busy, steps = (np.array([getattr(each, name) for each in known.values()]) for name in ("busy", "steps"))
+            off = busy - self._foretold(engines, learner, known, late[:, None] * batch)
+            wrong += (steps * off**2).sum(1) / STEP_VARIES**2
+        return batch * LATES[int(wrong.argmin())]
 
     def _deepest(self, engines: Engines, learner: float, known: dict[Bounds, Known], late: float) -> float:
         """Of the tokens that the deepest is computed to make; none while nothing else was tried, which tells more."""

@@ -8,31 +8,32 @@ weighed: `[curve]` is the first axis of whatever follows from them, and the spre
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-KNEES, BENDS = 28, (1.0, 4.0)
-"""Of the curves: how many knees, up to far above what may be in flight, and how sharp they are."""
+KNEES = 28
+"""Of the curves, up to far above what may be in flight; each is there with a sharp knee and with a soft one."""
 VARIES, LEAST_VARIES, PRIOR = 0.3, 0.02, 4
 """Variance of what a group makes, in groups: at first, at least, and of how many steps the first guess is worth."""
 AS_FEW = 40
 """However many steps there are, they say no more than so many: the curve is not quite the engines'."""
 UNLIKELY = 0.02
 """Below this share of the most likely one's weight a curve is left out."""
-TOGETHER = 12.0
-"""How sharply the slower of the two decides the rate, as the exponent of a mean."""
+HALVES = 12
+"""By which the share of the time that is trained is looked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """Curves, all `[curve]`. A group among n in flight takes `alone * (1 + (n / knee) ** bend) ** (1 / bend)` seconds:
-    few are as fast as one; of many only the sum counts."""
+    """Curves, all `[curve]`. A group among n in flight takes `alone * (1 + (n / knee) ** bend) ** (1 / bend)` seconds,
+    with a bend of 4 where the knee is sharp, else 1: few are as fast as one; of many only the sum counts."""
 
     knee: Array
-    bend: Array
+    is_sharp: NDArray[np.bool_]
     alone: Array
     """Seconds."""
     weight: Array
@@ -41,7 +42,7 @@ class Engines:
     """Among all curves that were weighed."""
 
     @classmethod
-    def fitted(cls, knee: Array, bend: Array, alone: Array, groups: Array, weight: Array) -> Engines:
+    def fitted(cls, knee: Array, is_sharp: NDArray[np.bool_], alone: Array, groups: Array, weight: Array) -> Engines:
         """From steps: `alone` is `[curve, step]`, see `alone_for`; `groups` made and `weight` are `[step]`."""
         seconds = (weight * alone).sum(1) / max((weight * groups).sum(), 1e-9)
         foretold = np.maximum(alone / seconds[:, None], 1e-9)
@@ -50,11 +51,11 @@ class Engines:
         varies = max(varies, LEAST_VARIES) * (1 + weight.sum() / AS_FEW)
         likely = np.exp((wrong.min() - wrong) / 2 / varies)
         kept = likely > UNLIKELY
-        return cls(knee[kept], bend[kept], seconds[kept], likely[kept] / likely[kept].sum(), kept.nonzero()[0])
+        return cls(knee[kept], is_sharp[kept], seconds[kept], likely[kept] / likely[kept].sum(), kept.nonzero()[0])
 
     def rate(self, in_flight: Array) -> Array:
         """`[curve, ...]` groups per second, of `[...]` in flight."""
-        return speed(self.knee, self.bend, in_flight) / beside(self.alone, in_flight)
+        return speed(self.knee, self.is_sharp, in_flight) / beside(self.alone, in_flight)
 
     def mean(self, values: Array) -> Array:
         """`[...]`, of `[curve, ...]`."""
@@ -67,31 +68,40 @@ class Engines:
         return np.take_along_axis(np.take_along_axis(values, order, 0), first[None], 0)[0]
 
 
-def curves(most_in_flight: int) -> tuple[Array, Array]:
-    """Knee and bend, `[curve]`, of all that are weighed."""
+def curves(most_in_flight: int) -> tuple[Array, NDArray[np.bool_]]:
+    """The knee of all that are weighed, and whether it is sharp, `[curve]` both."""
     knees = np.geomspace(0.3, 8 * most_in_flight + 8, KNEES)
-    return np.tile(knees, len(BENDS)), np.repeat(BENDS, KNEES)
+    return np.tile(knees, 2), np.repeat([False, True], KNEES)
 
 
-def beside(curve: Array, values: Array) -> Array:
+def beside(curve: NDArray[Any], values: Array) -> NDArray[Any]:
     """`[curve]` with as many axes more as `[...]` has."""
     return curve.reshape(-1, *[1] * values.ndim)
 
 
-def speed(knee: Array, bend: Array, in_flight: Array) -> Array:
+def speed(knee: Array, is_sharp: NDArray[np.bool_], in_flight: Array) -> Array:
     """`[curve, ...]` groups per the seconds that one takes alone, of `[...]` in flight."""
-    knee, bend = beside(knee, in_flight), beside(bend, in_flight)
-    return in_flight / (1 + (in_flight / knee) ** bend) ** (1 / bend)
+    over = in_flight / beside(knee, in_flight)
+    square = over * over
+    return in_flight / np.where(beside(is_sharp, in_flight), np.sqrt(np.sqrt(1 + square * square)), 1 + over)
 
 
-def alone_for(knee: Array, bend: Array, in_flight: dict[int, float]) -> Array:
+def alone_for(knee: Array, is_sharp: NDArray[np.bool_], in_flight: dict[int, float]) -> Array:
     """`[curve]`: what is made in so many seconds by how many are in flight would take one group alone so long."""
     counts, seconds = np.array(list(in_flight), float), np.array(list(in_flight.values()))
-    return speed(knee, bend, counts) @ seconds
+    return speed(knee, is_sharp, counts) @ seconds
+
+
+def sharply(share: Array) -> Array:
+    """The twelfth power. Where each of two waits for the other, it is 1 in all of what they come to as a share of the
+    one's own rate and as a share of the other's: nearly the slower one's. So sharp it was found in simulated runs."""
+    cube = share * share * share
+    sixth = cube * cube
+    return sixth * sixth
 
 
 def flow(
-    engines: Engines, learner: float, batch: int, depth: Array, in_flight: Array, late: float
+    engines: Engines, learner: float, batch: int, depth: Array, in_flight: Array, late: Array | float
 ) -> tuple[Array, Array]:
     """What the bounds `depth` and `in_flight`, `[...]` both, come to with a learner that trains so many groups per
     second: the share of the time that it trains, and the groups in flight, `[curve, ...]` both.
@@ -104,11 +114,11 @@ def flow(
     waits = np.clip(np.minimum(in_flight, window - gathered), 0, None)
     trains = np.clip(np.minimum(in_flight, window - batch - gathered), 0, None)
     while_waits, while_trains = engines.rate(waits).mean(1) / learner, engines.rate(trains).mean(1) / learner
-    low, high = np.zeros(while_waits.shape), np.full(while_waits.shape, 1 - 1e-9)
-    for _ in range(14):  # by halves: the engines make less, the more of the time is trained
+    low, high = np.zeros(while_waits.shape), np.ones(while_waits.shape)
+    for _ in range(HALVES):  # the engines make less, the more of the time is trained
         busy = (low + high) / 2
         made = (1 - busy) * while_waits + busy * while_trains
-        enough = made > busy / (1 - busy**TOGETHER) ** (1 / TOGETHER)
+        enough = sharply(made) * (1 - sharply(busy)) > sharply(busy)
         low, high = np.where(enough, busy, low), np.where(enough, high, busy)
     flying = (1 - busy) * waits.mean(0) + busy * trains.mean(0)
     return busy, flying * busy / np.maximum(made, 1e-12)
