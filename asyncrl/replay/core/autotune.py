@@ -22,7 +22,7 @@ from asyncrl.replay.core.forecast import Bounds, Forecast, Grid, Limits, Seen, m
 
 MEASURED = 5
 """Steps that a decision rests on, at least."""
-GOAL, ENOUGH, FAR_TOO_FEW = 0.974, 0.962, 0.92
+GOAL, ENOUGH, FAR_TOO_FEW = 0.977, 0.965, 0.92
 """Of the most tokens per second that any bounds would make: so many are aimed at; with so many it need not have more;
 with fewer it does not wait until the next move is due."""
 UNSURE = 0.35
@@ -124,7 +124,9 @@ class Tuner:
 
 
 def freshest(grid: Grid, worth: NDArray[np.float64], among: NDArray[np.bool_]) -> tuple[int, int]:
-    """Place of those that make enough; where none does, of those that make about the most."""
+    """Place of those that make enough; where none does, of those that make about the most; without any, that in force."""
+    if not among.any():
+        return grid.now
     most = np.where(among, worth, -1).max()
     enough = among & (worth >= (GOAL if most >= GOAL else most - BETTER))
     stale = np.where(enough, grid.staleness + 1e-6 * (grid.depth + grid.most), np.inf)
