@@ -78,6 +78,10 @@ class Plant:
                 self.moves.append((step, move))
 
 
+def bounds(pipeline_depth: int, max_in_flight: int) -> Bounds:
+    return Bounds(pipeline_depth=pipeline_depth, max_in_flight=max_in_flight)
+
+
 def plant(seed: int, *, deep: bool, noise: float = 0.0) -> Plant:
     random = np.random.default_rng(seed)
     limits = Limits(
@@ -95,63 +99,119 @@ def plant(seed: int, *, deep: bool, noise: float = 0.0) -> Plant:
 @pytest.mark.parametrize("deep", [False, True])
 @pytest.mark.parametrize("noise", [0.0, 0.03])
 def test_it_comes_near_the_best_stays_within_the_limits_and_comes_to_rest(deep: bool, noise: float) -> None:
-    for seed in range(60):
+    for seed in range(10):
         made = plant(seed, deep=deep, noise=noise)
         limits, tuner = made.limits, Tuner(made.limits, made.bounds)
-        made.run(tuner, 150)
+        made.run(tuner, 100)
         early = len(made.moves)
-        made.run(tuner, 300, since=150)
+        made.run(tuner, 150, since=100)
         for _, move in made.moves:
             assert 0 <= move.bounds.pipeline_depth <= limits.deepest
             assert 1 <= move.bounds.max_in_flight <= limits.most_in_flight
             assert move.reason
         steps = [step for step, _ in made.moves]
         assert all(later - step > MEASURED for step, later in itertools.pairwise(steps)), "the rate limit"
-        assert made.trained() >= 0.93 * made.best, (seed, made.bounds, limits)
-        assert len(made.moves) - early <= (8 if noise else 6), (seed, made.moves[early:])
+        assert made.trained() >= 0.95 * made.best, (seed, made.bounds, limits)
+        assert len(made.moves) - early <= 5, (seed, made.moves[early:])
 
 
-def test_of_two_that_are_about_as_good_it_stays_where_it_is() -> None:
-    limits = Limits(groups_per_step=8, deepest=8, most_in_flight=64)
-    made = Plant(alone=1.0, each=0.0, learner=20.5, limits=limits, bounds=Bounds(pipeline_depth=3, max_in_flight=20))
-    made.run(Tuner(limits, made.bounds), 200)
-    assert made.moves == []  # the learner waits 2.4 % of the time
+def moved(made: Plant, steps: int) -> Plant:
+    made.run(Tuner(made.limits, made.bounds), steps)
+    return made
 
 
-def test_a_busy_learner_gives_up_a_depth_that_it_does_not_need() -> None:
-    """With less in flight than the deadband asks for, but one depth less has room for what is there."""
-    limits = Limits(groups_per_step=16, deepest=16, most_in_flight=272)
-    made = Plant(alone=1.0, each=0.0, learner=118.0, limits=limits, bounds=Bounds(pipeline_depth=9, max_in_flight=142))
-    made.run(Tuner(limits, made.bounds), 100)
-    assert made.bounds == Bounds(pipeline_depth=8, max_in_flight=128) and len(made.moves) == 1
+LIMITS = Limits(groups_per_step=8, deepest=8, most_in_flight=64)
+
+
+def test_a_busy_learner_gives_up_the_depth_and_the_groups_that_it_does_not_need() -> None:
+    """It needs 10 groups in flight beside those that gather: two batches."""
+    made = moved(Plant(alone=1.0, each=0.0, learner=10.0, limits=LIMITS, bounds=bounds(7, 64)), 100)
+    assert made.trained() > 0.95 * made.best
+    assert made.bounds.pipeline_depth <= 3
+
+
+def test_a_learner_that_waits_gets_what_it_needs_and_not_all() -> None:
+    made = moved(Plant(alone=1.0, each=0.0, learner=20.0, limits=LIMITS, bounds=bounds(0, 64)), 100)
+    assert made.trained() > 0.95 * made.best
+    assert 2 <= made.bounds.pipeline_depth <= 4
+
+
+def test_engines_that_many_groups_make_no_faster_get_few() -> None:
+    """From 20 groups on they make 9 of 10 that they can make at all, which the learner could train twice as fast."""
+    made = moved(Plant(alone=0.2, each=0.1, learner=20.0, limits=LIMITS, bounds=bounds(7, 64)), 200)
+    assert made.trained() > 0.94 * made.best
+    assert made.bounds.max_in_flight <= 48
+
+
+@pytest.mark.parametrize("learner", [5.0, 20.0, 60.0])
+def test_on_a_steady_workload_it_comes_to_rest_and_looks_again_once_at_most(learner: float) -> None:
+    made = Plant(alone=1.0, each=0.01, learner=learner, limits=LIMITS, bounds=bounds(0, 64))
+    tuner = Tuner(LIMITS, made.bounds)
+    made.run(tuner, 150)
+    found = made.bounds
+    made.run(tuner, 300, since=150)
+    assert made.bounds == found
+    assert sum(step >= 150 for step, _ in made.moves) <= 2, "there and back"
+
+
+def test_after_each_move_the_next_one_has_to_wait_longer() -> None:
+    """Whatever is measured: here, anything."""
+    random = np.random.default_rng(0)
+    tuner, steps = Tuner(LIMITS, bounds(0, 64)), []
+    for step in range(600):
+        seconds, count = float(random.uniform(1, 9)), int(random.integers(1, 64))
+        tokens = int(random.integers(1, 9000))
+        seen = Seen(
+            seconds=seconds,
+            waited_s=seconds * float(random.uniform(0, 0.07)),
+            in_flight={count: seconds},
+            generated=float(random.integers(1, 9000)),
+            trained={int(random.integers(0, 9)): tokens},
+            wasted=int(random.integers(0, tokens)),
+        )
+        if tuner.step(seen) is not None:
+            steps.append(step)
+    assert steps and len(steps) < 25
 
 
 def test_a_run_that_has_changed_is_measured_anew() -> None:
-    limits = Limits(groups_per_step=8, deepest=8, most_in_flight=64)
-    made = Plant(alone=1.0, each=0.0, learner=10.0, limits=limits, bounds=Bounds(pipeline_depth=8, max_in_flight=64))
-    tuner = Tuner(limits, made.bounds)
+    made = Plant(alone=1.0, each=0.0, learner=10.0, limits=LIMITS, bounds=bounds(8, 64))
+    tuner = Tuner(LIMITS, made.bounds)
     made.run(tuner, 120)
     assert made.bounds.max_in_flight < 20
     made.learner = 40.0
     made.run(tuner, 120, since=120)
-    assert made.trained() > 0.95 * made.best == 0.95 * 40.0
+    assert made.trained() > 0.95 * made.best
     made.alone = 4.0  # answers have become longer
     made.run(tuner, 200, since=240)
-    assert made.trained() > 0.95 * made.best == 0.95 * 16.0
+    assert made.trained() > 0.95 * made.best
 
 
 def test_what_was_seen_before_an_interruption_decides_nothing() -> None:
-    limits = Limits(groups_per_step=8, deepest=8, most_in_flight=64)
-    made = Plant(alone=1.0, each=0.0, learner=40.0, limits=limits, bounds=Bounds(pipeline_depth=0, max_in_flight=64))
-    tuner = Tuner(limits, made.bounds)
+    made = Plant(alone=1.0, each=0.0, learner=40.0, limits=LIMITS, bounds=bounds(0, 64))
+    tuner = Tuner(LIMITS, made.bounds)
     for _ in range(40):
         made.run(tuner, MEASURED)
         tuner.interrupted(others=True)
     assert made.moves == []
 
 
-def test_epochs_last_as_long_as_heartbeats_need() -> None:
+def test_the_steps_after_an_interruption_are_not_looked_at() -> None:
+    """A learner that was restored trains what was ready; nothing of it is in what is decided later."""
+    made = Plant(alone=1.0, each=0.0, learner=40.0, limits=LIMITS, bounds=bounds(0, 64))
+    undisturbed = Plant(alone=1.0, each=0.0, learner=40.0, limits=LIMITS, bounds=bounds(0, 64))
+    tuner = Tuner(LIMITS, made.bounds)
+    made.run(tuner, 4)
+    tuner.interrupted()
+    for _ in range(2):
+        strange = Seen(seconds=1e-3, waited_s=0.0, in_flight={1: 1e-3}, generated=1e9, trained={8: 1}, wasted=9)
+        assert tuner.step(strange) is None
+    made.run(tuner, 60)
+    undisturbed.run(Tuner(LIMITS, undisturbed.bounds), 64)
+    assert made.bounds == undisturbed.bounds
+    assert [move.bounds for _, move in made.moves] == [move.bounds for _, move in undisturbed.moves]
+
+
+def test_a_decision_rests_on_as_many_seconds_as_heartbeats_need() -> None:
     limits = Limits(groups_per_step=8, deepest=8, most_in_flight=64, least_s=1e9)
-    made = Plant(alone=1.0, each=0.0, learner=40.0, limits=limits, bounds=Bounds(pipeline_depth=0, max_in_flight=64))
-    made.run(Tuner(limits, made.bounds), 100)
-    assert made.moves == []
+    assert moved(Plant(alone=1.0, each=0.0, learner=40.0, limits=limits, bounds=bounds(0, 64)), 100).moves == []
