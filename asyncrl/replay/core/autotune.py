@@ -22,10 +22,10 @@ from asyncrl.replay.core.forecast import Bounds, Forecast, Grid, Limits, Seen, m
 
 MEASURED = 5
 """Steps that a decision rests on, at least."""
-GOAL, ENOUGH, FAR_TOO_FEW = 0.977, 0.965, 0.92
+GOAL, ENOUGH, FAR_TOO_FEW = 0.974, 0.962, 0.92
 """Of the most tokens per second that any bounds would make: so many are aimed at; with so many it need not have more;
 with fewer it does not wait until the next move is due."""
-UNSURE = 0.35
+UNSURE = 0.25
 """Probability at which something may be."""
 FRESHER, FRESHER_SHARE = 0.15, 0.05
 """Versions of mean staleness, and share of it: that much less, both together, is worth a move."""

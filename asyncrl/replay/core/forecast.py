@@ -279,13 +279,16 @@ class Forecast:
 
     def _as_known(self, busy: Array, depth: Array, most: Array, known: dict[Bounds, Known]) -> Array:
         """`[curve, depth, in_flight]` share of the time that the learner trains: with more room than somewhere else no
-        less than there, with less room no more."""
-        for at, each in known.items():
-            if each.steps >= PROVES - 1:
-                less = (depth <= at.pipeline_depth) & (most <= at.max_in_flight)
-                more = (depth >= at.pipeline_depth) & (most >= at.max_in_flight) & (depth != self.uneven)
-                busy = np.where(less, np.minimum(busy, each.busy + each.error), busy)
-                busy = np.where(more, np.maximum(busy, each.busy - each.error), busy)
+        less than there, with less room no more; and where it was measured, what was, for it may be otherwise."""
+        sure = {at: each for at, each in known.items() if each.steps >= PROVES - 1}
+        for at, each in sure.items():
+            less = (depth <= at.pipeline_depth) & (most <= at.max_in_flight)
+            more = (depth >= at.pipeline_depth) & (most >= at.max_in_flight) & (depth != self.uneven)
+            busy = np.where(less, np.minimum(busy, each.busy + each.error), busy)
+            busy = np.where(more, np.maximum(busy, each.busy - each.error), busy)
+        for at, each in sure.items():
+            there = (depth == at.pipeline_depth) & (most == at.max_in_flight) & (depth != self.uneven)
+            busy = np.where(there, np.clip(busy, each.busy - each.error, each.busy + each.error), busy)
         return busy
 
     def _foretold(self, engines: Engines, learner: float, known: dict[Bounds, Known], late: Array | float) -> Array:
