@@ -124,7 +124,7 @@ class Tuner:
 
 
 def freshest(grid: Grid, worth: NDArray[np.float64], among: NDArray[np.bool_]) -> tuple[int, int]:
-    """Place of those that make enough; where none does, of those that make about the most; without any, that in force."""
+    """Place of those that make enough; where none does, of those that make about the most; of none, that in force."""
     if not among.any():
         return grid.now
     most = np.where(among, worth, -1).max()

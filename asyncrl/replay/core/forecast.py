@@ -33,7 +33,7 @@ AGES_DIFFER = 3.0
 DEEPEST = 0.96
 """Of the tokens that the deepest is computed to make: only there are groups admitted to nobody but who serves the
 newest version. Taken for true until it is measured."""
-RECENT, TRIED, REMEMBERED = 12, 100, 400
+RECENT, TRIED, REMEMBERED = 12, 100, 300
 """Steps, at most: that are looked at together, among which others are that were tried of late, that count at all."""
 CHANGED = 1.5
 """Factor between the last steps and those before: the run has changed."""

@@ -111,14 +111,22 @@ def flow(
     """
     window = (1 + depth) * batch - late
     gathered = (batch - 1) * np.array([1 / 6, 1 / 2, 5 / 6]).reshape(-1, *[1] * window.ndim)
-    waits = np.clip(np.minimum(in_flight, window - gathered), 0, None)
-    trains = np.clip(np.minimum(in_flight, window - batch - gathered), 0, None)
-    while_waits, while_trains = engines.rate(waits).mean(1) / learner, engines.rate(trains).mean(1) / learner
+    at_most = in_flight.reshape(1, *[1] * (window.ndim - in_flight.ndim), *in_flight.shape)
+    fastest = engines.rate(at_most)
+
+    def fed(room: Array) -> tuple[Array, Array]:
+        """Groups per second, as a share of the learner's, and in flight."""
+        room = np.maximum(room, 0)
+        rates = np.minimum(fastest, engines.rate(room))  # of the fewer, for more are faster
+        return rates.mean(1) / learner, np.minimum(at_most, room).mean(0)
+
+    while_waits, waits = fed(window - gathered)
+    while_trains, trains = fed(window - batch - gathered)
     low, high = np.zeros(while_waits.shape), np.ones(while_waits.shape)
     for _ in range(HALVES):  # the engines make less, the more of the time is trained
         busy = (low + high) / 2
         made = (1 - busy) * while_waits + busy * while_trains
         enough = sharply(made) * (1 - sharply(busy)) > sharply(busy)
         low, high = np.where(enough, busy, low), np.where(enough, high, busy)
-    flying = (1 - busy) * waits.mean(0) + busy * trains.mean(0)
+    flying = (1 - busy) * waits + busy * trains
     return busy, flying * busy / np.maximum(made, 1e-12)

@@ -63,6 +63,13 @@ def test_what_was_measured_limits_what_is_expected() -> None:
     assert grid.worth[2, at] < 0.65 and grid.worth[4, at] > 0.9
 
 
+def test_where_it_was_measured_it_is_what_was_measured() -> None:
+    """With longer tails more in flight may make less."""
+    grid = told([((2, 12), seen(busy=0.93, flying=12))] * 30 + [((2, 21), seen(busy=0.8, flying=14))] * 60).grid(0.25)
+    assert grid.worth[grid.now] < 0.9
+    assert grid.worth[2, int(np.searchsorted(grid.most[0], 12))] > 0.9
+
+
 def test_the_deepest_is_worth_nothing_until_something_else_was_tried() -> None:
     """Only there are groups admitted to nobody but who serves the newest version."""
     grid = told([((8, 64), seen())] * 6).grid(0.25)
@@ -83,7 +90,7 @@ def test_a_run_has_changed_where_the_learner_or_the_engines_have() -> None:
 
 def test_what_is_remembered_is_bounded() -> None:
     found = told(list(itertools.repeat(((3, 16), seen()), 1000)))
-    assert len(found._rows) == 400
+    assert len(found._rows) == 300
     found.forget(but=10)
     assert len(found._rows) == 10
     found.forget()
