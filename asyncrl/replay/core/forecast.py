@@ -288,7 +288,8 @@ class Forecast:
             busy = np.where(more, np.maximum(busy, each.busy - each.error), busy)
         for at, each in sure.items():
             there = (depth == at.pipeline_depth) & (most == at.max_in_flight) & (depth != self.uneven)
-            busy = np.where(there, np.clip(busy, each.busy - each.error, each.busy + each.error), busy)
+            measured = np.minimum(np.maximum(busy, each.busy - each.error), each.busy + each.error)
+            busy = np.where(there, measured, busy)
         return busy
 
     def _foretold(self, engines: Engines, learner: float, known: dict[Bounds, Known], late: Array | float) -> Array:
