@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.replay.core.ages import Ages, pooled
 from asyncrl.replay.core.rates import Array, Engines, alone_for, curves, flow, sharply
@@ -248,7 +249,7 @@ class Forecast:
 
     def _weights(self) -> Array:
         """`[step]` of what they say of the engines."""
-        weight = FORGETS ** np.arange(len(self._rows))[::-1]
+        weight = np.array([FORGETS**place for place in reversed(range(len(self._rows)))])
         uneven = np.array([row.bounds.pipeline_depth in (0, self.uneven) for row in self._rows])
         held = np.array([row.flying < 0.9 * row.bounds.max_in_flight for row in self._rows])
         if (~uneven).sum() >= PROVES:
@@ -280,16 +281,18 @@ class Forecast:
     def _as_known(self, busy: Array, depth: Array, most: Array, known: dict[Bounds, Known]) -> Array:
         """`[curve, depth, in_flight]` share of the time that the learner trains: with more room than somewhere else no
         less than there, with less room no more; and where it was measured, what was, for it may be otherwise."""
-        sure = {at: each for at, each in known.items() if each.steps >= PROVES - 1}
-        for at, each in sure.items():
+        sure = [
+            (at, each.busy - each.error, each.busy + each.error)
+            for at, each in known.items()
+            if each.steps >= PROVES - 1
+        ]
+        for at, low, high in sure:
             less = (depth <= at.pipeline_depth) & (most <= at.max_in_flight)
             more = (depth >= at.pipeline_depth) & (most >= at.max_in_flight) & (depth != self.uneven)
-            busy = np.where(less, np.minimum(busy, each.busy + each.error), busy)
-            busy = np.where(more, np.maximum(busy, each.busy - each.error), busy)
-        for at, each in sure.items():
+            busy = clipped(clipped(busy, less, 0.0, high), more, low, 1.0)
+        for at, low, high in sure:
             there = (depth == at.pipeline_depth) & (most == at.max_in_flight) & (depth != self.uneven)
-            measured = np.minimum(np.maximum(busy, each.busy - each.error), each.busy + each.error)
-            busy = np.where(there, measured, busy)
+            busy = clipped(busy, there, low, high)
         return busy
 
     def _foretold(self, engines: Engines, learner: float, known: dict[Bounds, Known], late: Array | float) -> Array:
@@ -348,3 +351,8 @@ class Forecast:
 
         ratios = [max(now, 1e-9) / max(then, 1e-9) for now, then in zip(paces(last), paces(before), strict=True)]
         return not all(1 / CHANGED < ratio < CHANGED for ratio in ratios)
+
+
+def clipped(values: Array, where: NDArray[np.bool_], low: float, high: float) -> Array:
+    """`[curve, ...]`, of which those that `where`, `[...]`, says are."""
+    return np.where(where & (values < low), low, np.where(where & (values > high), high, values))
