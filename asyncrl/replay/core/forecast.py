@@ -151,7 +151,7 @@ class Grid:
     low: Array
     """Less only if what is known of the engines is off in an unlikely way."""
     high: Array
-    """More only if it is."""
+    """More only if it is; where fewer are in flight than where it was measured, no more than `worth` is there."""
     now: tuple[int, int]
     """Place of those in force."""
 
@@ -217,6 +217,11 @@ class Forecast:
         if self.uneven > 0:
             fresh[:, self.uneven] *= self._deepest(engines, learner, known, late)
         worth = fresh / fresh.reshape(len(fresh), -1).max(1)[:, None, None]
+        mean, high = engines.mean(worth), engines.quantile(worth, 1 - unsure)
+        for at, each in known.items():
+            place = self._place(at, most)
+            if each.steps >= PROVES - 1:  # with fewer in flight no more is hoped for than is expected there
+                high = np.where(mean_flying <= mean_flying[place], np.minimum(high, mean[place]), high)
         now = self._place(self.bounds, most)
         differ = ages[now].mean / (aging + in_store)[now]
         return Grid(
@@ -224,9 +229,9 @@ class Forecast:
             most=most,
             flying=mean_flying,
             staleness=(aging + in_store) * min(max(differ, 0.5), AGES_DIFFER),
-            worth=engines.mean(worth),
+            worth=mean,
             low=engines.quantile(worth, unsure),
-            high=engines.quantile(worth, 1 - unsure),
+            high=high,
             now=now,
         )
 

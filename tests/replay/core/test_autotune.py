@@ -139,8 +139,9 @@ def test_a_learner_that_waits_gets_what_it_needs_and_not_all() -> None:
 def test_engines_that_many_groups_make_no_faster_get_few() -> None:
     """From 20 groups on they make 9 of 10 that they can make at all, which the learner could train twice as fast."""
     made = moved(Plant(alone=0.2, each=0.1, learner=20.0, limits=LIMITS, bounds=bounds(7, 64)), 200)
-    assert made.trained() > 0.94 * made.best
+    assert made.trained() > 0.93 * made.best
     assert made.bounds.max_in_flight <= 48
+    assert len(made.moves) <= 5, "what was found to be too few is not tried again and again"
 
 
 @pytest.mark.parametrize("learner", [5.0, 20.0, 60.0])
