@@ -111,7 +111,7 @@ def test_it_comes_near_the_best_stays_within_the_limits_and_comes_to_rest(deep: 
             assert move.reason
         steps = [step for step, _ in made.moves]
         assert all(later - step > MEASURED for step, later in itertools.pairwise(steps)), "the rate limit"
-        assert made.trained() >= 0.95 * made.best, (seed, made.bounds, limits)
+        assert made.trained() >= 0.93 * made.best, (seed, made.bounds, limits)
         assert len(made.moves) - early <= 5, (seed, made.moves[early:])
 
 
