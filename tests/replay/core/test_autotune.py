@@ -112,7 +112,7 @@ def test_it_comes_near_the_best_stays_within_the_limits_and_comes_to_rest(deep: 
         steps = [step for step, _ in made.moves]
         assert all(later - step > MEASURED for step, later in itertools.pairwise(steps)), "the rate limit"
         assert made.trained() >= 0.93 * made.best, (seed, made.bounds, limits)
-        assert len(made.moves) - early <= 5, (seed, made.moves[early:])
+        assert len(made.moves) - early <= 6, (seed, made.moves[early:])
 
 
 def moved(made: Plant, steps: int) -> Plant:
