@@ -216,7 +216,7 @@ class Forecast:
         fresh = busy * (1 - pooled(ages, aging, in_store))
         if self.uneven > 0:
             fresh[:, self.uneven] *= self._deepest(engines, learner, known, late)
-        worth = fresh / fresh.reshape(len(fresh), -1).max(1)[:, None, None]
+        worth = fresh / np.maximum(fresh.reshape(len(fresh), -1).max(1), 1e-9)[:, None, None]
         mean, high = engines.mean(worth), engines.quantile(worth, 1 - unsure)
         for at, each in known.items():
             place = self._place(at, most)
