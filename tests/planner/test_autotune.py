@@ -20,4 +20,4 @@ def test_from_a_bad_start_it_comes_near_the_best_fixed_setting(seed: int) -> Non
 @pytest.mark.slow
 def test_of_many_workloads_it_does_in_nearly_all() -> None:
     rows = [row for seed in range(60) for row in simulated(seed, 250)]
-    assert sum(bool(row["good"]) for row in rows) >= 0.93 * len(rows), [row for row in rows if not row["good"]]
+    assert sum(bool(row["good"]) for row in rows) >= 0.97 * len(rows), [row for row in rows if not row["good"]]
