@@ -281,7 +281,8 @@ def train(learner: LearnerClient, case: Case, steps: int, folder: Path) -> list[
             "step": step + 1,
             "time/step": now - before,
             "time/wait_batch": trained_from - waited,
-            "perf/trained_tokens_per_s": sum(mine) / (now - before),
+            # What was too old costs the learner as much, and bears no gradient.
+            "perf/trained_tokens_per_s": sum(lease.plan.tokens_by_staleness().values()) / (now - before),
             "weights/update_s": SYNC_S,
             "weights/stall_s": STALL_S,
         }
