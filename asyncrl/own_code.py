@@ -20,7 +20,7 @@ import sys
 import traceback
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -142,9 +142,7 @@ def _refuse_late_of_two(path: Path, given: str) -> None:
     """Raises ConfigError where a function of a loaded file will import a neighbour of which another folder has one."""
     functions = [each for each in ast.walk(ast.parse(path.read_bytes())) if isinstance(each, FUNCTIONS)]
     for each in (each for function in functions for each in ast.walk(function)):
-        names = [alias.name for alias in each.names] if isinstance(each, ast.Import) else []
-        names += [each.module] if isinstance(each, ast.ImportFrom) and each.module and not each.level else []
-        names = [name.partition(".")[0] for name in names]
+        names = [name for name, *_ in _named(each, ())]
         _LATE.update(dict.fromkeys((path, name) for name in names if name not in sys.stdlib_module_names))
     for file, name in _LATE:
         places = (f"{name}.py", f"{name}/__init__.py")
@@ -223,14 +221,22 @@ def code_fingerprint(spec: str) -> str:
     if place.suffix != ".py" or not place.is_file():
         return spec
     digest = hashlib.sha256(place.read_bytes())
-    for name, code in sorted(_beside(place.resolve()).items()):  # by name: the order is that of no machine's folder
+    place = place.resolve()
+    near = with_imports(place, _files_of)
+    del near[place]
+    named = {file.relative_to(place.parent).as_posix(): code for file, code in near.items()}
+    for name, code in sorted(named.items()):  # by name: the order is that of no machine's folder
         digest.update(f"{name}/{len(code)}/".encode() + code)
     return digest.hexdigest()[:16]
 
 
-def _beside(path: Path) -> dict[str, bytes]:
-    """What a file, which is not run for that, imports from its folder, and what that imports from there: contents by
-    path from that folder. What is imported by a name that is made up at run time is not found."""
+def with_imports(path: Path, files_of: Callable[[Path, tuple[str, ...]], Iterable[Path]]) -> dict[Path, bytes]:
+    """Contents of a file, which is not run for that, of what it imports from its folder, and of what that imports from
+    there. What is imported by a name that is made up at run time is not found.
+
+    Args:
+        files_of: of that folder and a module, in parts, the files there that are meant; of one from elsewhere none.
+    """
     found: dict[Path, bytes] = {}
     waiting = [path]
     while waiting:
@@ -238,29 +244,32 @@ def _beside(path: Path) -> dict[str, bytes]:
         if file not in found:
             found[file] = file.read_bytes()
             for module in _imported(found[file], file.parent.relative_to(path.parent).parts):
-                waiting += _files_of(path.parent, module)
-    del found[path]
-    return {file.relative_to(path.parent).as_posix(): code for file, code in found.items()}
+                waiting += files_of(path.parent, module)
+    return found
 
 
-def _imported(code: bytes, package: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Each name that is imported, in parts: of `from a import b` also `a.b`, which may be a module.
+def _imported(code: bytes, package: tuple[str, ...]) -> set[tuple[str, ...]]:
+    """See `_named`; of code that is none, nothing."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # they are told to whoever imports it
+            nodes = list(ast.walk(ast.parse(code)))
+    except (SyntaxError, ValueError, RecursionError):  # whoever loads it says so
+        return set()
+    return {name for node in nodes for name in _named(node, package)}
+
+
+def _named(node: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Each name that a statement imports, in parts: of `from a import b` `a.b`, which may be a module.
 
     Args:
         package: which the code is in, empty of none.
     """
-    try:
-        with warnings.catch_warnings(action="ignore"):  # they are told to whoever imports it
-            nodes = list(ast.walk(ast.parse(code)))
-    except (SyntaxError, ValueError, RecursionError):
-        return
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            yield from (tuple(alias.name.split(".")) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level <= len(package):
-            above = package[: len(package) - node.level + 1] if node.level else ()
-            base = (*above, *(node.module.split(".") if node.module else ()))
-            yield from ((*base, alias.name) for alias in node.names)
+    if isinstance(node, ast.Import):
+        yield from (tuple(alias.name.split(".")) for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.level <= len(package):
+        above = package[: len(package) - node.level + 1] if node.level else ()
+        base = (*above, *(node.module.split(".") if node.module else ()))
+        yield from ((*base, alias.name) for alias in node.names)
 
 
 def _files_of(folder: Path, module: tuple[str, ...]) -> Iterator[Path]:

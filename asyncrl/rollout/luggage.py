@@ -8,7 +8,6 @@ everybody who reaches the cluster reads keys and tokens.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import fnmatch
 import glob
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ConfigError
+from asyncrl.own_code import with_imports
 from asyncrl.schema import Config
 from asyncrl.storage.held import held_folder
 
@@ -99,27 +99,12 @@ def texts_of(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 def code_of(file: Path) -> dict[str, bytes]:
     """A file, and what it imports from beside it, and what that imports: by absolute path."""
-    waiting, found = [file], {}
-    while waiting:
-        each = waiting.pop()
-        if str(each) not in found:
-            found[str(each)] = each.read_bytes()
-            waiting += [near for name in imported(found[str(each)]) for near in _beside(file.parent, name)]
-    return found
+    return {str(each): code for each, code in with_imports(file, _beside).items()}
 
 
-def imported(code: bytes) -> set[str]:
-    """First parts of the names that it imports; of code that is none, nothing."""
-    try:
-        nodes = list(ast.walk(ast.parse(code)))
-    except (SyntaxError, ValueError):  # whoever loads it says so
-        return set()
-    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
-    return {name.partition(".")[0] for name in names} - {""}
-
-
-def _beside(folder: Path, name: str) -> Iterable[Path]:
+def _beside(folder: Path, module: tuple[str, ...]) -> Iterable[Path]:
+    """Of a package all files: it may load any of them by a name that it makes up."""
+    name = module[0]
     alone = folder / f"{name}.py"
     return [alone] if alone.is_file() else sorted(each for each in (folder / name).rglob("*.py") if each.is_file())
 
