@@ -18,10 +18,7 @@ def mix(seed: int, *counters: int) -> int:
 
 def mixes(seed: int, count: int) -> NDArray[np.uint64]:
     """[count] `mix(seed, counter)` of the counters from 0."""
-    with np.errstate(over="ignore"):
-        counters = np.arange(1, count + 1, dtype=np.uint64)
-        state = np.uint64(seed & _MASK) + np.uint64(0x9E3779B97F4A7C15) * counters
-        return _scrambled(state)
+    return _mixed(np.full(count, seed & _MASK, np.uint64), np.arange(count))
 
 
 def _scramble(key: int) -> int:
@@ -32,14 +29,13 @@ def _scramble(key: int) -> int:
 
 def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
     """[R] float64 in [0, 1) for [R] row keys at [R] positions."""
+    return (_mixed(keys, positions) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mixed(keys: NDArray[np.uint64], counters: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """`mix` of each key with its counter."""
     with np.errstate(over="ignore"):
-        state = keys + np.uint64(0x9E3779B97F4A7C15) * (positions.astype(np.uint64) + np.uint64(1))
-        state = _scrambled(state)
-    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _scrambled(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """`_scramble` of each."""
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return state ^ (state >> np.uint64(31))
+        state = keys + np.uint64(0x9E3779B97F4A7C15) * (counters.astype(np.uint64) + np.uint64(1))
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return state ^ (state >> np.uint64(31))
