@@ -6,7 +6,7 @@ pass for a 0 that moves its siblings' baseline.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from asyncrl.environments.base import Episodes
@@ -52,6 +52,36 @@ class RewardParts:
             routing=sampling.record_routing,
         )
 
+    def _asked(self) -> list[tuple[Callable[[Trajectory], str], str]]:
+        """What is wrong with a trajectory that lacks what is asked of it, and who has to bring that."""
+        known = (
+            (
+                self.reference,
+                reference_fault,
+                "reference.path=rollout asks every environment for it; give reference.path=MODEL for a reference that "
+                "the learner loads",
+            ),
+            (
+                self.support,
+                support_fault,
+                "With rollout.top_p, top_k or min_p every trajectory brings it: one made with Transcript does by "
+                "itself, any other joins Completion.recorded of its turns",
+            ),
+            (
+                self.topk,
+                topk_fault,
+                "With engine.record_topk every trajectory brings them: one made with Transcript does by itself, any "
+                "other joins Completion.recorded of its turns",
+            ),
+            (
+                self.routing,
+                routing_fault,
+                "With learner.router_replay=true every trajectory brings them: one made with Transcript does by "
+                "itself, if each turn is generated from all that is in it so far",
+            ),
+        )
+        return [(fault_of, why) for is_asked, fault_of, why in known if is_asked]
+
     def complete(self, trajectories: Sequence[Trajectory], greedy: Episodes | None) -> tuple[Trajectory, ...]:
         """The trajectories with the greedy completion's reward among their parts.
 
@@ -59,31 +89,11 @@ class RewardParts:
             RewardError: the reward function left a part out, or gave one the name of the baseline.
             EpisodeError: the environment did not attach the reference's log-probs, or not what the engine recorded.
         """
+        asked = self._asked()
         for place, trajectory in enumerate(trajectories):
-            fault = reference_fault(trajectory) if self.reference else ""
-            if fault:
-                raise EpisodeError(
-                    f"trajectory {place}: {fault}. reference.path=rollout asks every environment for it; give "
-                    "reference.path=MODEL for a reference that the learner loads"
-                )
-            fault = support_fault(trajectory) if self.support else ""
-            if fault:
-                raise EpisodeError(
-                    f"trajectory {place}: {fault}. With rollout.top_p, top_k or min_p every trajectory brings it: one "
-                    "made with Transcript does by itself, any other joins Completion.recorded of its turns"
-                )
-            fault = topk_fault(trajectory) if self.topk else ""
-            if fault:
-                raise EpisodeError(
-                    f"trajectory {place}: {fault}. With engine.record_topk every trajectory brings them: one made with "
-                    "Transcript does by itself, any other joins Completion.recorded of its turns"
-                )
-            fault = routing_fault(trajectory) if self.routing else ""
-            if fault:
-                raise EpisodeError(
-                    f"trajectory {place}: {fault}. With learner.router_replay=true every trajectory brings them: one "
-                    "made with Transcript does by itself, if each turn is generated from all that is in it so far"
-                )
+            for fault_of, why in asked:
+                if fault := fault_of(trajectory):
+                    raise EpisodeError(f"trajectory {place}: {fault}. {why}")
             lacking = [name for name in self.required if name not in trajectory.rewards]
             if lacking:
                 raise RewardError(
