@@ -1,2 +1,2 @@
-"""The learner: `assembly` puts it together, `train` is its loop, each room beside them is one concept. No engine, no
+"""The learner: `assembly` builds it, `train` is its main loop, and each sub-package is one concept. No engine, no
 socket, no Hydra."""

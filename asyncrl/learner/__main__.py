@@ -1,4 +1,4 @@
-"""One learner rank: `torchrun ... -m asyncrl.learner key=value ...`; plain `python -m` is a world of one."""
+"""Runs one learner rank: `torchrun ... -m asyncrl.learner key=value ...`. Plain `python -m` is a world of size 1."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ log = logging.getLogger("asyncrl.learner")
 
 
 def main(overrides: Sequence[str], failed: Callable[[AsyncRLError], None] | None = None) -> int:
-    """Run one rank to the end of training.
+    """Run one rank until training ends.
 
     Args:
         failed: called with the error that ended training, before anything is closed.
@@ -62,7 +62,7 @@ def main(overrides: Sequence[str], failed: Callable[[AsyncRLError], None] | None
 
 
 def work(overrides: Sequence[str], opened: ExitStack) -> None:
-    """Join the other ranks and train; what has to be closed goes into `opened`."""
+    """Join the other ranks and train. Everything that has to be closed is registered with `opened`."""
     config = load_config(overrides)
     overrides = [*overrides, *kept_dtypes(config, overrides)]
     config = load_config(overrides)
@@ -70,15 +70,15 @@ def work(overrides: Sequence[str], opened: ExitStack) -> None:
     check_machine(config, "learner")
     begin_trace(config, f"learner {place.rank}")
     config = with_keys(config)
-    # Engines that start later on the same GPU find what is theirs free, whatever torch would rather keep for itself.
+    # Engines that start later on the same GPU need their share of memory free, however much torch would cache.
     share = LEARNER_SHARE if config.placement.mode == "colocated" else 1.0
     prepare_process(place, logging.INFO if place.rank == 0 else logging.WARNING, share)
-    keep_heap()  # batches come in through it
+    keep_heap()  # for the memory of received batches
     run(config, place, opened.enter_context(joined_ranks(config, place)), opened, overrides)
 
 
 def run(config: Config, place: Place, backend: Backend, opened: ExitStack, overrides: Sequence[str]) -> None:
-    """Connect the parts and train."""
+    """Create the parts and train."""
     replay = LearnerClient(config.replay.address, rank=place.rank, run_digest=run_digest(config), config=config.replay)
     opened.callback(replay.close)
     run_dir, verify = Path(config.run.dir).resolve(), functools.cache(sealed.verify)
@@ -123,14 +123,14 @@ def run(config: Config, place: Place, backend: Backend, opened: ExitStack, overr
 
 
 def changes_here(config: Config, place: Place) -> list[str]:
-    """As `changes_in`, with what `auto` has become: after a restart by torchrun that is what the run began with."""
+    """Like `changes_in`, with `auto` resolved: after a restart by torchrun, `auto` is what the run began with."""
     given = {change.partition(":")[0] for change in changes_in(config)}
     settled = with_dtypes(config, learner=place.device.type)
     return [change for change in changes_in(settled) if change.partition(":")[0] in given]
 
 
 def choices(config: Config, place: Place, layout: str) -> str:
-    """What `auto` has become here, in one line."""
+    """One log line with what each `auto` became on this machine."""
     weights, beside = config.weights, place.world == 1 or place.device.type == "cpu" or config.weights.senders == "all"
     over = f" over {backend_of(config, place.device)}" if weights.transport == "broadcast" else ""
     over += f" from {place.world} ranks" if weights.senders == "all" and place.world > 1 else ""
@@ -142,7 +142,7 @@ def choices(config: Config, place: Place, layout: str) -> str:
 
 
 def rank_main(overrides: Sequence[str]) -> int:
-    """`main` as a process of its own: an error is said, and exit code 1."""
+    """Run `main` as a process: an error is printed and gives exit code 1."""
     return as_rank(lambda failed: main(overrides, failed), "asyncrl.learner")
 
 

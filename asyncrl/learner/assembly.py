@@ -1,7 +1,7 @@
-"""The composition root of the learner: here alone its parts are made and put together.
+"""The composition root of the learner: its parts are created and connected here and nowhere else.
 
-A run (`asyncrl.learner.__main__`), a rerun of it (`asyncrl.cli.rerun`) and the tests bring what differs between them:
-replay, publisher and log. Nothing else in the learner makes its own collaborators.
+A run (`asyncrl.learner.__main__`), a rerun of it (`asyncrl.cli.rerun`) and the tests pass in what differs between them:
+replay, publisher and log.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from asyncrl.weights.base import Publisher
 
 log_of_start = logging.getLogger(__name__)
 CLOSE_WITHIN_S = 60.0
-"""What the save under way is given when the learner ends of an error. Of a kill by torchrun it has 30 s."""
+"""Seconds that a running save gets when the learner ends with an error. torchrun kills after 30 s."""
 
 
 class ClosableLog(StepLog, Protocol):
@@ -56,7 +56,7 @@ class ClosableLog(StepLog, Protocol):
 
 
 class NoLog:
-    """What the ranks other than 0 write to."""
+    """The log of the ranks other than 0: it discards everything."""
 
     def write(self, step: int, policy_version: int, row: Mapping[str, float]) -> None:
         return
@@ -73,12 +73,12 @@ class NoLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """Where training is saved, and where it begins."""
+    """Where checkpoints are saved, and the one that training starts from."""
 
     checkpoints: Checkpoints
     best: BestCheckpoint
     restarted: bool
-    """This start has saved, or begun its branch, before."""
+    """Whether this start of the run has already saved a checkpoint or begun its branch (a restart by torchrun)."""
     resume_from: Path | None
 
 
@@ -92,12 +92,12 @@ def open_checkpoints(
     resume: str,
     verify: Verify = sealed.verify,
 ) -> Kept:
-    """The checkpoints of `run_dir`, and which of them training goes on from. Collective.
+    """Open the checkpoints of `run_dir` and choose the one to continue from. Collective.
 
     Args:
-        opened: lets the save under way end.
-        resume: as the setting.
-        verify: of the one that training goes on from.
+        opened: on exit it waits for the running save.
+        resume: the setting `resume`.
+        verify: checks the checkpoint that training continues from.
 
     Raises:
         CheckpointError, ConfigError: see `Checkpoints` and `Errands`.
@@ -123,8 +123,8 @@ def open_checkpoints(
     found = checkpoints.choose(resume, restarted) if place.rank == 0 else None
     if place.rank == 0:
         best.begin()
-        begins = found is None or resume not in ("auto", "never")  # anew, or a fork
-        if begins and not restarted:  # a start that got through is not ended by a place that is gone for a while
+        begins = found is None or resume not in ("auto", "never")  # a new run, or a fork
+        if begins and not restarted:  # once started, a run must not end because a target is unreachable for a while
             errands.begin(origin_of(run_dir))
     resume_from = choice_of_rank_zero(found, place.device)
     return Kept(checkpoints=checkpoints, best=best, restarted=restarted, resume_from=resume_from)
@@ -143,20 +143,20 @@ def assemble(
     log: Callable[[Start], ClosableLog],
     verify: Verify = sealed.verify,
 ) -> Training:
-    """Build the models, go to where training begins, then open publisher and log. Collective.
+    """Build the models, load the state that training starts from, then open publisher and log. Collective.
 
     Args:
-        opened: closes publisher and log.
-        backend: of the ranks; None for one that shards nothing (tests).
-        resume: as the setting.
-        publisher: of the weights that training begins with.
-        log: called on rank 0 alone.
+        opened: on exit it closes publisher and log.
+        backend: shards the models over the ranks; None shards nothing (tests).
+        resume: the setting `resume`.
+        publisher: makes the publisher of the loaded models.
+        log: called on rank 0 only.
         verify: see `open_checkpoints`.
 
     Raises:
         RunFolderError: the ranks do not share `run_dir`.
         CheckpointError, ConfigError: see `Checkpoints` and `build_roles`.
-        OwnCodeError: a loss or advantages of the user cannot be used.
+        OwnCodeError: a user-defined loss or advantage function cannot be used.
     """
     refuse_unshared(run_dir, place.rank, place.device)
     heed_note(config, run_dir, place.rank, place.device)

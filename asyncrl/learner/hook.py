@@ -1,9 +1,9 @@
-"""`learner.hook=file.py:name`: called before and after each optimizer step of the policy.
+"""User code around optimizer steps: `learner.hook=file.py:name`, called before and after each step of the policy.
 
     def hook(update: Update, **hook_args) -> dict[str, float] | None
 
-Every rank makes and calls its own. Numbers that it returns on rank 0 are metrics, `hook/<name>`, the mean over the
-updates of a step.
+Every rank makes and calls its own hook. The numbers that it returns on rank 0 become metrics `hook/<name>`, averaged
+over the updates of a train step.
 """
 
 from __future__ import annotations
@@ -26,28 +26,29 @@ BEFORE, AFTER = "before", "after"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """One call. Parameters and gradients are this rank's shards (`DTensor` under FSDP2): what is done to them must be
-    done on every rank, and collectives must be called by all."""
+    """Argument of one call. Parameters and gradients are this rank's shards (`DTensor` under FSDP2): a change must be
+    made on every rank, and all ranks must call the same collectives."""
 
     moment: str
-    """`before`: gradients of the whole minibatch are there, summed over the ranks, not yet clipped: they may be changed
-    in place. `after`: the step is made, or was skipped; weights may be changed in place, and are published so. Not to
-    be touched: which parameters there are, `optimizer.step` and `zero_grad`, learning rates (set by the schedule)."""
+    """`before`: the gradients of the whole minibatch are there, summed over the ranks, not yet clipped; they may be
+    changed in place. `after`: the step was applied or skipped; weights may be changed in place and are published as
+    changed. Do not touch the set of parameters, `optimizer.step`, `zero_grad` or the learning rates (set by the
+    schedule)."""
     step: int
     """Train step, from 0."""
     index: int
-    """Which of the step's `learner.updates_per_batch` * `learner.epochs_per_batch`, from 0."""
+    """Number of the update among the step's `learner.updates_per_batch` * `learner.epochs_per_batch`, from 0."""
     rank: int
     world: int
     model: nn.Module
     """The Hugging Face model of the policy."""
     optimizer: torch.optim.Optimizer
     report: UpdateReport | None = None
-    """After: loss, gradient norm before the clipping, learning rate, and whether the step was applied."""
+    """In `after`: loss, gradient norm before clipping, learning rate, and whether the step was applied."""
 
 
 class Hook:
-    """The user's function or object.
+    """Calls the user's function or object.
 
     Raises:
         ConfigError: it cannot be loaded, or does not take its arguments.
@@ -68,10 +69,10 @@ class Hook:
         index: int,
         report: UpdateReport | None = None,
     ) -> dict[str, float]:
-        """The metrics that it gave, `hook/<name>`.
+        """Call the hook and return its metrics as `hook/<name>`.
 
         Raises:
-            OwnCodeError: it raised, or returned what are no numbers.
+            OwnCodeError: it raised, or returned something other than finite numbers.
         """
         update = Update(
             moment=moment,

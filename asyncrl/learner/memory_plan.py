@@ -1,7 +1,8 @@
-"""What a rank will hold, in bytes, from shapes alone: the one estimate of `--dry-run` and of the learner. No torch.
+"""Estimates the memory that a rank will use, in bytes, from shapes alone; `--dry-run` and the learner both use it. No
+torch.
 
-FSDP2 cuts every parameter along its first dimension into as many equal chunks as there are ranks, the last ones shorter
-or empty; every rank allocates the size of the first. What is exact and what is estimated stands at each function.
+FSDP2 splits every parameter along its first dimension into as many equal chunks as there are ranks, the last ones
+shorter or empty; every rank allocates the size of the first. Each function says what is exact and what is estimated.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ from typing import Any
 from asyncrl.checks.architecture import BLOCK, of_its_decoder
 
 MASTER = 4
-"""Bytes of a trained weight, its gradient and, as a rule, each of AdamW's two moments."""
+"""Bytes per element of a trained weight, of its gradient and usually of each of AdamW's two moments."""
 STEP_COUNT = 4
-"""Bytes of AdamW's count of steps, for each parameter tensor."""
+"""Bytes of AdamW's step count, per parameter tensor."""
 HEAD_ELEMENTS = 1 << 19
-"""fp32 logits of one chunk of the head (`model.logprobs`): 2 MiB, which stay in cache with a small vocabulary..."""
+"""fp32 logits in one chunk of the head (`model.logprobs`): 2 MiB, which stay in cache with a small vocabulary..."""
 HEAD_MIN_ROWS = 512
-"""... but a chunk has at least so many rows, or the matrix products of a large vocabulary crawl."""
+"""... but a chunk has at least this many rows; with fewer the matrix products of a large vocabulary are slow."""
 HEAD_GPU_ROWS, HEAD_GPU_BYTES, HEAD_GPU_STEP = 8192, 5 << 29, 256
-"""On a GPU a chunk of the head's backward has at most so many rows, as many as logits of so many bytes in fp32 have,
-and a multiple of these. Each chunk reads and writes the gradient of the head's weight in fp32, as large for few rows as
-for many: reckoned, not measured, from published rates of memory and products."""
+"""Limits on a chunk of the head's backward on a GPU: the number of rows, the bytes of its fp32 logits; the row count is
+a multiple of the third. Each chunk reads and writes the gradient of the head's weight in fp32, whatever its number of
+rows: calculated from published memory bandwidth and matrix throughput, not measured."""
 Shape = Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """Bytes of a rank for one model."""
+    """Bytes that one model takes on a rank."""
 
     weights: int
     gradients: int
@@ -43,28 +44,28 @@ class Held:
 
 
 def share(shape: Shape, ranks: int) -> int:
-    """Numbers of the fullest rank."""
+    """Elements on the rank with the largest chunk."""
     return -(-shape[0] // ranks) * math.prod(shape[1:]) if len(shape) else 1
 
 
 def in_eight_bits(shape: Shape) -> bool:
-    """Whether `learner.optimizer=adamw_8bit` does so with the moments of a parameter: norms and biases, and rows of
-    other widths, keep them in fp32."""
+    """Whether `learner.optimizer=adamw_8bit` keeps the moments of a parameter in 8 bits. Norms, biases and matrices
+    whose row length is not a multiple of `BLOCK` keep them in fp32."""
     return len(shape) > 1 and shape[-1] % BLOCK == 0
 
 
 def moment_bytes(optimizer: str) -> float:
-    """Of AdamW's two, for a number of a parameter that is `in_eight_bits`."""
+    """Bytes per element of AdamW's two moments together, for a parameter that is `in_eight_bits`."""
     return 2 * (1 + MASTER / BLOCK) if optimizer == "adamw_8bit" else 2 * MASTER
 
 
 def held(
     shapes: Iterable[Shape], ranks: int, *, width: int = MASTER, trained: bool = True, optimizer: str = "adamw"
 ) -> Held:
-    """Exact, of all parameters of one kind; `gradients` are those that have met over the ranks.
+    """Exact bytes of all parameters of one kind; `gradients` are the shards after reduction over the ranks.
 
     Args:
-        width: bytes of a weight.
+        width: bytes per weight.
         optimizer: `learner.optimizer`.
     """
     kept = list(shapes)
@@ -77,22 +78,22 @@ def held(
 
 
 BY_COLUMNS = ("o_proj", "down_proj")
-"""Layers whose weight tensor parallelism cuts along its second dimension."""
+"""Layers whose weight tensor parallelism splits along its second dimension."""
 BIASED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-"""Those whose bias it cuts."""
+"""Layers whose bias tensor parallelism splits."""
 
 
 def on_one_of(shapes: Mapping[str, Shape], together: int, *, computing: bool = False) -> dict[str, Shape]:
-    """What each of `together` ranks that compute every layer together has of the parameters, of a model that they can
-    (`checks.architecture.COMPUTED_TOGETHER`): all matrices are cut, norms are not.
+    """Shapes of the parameters on each of `together` tensor-parallel ranks, for a model that supports it
+    (`checks.architecture.COMPUTED_TOGETHER`): all matrices are split, norms are not.
 
     Args:
-        computing: embedding and head, which are in no layer, are whole then.
+        computing: shapes during the computation: embedding and head, which are in no layer, are then whole.
     """
     cut: dict[str, Shape] = {}
     for name, shape in shapes.items():
         *_, above, layer, _ = ("", *name.split("."))
-        if layer in ("lora_A", "lora_B"):  # one half of an adapter is cut as its layer, in the dimension they share
+        if layer in ("lora_A", "lora_B"):  # one half of an adapter is split like its layer, in the dimension they share
             by_columns, (out, into) = above in BY_COLUMNS, shape
             if (layer == "lora_A") == by_columns:
                 cut[name] = (out, -(-into // together)) if by_columns else (-(-out // together), into)
@@ -110,8 +111,8 @@ def on_one_of(shapes: Mapping[str, Shape], together: int, *, computing: bool = F
 
 
 def apart(shapes: Mapping[str, Shape], ranks: int) -> dict[str, Shape]:
-    """What each of `ranks` that spread the experts of a layer between them has of the parameters, before FSDP2 cuts it.
-    What it holds of them cut is as much as without: both cut stacks of experts by their number."""
+    """Shapes of the parameters on each of `ranks` expert-parallel ranks, before FSDP2 splits them. The size of a rank's
+    shard is the same as without expert parallelism: both split stacks of experts by their number."""
     return {
         name: (shape[0] // ranks, *shape[1:]) if len(shape) == 3 and ".experts." in name else shape
         for name, shape in shapes.items()
@@ -119,17 +120,17 @@ def apart(shapes: Mapping[str, Shape], ranks: int) -> dict[str, Shape]:
 
 
 def head_rows(vocabulary: int) -> int:
-    """Tokens of a chunk of logits in the forward."""
+    """Tokens in a chunk of logits in the forward."""
     return max(HEAD_MIN_ROWS, HEAD_ELEMENTS // vocabulary)
 
 
 def head_backward_rows(vocabulary: int, device: str, *, plain: bool = True) -> int:
-    """The same in the backward.
+    """Tokens in a chunk of logits in the backward.
 
     Args:
-        device: kind of what computes, without a number: `cpu` or `cuda`.
-        plain: without supports or a gradient through the entropy, which take more beside the logits: their chunks stay
-            those of the forward.
+        device: device type without an index, `cpu` or `cuda`.
+        plain: no supports and no gradient through the entropy. Both need further memory beside the logits, so their
+            chunks stay as small as in the forward.
     """
     rows = head_rows(vocabulary)
     if device == "cpu" or not plain:
@@ -139,13 +140,14 @@ def head_backward_rows(vocabulary: int, device: str, *, plain: bool = True) -> i
 
 
 def head_bytes(vocabulary: int, hidden: int, width: int, device: str, scored: int, *, wide: bool = False) -> int:
-    """Estimate for the head: a chunk of its logits, in the forward twice in fp32, in the backward once, once more in a
-    narrower compute dtype, and the gradient of its weight in fp32, which one rank holds whole until it is reduced.
+    """Estimate for the head: a chunk of its logits, in fp32 twice in the forward and once in the backward, plus one
+    copy in a narrower compute dtype, and the fp32 gradient of its weight, which one rank holds whole until it is
+    reduced.
 
     Args:
         device: see `head_backward_rows`.
-        scored: tokens that the head is applied to.
-        wide: as `model.fp32_head`: the weight is there in fp32 as well.
+        scored: number of tokens that the head is applied to.
+        wide: `model.fp32_head`: the weight is held in fp32 as well.
     """
     own = 0 if wide or width == MASTER else width
     chunks = (head_rows(vocabulary), 2 * MASTER + own), (head_backward_rows(vocabulary, device), MASTER + own)
@@ -155,21 +157,21 @@ def head_bytes(vocabulary: int, hidden: int, width: int, device: str, scored: in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Of a decoder, from the names that every Hugging Face config uses."""
+    """Dimensions of a decoder, from the field names that all Hugging Face configs use."""
 
     layers: int
     hidden: int
     queries: int
-    """Heads times their width."""
+    """Number of heads times their width."""
     keys: int
-    """Key-value heads times their width."""
+    """Number of key-value heads times their width."""
     inner: int
-    """Of the feed-forward layer: of all the experts that a token goes through."""
+    """Width of the feed-forward layer; for a mixture, of all experts that a token goes through."""
     vocabulary: int
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Sizes | None:
-        """None where the config says otherwise than a plain decoder's does."""
+        """Read the dimensions from a config. None if it is not the config of a plain decoder."""
         model = of_its_decoder(config)
         names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
         if not all(isinstance(model.get(name), int) and model[name] > 0 for name in names):
@@ -191,30 +193,30 @@ class Sizes:
         )
 
     def on_one_of(self, together: int) -> Sizes:
-        """Of so many ranks that compute every layer together."""
+        """The dimensions on each of `together` tensor-parallel ranks."""
         heads, keys, inner = (-(-size // together) for size in (self.queries, self.keys, self.inner))
         return replace(self, queries=heads, keys=keys, inner=inner)
 
     def layer_bytes(self, tokens: int, slots: int, width: int) -> int:
-        """Estimate: what one layer keeps for its backward.
+        """Estimate of what one layer keeps for its backward.
 
-        Of each token two norms (input in fp32, normalised, weighted), what goes into the projection of the attention's
-        output, and of the feed-forward layer its gate before and after the activation, its other half and their
-        product. Of each slot of attention queries, keys, values and output.
+        Per token: two norms (input in fp32, normalised, weighted), the input of the attention's output projection, and
+        for the feed-forward layer its gate before and after the activation, its other half and their product. Per slot
+        of attention: queries, keys, values and output.
 
         Args:
-            slots: tokens of all sequences, a shared prompt once for each.
-            width: bytes of a number in the compute dtype.
+            slots: tokens of all sequences, with a shared prompt counted once per sequence.
+            width: bytes per number in the compute dtype.
         """
         of_token = 2 * self.hidden * (4 + 2 * width) + (self.queries + 4 * self.inner) * width
         return tokens * of_token + slots * 2 * (self.queries + self.keys) * width
 
     def kept_bytes(self, tokens: int, slots: int, width: int, keep: str) -> int:
-        """Estimate: what a layer keeps that is computed again.
+        """Estimate of what a recomputed layer keeps.
 
         Args:
-            keep: `model.checkpoint_keep`: beside its input the output of attention (its sums of exponentials, a number
-                per head, are left out), or also those of its seven matrix products.
+                keep: `model.checkpoint_keep`: beside its input the output of attention (its log-sum-exps, one number
+                    per head, are left out), or also the outputs of its seven matrix products.
         """
         numbers = tokens * self.hidden
         if keep != "nothing":
@@ -224,10 +226,10 @@ class Sizes:
         return numbers * width
 
     def activations(self, tokens: int, slots: int, width: int, every: int = 0, keep: str = "nothing") -> int:
-        """Estimate, of a micro-batch: what its layers keep, and one of those that are computed again, whole.
+        """Estimate for a micro-batch: what its layers keep, plus one recomputed layer in full.
 
         Args:
-            every: of so many layers one is computed again; 0 is none.
+            every: one in this many layers is recomputed; 0 for none.
             keep: see `kept_bytes`.
         """
         each = self.layer_bytes(tokens, slots, width)
@@ -236,7 +238,7 @@ class Sizes:
 
 
 def stacked(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """As the model holds them: transformers keeps all experts of a layer in one tensor, by their number first."""
+    """Shapes as the model holds them: transformers keeps all experts of a layer in one tensor, stacked along dim 0."""
     experts: dict[str, list[Shape]] = {}
     whole: dict[str, Shape] = {}
     for name, shape in shapes.items():
@@ -248,7 +250,8 @@ def stacked(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
 
 
 def whole_numbers(shapes: Mapping[str, Shape]) -> int:
-    """Parameters that are whole on a rank while it computes: what is in no layer, a layer, and the one fetched next."""
+    """Parameters that are whole on a rank during the computation: those outside layers, one layer, and the prefetched
+    next one."""
     groups: dict[str, int] = {}
     for name, shape in shapes.items():
         found = re.search(r"^.*?\.\d+\.", name)

@@ -1,5 +1,5 @@
-"""Loss, advantages and hook of the user, tried before a run, by a process of its own: this code never runs in a command
-that only starts the others.
+"""Tries the user's loss, advantages and hook before a run, in a process of its own: this code never runs in a command
+that only starts other processes.
 
 `python -m asyncrl.learner.own_trial SETTINGS ANSWER_FD PARENT_PID` is internal.
 """
@@ -19,10 +19,10 @@ from asyncrl.schema import AdvantageConfig, LearnerConfig
 
 
 def try_own(loss: LossConfig, advantage: AdvantageConfig, learner: LearnerConfig) -> None:
-    """Loss and advantages, where they are the user's; `learner` says what they would be given.
+    """Try the loss and the advantage function if they are the user's; `learner` determines their inputs.
 
     Raises:
-        ConfigError, OwnCodeError: one cannot be used; the message names its setting.
+        ConfigError, OwnCodeError: one of them cannot be used; the message names its setting.
     """
     if loss.function:
         try_loss(
@@ -35,7 +35,7 @@ def try_own(loss: LossConfig, advantage: AdvantageConfig, learner: LearnerConfig
 
 
 def trial(settings: dict[str, Any]) -> None:
-    """The hook is made, so that its arguments are judged, and not called: there is no model yet."""
+    """Try what `settings` name. The hook is made, which checks its arguments, but not called: there is no model."""
     learner = LearnerConfig(**settings["learner"])
     try_own(LossConfig(**settings["loss"]), AdvantageConfig(**settings["advantage"]), learner)
     if learner.hook:

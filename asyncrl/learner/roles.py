@@ -1,4 +1,4 @@
-"""The models of a learner: the policy, and those of critic, reference and averaged policy that the settings need."""
+"""The models of a learner: the policy, and the critic, reference and averaged policy if the settings need them."""
 
 from __future__ import annotations
 
@@ -30,36 +30,36 @@ class Critic:
 
 @dataclass(slots=True, kw_only=True)
 class Roles:
-    """Every model is held by the same ranks, in the same way."""
+    """The models of the learner. Every model is sharded over the same ranks in the same way."""
 
     policy: PolicyModel
     optimizer: torch.optim.Optimizer
     critic: Critic | None = None
     reference: PolicyModel | None = None
-    """Frozen: what the KL is measured against."""
+    """The frozen reference policy of the KL."""
     reference_comes: bool = False
-    """Its log-probs come with the trajectories; no model is needed."""
+    """Whether the reference log-probs come with the trajectories, so that no model is loaded."""
     base_is_reference: bool = False
-    """With LoRA: the reference is the policy with its adapters off, no model of its own."""
+    """With LoRA: the reference is the policy with its adapters switched off, not a model of its own."""
     average: PolicyModel | None = None
-    """Moving average of the policy's weights: the proximal policy (`learner.proximal_ema`)."""
+    """Moving average of the policy's weights, used as the proximal policy (`learner.proximal_ema`)."""
     kl_coef: float = 0.0
-    """Price of the KL in the reward now: `advantage.kl_coef`, moved by `kl_control`."""
+    """Current KL coefficient of the reward: starts at `advantage.kl_coef`, adapted by `kl_control`."""
     kl_control: AdaptiveKL | None = None
     spikes: dict[str, Spikes] = field(default_factory=dict)
-    """By the names of `trained`; empty where none is skipped."""
+    """By the names of `trained`; empty if no spikes are skipped."""
     hook: Hook | None = None
-    """Of the user, around each optimizer step of the policy (`learner.hook`)."""
+    """User-defined hook around each optimizer step of the policy (`learner.hook`)."""
 
     def control_kl(self, kl: float, sequences: int) -> None:
-        """Adapt the price to the KL per token measured in a step; every rank calls it with the same numbers."""
+        """Adapt the KL coefficient to the KL per token of a step. Every rank calls it with the same numbers."""
         if self.kl_control is not None:
             self.kl_control.coefficient = self.kl_coef
             self.kl_control.update(kl, sequences)
             self.kl_coef = self.kl_control.coefficient
 
     def norm_limit(self, name: str) -> float:
-        """Above it a gradient of the model makes no update."""
+        """Gradient norm above which an update of the model is skipped."""
         return self.spikes[name].limit if name in self.spikes else math.inf
 
     def note_norm(self, report: UpdateReport, name: str, step: int) -> None:
@@ -67,23 +67,23 @@ class Roles:
             self.spikes[name].note(report, name, step)
 
     def call_hook(self, moment: str, step: int, index: int, report: UpdateReport | None = None) -> dict[str, float]:
-        """Its metrics; none without a hook."""
+        """Call the hook. Returns its metrics; an empty dict without a hook."""
         if self.hook is None:
             return {}
         return self.hook.call(moment, self.policy.hf, self.optimizer, step=step, index=index, report=report)
 
     @property
     def in_rows(self) -> bool:
-        """One of the models cannot be packed: micro-batches are planned for rows."""
+        """Whether one of the models cannot be packed, so that micro-batches are planned as rows."""
         return any(model.layout is Layout.ROWS for model in self.models())
 
     def models(self) -> list[PackedModel]:
-        """All of them."""
+        """All models."""
         others = (self.reference, self.average)
         return [*(model for _, model, _ in self.trained()), *(model for model in others if model is not None)]
 
     def trained(self) -> Iterator[tuple[str, PackedModel, torch.optim.Optimizer]]:
-        """`(name, model, optimizer)` of what is learned."""
+        """`(name, model, optimizer)` of each model that is trained."""
         yield "policy", self.policy, self.optimizer
         if self.critic is not None:
             yield "critic", self.critic.model, self.critic.optimizer
@@ -94,7 +94,7 @@ def needs_reference(config: Config) -> bool:
 
 
 def build_roles(config: Config, device: torch.device, backend: Backend | None) -> Roles:
-    """Load every model the settings need.
+    """Load every model that the settings need.
 
     Raises:
         ConfigError: one of them cannot be loaded; the message names its setting.

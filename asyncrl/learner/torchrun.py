@@ -1,7 +1,8 @@
-"""torchrun with one rendezvous more, `python -m asyncrl.learner.torchrun --rdzv-backend=bound ...`, that listens to its
-ranks: `--max-restarts` counts from the last checkpoint on, and only who says so has come to its end. Else as torchrun.
+"""torchrun with an additional rendezvous backend and with messages from its ranks.
 
-By this door rather than as a plugin of torch: a plugin would be loaded by every torchrun of the environment.
+`python -m asyncrl.learner.torchrun --rdzv-backend=bound ...` behaves as torchrun, except that `--max-restarts` counts
+from the last checkpoint, and that a rank has succeeded only if it says so. It is not a plugin of torch, because every
+torchrun of the environment would load a plugin.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from asyncrl.learner.processes.rendezvous import BACKEND, BoundRendezvous, make_
 
 
 def take_first(begun: Ahead) -> None:
-    """Have torchrun take the ranks that have `begun`, each at its first start, instead of starting them."""
+    """Make torchrun adopt the ranks that `begun` has started already, each at its first start."""
 
     class Handler(SubprocessHandler):
         def _popen(self, args: tuple[Any, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
-            # One whose output goes to files of its own has to be started with them.
+            # A rank whose output goes to a file of its own has to be started with that file.
             command = args if self._stdout is None and self._stderr is None else ()
             return begun.take(self.local_rank_id, command, env) or super()._popen(args, env)
 
@@ -48,9 +49,9 @@ def take_first(begun: Ahead) -> None:
 
 
 class HearingAgent(LocalElasticAgent):
-    """It hears what ranks tell (`launcher.tell`). Restarts are as many again after each checkpoint: torchrun's are for
-    the whole run, and in one of weeks something dies more often than that. And exit code 0 of ranks that have not come
-    to their end is a death."""
+    """Agent that receives messages of its ranks (`launcher.tell`). The count of restarts starts again after each
+    checkpoint: torchrun's limit is for the whole run, and a run of weeks sees more failures than that. Exit code 0 of
+    ranks that have not reported the end of their work counts as a failure."""
 
     heard: ClassVar[set[int]] = set()
 
@@ -66,13 +67,13 @@ class HearingAgent(LocalElasticAgent):
     def _exit_barrier(self) -> None:
         super()._exit_barrier()
         rendezvous = self._worker_group.spec.rdzv_handler
-        # torch's host goes as soon as it has read that all are there, and the others end with tracebacks of its store.
+        # torch's host leaves as soon as it has read that all have arrived; the others then fail on its closed store.
         if isinstance(rendezvous, BoundRendezvous):
             rendezvous.leave()
 
 
 def unfinished(group: WorkerGroup) -> dict[int, ProcessFailure]:
-    """Of ranks that ended with exit code 0 and had not come to their end."""
+    """Failures of ranks that ended with exit code 0 without having reported the end of their work."""
     return {
         each.global_rank: ProcessFailure(local_rank=each.local_rank, pid=each.id, exitcode=0, error_file="")
         for each in group.workers
@@ -86,14 +87,15 @@ def hear_ranks() -> None:
 
 
 def by_address(arguments: Sequence[str]) -> list[str]:
-    """`arguments` for torch's own rendezvous, with which this machine is the one from which the endpoint is reached:
-    torch asks the machine's name, which leads many to loopback, and then nobody hosts the endpoint, or finds rank 0."""
+    """`arguments` with `--local-addr` added for torch's own rendezvous: the address under which this machine reaches
+    the endpoint. torch resolves the host name, which often gives loopback; then no machine hosts the endpoint, or the
+    others do not find rank 0."""
     ours = arguments[: arguments.index("-m")] if "-m" in arguments else arguments
     given = {name: value for name, _, value in (text.partition("=") for text in ours)}
     host = given.get("--rdzv-endpoint", "").rpartition(":")[0].strip("[]")
     if given.get("--rdzv-backend") != "c10d" or not host or "--local-addr" in given:
         return list(arguments)
-    with suppress(OSError):  # it says itself what is wrong with this endpoint
+    with suppress(OSError):  # torchrun itself reports what is wrong with this endpoint
         return [f"--local-addr={own_address(host)}", *arguments]
     return list(arguments)
 
@@ -119,7 +121,7 @@ def main(begun: Ahead) -> None:
     os.environ[LAUNCHER] = str(os.getpid())
     try:
         torchrun(by_address(sys.argv[1:]))
-    # Its tracebacks would push what the ranks had to say out of sight.
+    # The ranks' own messages would scroll out of sight behind torchrun's tracebacks.
     except SignalException as error:
         sys.exit(f"torchrun: ended by {error.sigval.name}")
     except ChildFailedError as error:

@@ -1,4 +1,4 @@
-"""The learner's main loop: lease, train, publish, report; evaluate and checkpoint now and then."""
+"""The learner's main loop: lease, train, publish, report, and at intervals evaluate and save a checkpoint."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ from asyncrl.weights.base import Publisher, PublishStats
 log = logging.getLogger(__name__)
 
 STOP_WITHIN_S = 60.0
-"""What copies and exports of checkpoints get when a run is asked to stop."""
+"""Seconds that copies and exports of checkpoints may still take after a run was asked to stop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What one rank trains with, in a run or in a rerun of it."""
+    """What one rank needs to train, in a run or in a rerun of it."""
 
     replay: LearnerReplay
     publisher: Publisher
     roles: Roles
-    """Already those of `start` (see `begin`)."""
+    """The state of `start` is already loaded into them (see `begin`)."""
     checkpoints: Checkpoints
     best: BestCheckpoint
-    """The one of `checkpoints`."""
+    """The same object that `checkpoints` uses."""
     start: Start
     log: StepLog
     run_dir: Path
@@ -73,32 +73,33 @@ class Training:
 
 
 def train(config: Config, parts: Training, asked: Asked = never) -> int:
-    """Train from `parts.start` to `learner.steps`, or until `asked`: then what is trained is saved first.
+    """Train from `parts.start` to `learner.steps`, or until `asked`; then save what is not saved yet, and stop.
 
-    Consumes: step batches, leased from the replay one step ahead of training; with `learner.early_groups` their first
-        groups before (`early`).
-    Waits for: rollouts to fill the next batch, once its predecessor is trained; the previous weight broadcast, before
-        the next; the copy of the published weights, before the optimizer's step, and before the next version is
-        announced if the policy made no step; the other ranks, in every backward; at the end, open evaluations. Each
-        wait has a deadline.
-    Unblocked by: the replay server (batches, evaluations); the publisher's thread (engines acknowledged, or given up);
-        `asked`, while it waits for a batch.
+    Consumes: step batches, leased from the replay server one step ahead of training; with `learner.early_groups` the
+        first groups of a batch come earlier (`early`).
+    Waits for: rollouts to fill the next batch, once the previous step is trained; the previous weight broadcast,
+        before the next one; the copy of the published weights, before the optimizer step, and before the next version
+        is announced if no optimizer step was made; the other ranks, in every backward; at the end, open evaluations.
+        Each wait has a deadline.
+    Unblocked by: the replay server (batches, evaluations); the publisher's thread (engines acknowledged, or were given
+        up); `asked`, while it waits for a batch.
 
-    Every rank runs this; rank 0 alone talks to the replay about anything but leases. Steps count from 0 on the wire,
-    as in StepPlan; what users see (metrics, checkpoints) counts trained steps, so the last row is `learner.steps`.
+    Every rank runs this. Only rank 0 talks to the replay server about anything but leases. Steps count from 0 on the
+    wire, as in StepPlan; metrics and checkpoints count trained steps, so the last row is `learner.steps`.
     Evaluations have rows of their own.
 
     Returns:
         The last published policy_version.
 
     Raises:
-        NoProgress: no batch in time. NonFiniteError, CheckpointError, WeightsError.
+        NoProgress: no batch arrived in time.
+        NonFiniteError, CheckpointError, WeightsError.
     """
     return _Loop(config, parts, asked).run()
 
 
 class _Loop:
-    """What `train` holds over the steps."""
+    """State that `train` keeps between steps."""
 
     def __init__(self, config: Config, parts: Training, asked: Asked) -> None:
         settings, roles, dims = config.learner, parts.roles, ParallelDims.of(config.learner, parts.world)
@@ -136,13 +137,13 @@ class _Loop:
             if due(step + 1, self.config.learner.save_every, step + 1 == steps):
                 begin_save(parts, step, self.version, skipped=self.guard.skipped)
                 self.clock.lap("checkpoint")
-            if parts.rank == 0:  # after the checkpoint: it may be the one that was measured
+            if parts.rank == 0:  # after the checkpoint, which may be the one that was measured
                 tell_best(parts.best, step + 1, self.version, row, evaluations, self.metrics)
         self.end()
         return self.version
 
     def publish_first(self) -> None:
-        """The weights that training begins with, and their evaluation."""
+        """Publish the weights that training starts from, and request their evaluation."""
         parts, start = self.parts, self.parts.start
         if parts.rank == 0:
             parts.replay.publish(policy_version=self.version, parent=start.parent)
@@ -152,7 +153,8 @@ class _Loop:
             evaluate(self.sets, parts.replay, parts.best, trained=start.step, version=self.version)
 
     def send(self, told: Future[TrainedReply] | None = None) -> PublishStats:
-        """Publish the weights once the replay has answered what it was `told`: their canary is made meanwhile."""
+        """Publish the weights. `told` is the running call of `trained`: the canary is made meanwhile, and the weights
+        are sent only after the call returned."""
 
         def known() -> Iterator[tuple[str, torch.Tensor]]:
             if told is not None:
@@ -163,13 +165,13 @@ class _Loop:
             return self.parts.publisher.publish(self.version, known())
 
     def begin_early(self, early: Early, step: int) -> Begun | None:
-        """Train what of the batch is there."""
+        """Train on the groups of the batch as they arrive, until the whole batch can be leased."""
         self.profile.begin(step + 1)
         with one_more_try(self.config, self.parts.run_dir, self.parts.rank):
             return early.begin(step, self.asked, self.clock.lap)
 
     def batch(self, step: int) -> Lease | None:
-        """That of `step`, with the next one asked for; None when the run was asked to stop."""
+        """Wait for the batch of `step` and request the next one. None if the run was asked to stop."""
         self.leases.wait(step, self.asked)
         if agreed(self.asked(), self.parts.device):
             self.profile.end(step, last=True)
@@ -181,7 +183,7 @@ class _Loop:
         return lease
 
     def step(self, step: int, lease: Lease, begun: Begun | None) -> Measured:
-        """Train the policy on the batch."""
+        """Train on the batch."""
         config, parts = self.config, self.parts
         roles, device = parts.roles, parts.device
         self.profile.begin(step + 1)
@@ -199,12 +201,12 @@ class _Loop:
         return measured
 
     def publish(self, step: int, measured: Measured, groups: int) -> tuple[TrainedReply, PublishStats]:
-        """The next version, of the weights that the step made of the one before."""
+        """Publish the weights after the step as the next policy version."""
         parts, last = self.parts, step + 1 == self.config.learner.steps
-        parts.publisher.wait_copied()  # over since the optimizer's step, unless there was none: warm-up, a skipped step
+        parts.publisher.wait_copied()  # done before the optimizer step, unless there was none: warm-up, a skipped step
         self.version += 1
-        # Before the weights leave: a worker may serve them at once, and a version that the replay does not know could
-        # be sent, lost with this learner and given to other weights by the next one.
+        # Before the weights are sent: a worker may serve them at once. If the replay server did not know the version,
+        # it could be lost with this learner, and the next learner would give the same number to other weights.
         ess = ess_of_groups(measured.group_weights, groups) if measured.group_weights else ()
         told = None
         if parts.rank == 0:
@@ -213,23 +215,23 @@ class _Loop:
         sent = self.send(told)
         reply = TrainedReply() if told is None else told.result()
         if last:
-            parts.publisher.wait_copied()  # no step follows that would tell of a failure
+            parts.publisher.wait_copied()  # no later step would report a failure
         self.profile.end(step + 1, last=last)
-        barrier()  # without it another rank may lease step + 2 before this step counts as trained, two ahead
+        barrier()  # otherwise another rank might lease step + 2, two ahead, before this step counts as trained
         self.clock.lap("publish")
         return reply, sent
 
     def report(
         self, step: int, lease: Lease, measured: Measured, reply: TrainedReply, sent: PublishStats
     ) -> tuple[dict[str, float], tuple[EvalSummary, ...]]:
-        """Write what is known of the step, before its checkpoint: of a step that is never trained again, a death in
-        between would leave no row for good. Returns the row (of rank 0) and the evaluations that ended."""
+        """Write the row of the step, before its checkpoint. A step that is saved is never trained again, so a crash
+        between the two would lose the row for good. Returns the row (on rank 0) and the evaluations that finished."""
         config, parts, trained = self.config, self.parts, step + 1
         if parts.rank == 0:
             evaluate(self.sets, parts.replay, parts.best, trained=trained, version=self.version)
         evaluations = reply.evaluations
         if trained == config.learner.steps and self.sets:
-            # Before the last checkpoint: after it a restarted learner has nothing to do.
+            # Before the last checkpoint: a learner that restarts from it has nothing left to do, and would not wait.
             wait_s = config.replay.wait_timeout_s
             evaluations += last_evaluations(parts.replay, wait_s, rank=parts.rank, device=parts.device)
         commit_saved(parts)
@@ -249,7 +251,7 @@ class _Loop:
         return row, evaluations
 
     def end(self) -> None:
-        """Of a run that was not asked to stop: exports, and every checkpoint whole."""
+        """Finish a run that was not asked to stop: export the models and complete every checkpoint."""
         config, parts, rank, roles = self.config, self.parts, self.parts.rank, self.parts.roles
         patience, steps = disk_patience(config), max(config.learner.steps, parts.start.step)
         export_hf(roles.policy, config.model, parts.run_dir / EXPORT_DIR, rank, patience, trained=steps)
@@ -263,7 +265,8 @@ class _Loop:
 
 
 def begin_save(parts: Training, step: int, version: int, *, skipped: int) -> None:
-    """Start the checkpoint after `step`: collective. It is whole now, or while later steps are trained."""
+    """Start to save the checkpoint after `step`. Collective. It is complete on return, or during later steps
+    (`async_save`)."""
     roles = parts.roles
     state = LearnerState(
         step=step,
@@ -278,14 +281,14 @@ def begin_save(parts: Training, step: int, version: int, *, skipped: int) -> Non
 
 
 def commit_saved(parts: Training) -> None:
-    """The replay's note of what is durable by now: until then it keeps what was trained after the checkpoint before."""
+    """Tell the replay server which steps are durable: it keeps what was trained after the last committed checkpoint."""
     for step in parts.checkpoints.saved():
         if parts.rank == 0:
             parts.replay.commit(step=step)
 
 
 def save_before_end(config: Config, parts: Training, step: int, version: int, *, skipped: int) -> None:
-    """What is trained but not saved yet when the learner stops before `step`. Collective."""
+    """Save the steps that are not saved yet, when the learner stops before `step`. Collective."""
     if step > parts.start.step and not due(step, config.learner.save_every, last=False):
         begin_save(parts, step - 1, version, skipped=skipped)
     parts.checkpoints.finish()
@@ -296,8 +299,8 @@ def save_before_end(config: Config, parts: Training, step: int, version: int, *,
 
 
 def control_kl(roles: Roles, measured: Measured, plan: StepPlan) -> None:
-    """Adapt the price of the KL in the reward to what all ranks measured in a step. The plain mean over old tokens lies
-    below the KL, and below 0 where the policy has left the reference since."""
+    """Adapt the KL coefficient of the reward to the KL that all ranks measured in a step. The plain mean over tokens of
+    an old policy lies below the KL, and below 0 where the policy has moved away from the reference since."""
     if KL_OF_POLICY in measured.ratios:
         total, tokens = measured.ratios[KL_OF_POLICY]
         if tokens:
@@ -305,12 +308,12 @@ def control_kl(roles: Roles, measured: Measured, plan: StepPlan) -> None:
 
 
 def due(trained: int, every: int, last: bool) -> bool:
-    """Whether something done every so many steps (0: never), and after the last one, is to be done now."""
+    """Whether an action that happens every `every` steps (0: never), and after the last one, is due now."""
     return every > 0 and (last or trained % every == 0)
 
 
 def evaluation_due(given: EvalSet, trained: int) -> bool:
-    """Whether the weights after so many steps are to be evaluated: the first, the last, and every so many between."""
+    """Whether the weights after `trained` steps are evaluated: at the start, the end, and every `eval.every` steps."""
     every = given.config.eval.every
     between = every > 0 and trained % every == 0
     return trained in (0, given.config.learner.steps) or between
@@ -319,7 +322,7 @@ def evaluation_due(given: EvalSet, trained: int) -> bool:
 def evaluate(
     sets: Iterable[EvalSet], replay: LearnerReplay, best: BestCheckpoint, *, trained: int, version: int
 ) -> None:
-    """Start an evaluation of each set that is due, on the workers' engines; results come with a later `trained`."""
+    """Start an evaluation of each set that is due, on the workers' engines. Results come with a later `trained`."""
     for each in sets:
         if evaluation_due(each, trained):
             if best.metric.startswith(f"eval/{each.name}/"):
@@ -331,9 +334,9 @@ def evaluate(
 def last_evaluations(
     replay: LearnerReplay, wait_s: float, *, rank: int, device: torch.device
 ) -> tuple[EvalSummary, ...]:
-    """What is still being evaluated when training is over. Collective: the other ranks wait with rank 0.
+    """Wait for the evaluations that still run when training is over. Collective: the other ranks wait for rank 0.
 
-    An evaluation that gets nowhere for `wait_s` is given up with a warning: the weights are trained all the same.
+    An evaluation without progress for `wait_s` seconds is given up with a warning; the training itself succeeded.
     """
 
     def wait() -> tuple[EvalSummary, ...]:
