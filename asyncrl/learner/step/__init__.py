@@ -1,2 +1,2 @@
-"""One train step: scores, targets, gradients and when they meet, the update, and its numbers. When steps are made,
-saved and published is up to `train`."""
+"""One train step: scoring, targets, gradients and their reduction, the update, and its metrics. When steps are made,
+saved and published is decided by `train`."""

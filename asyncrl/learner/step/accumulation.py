@@ -1,7 +1,7 @@
-"""When gradients meet over the ranks: with the last micro-batch of an optimizer step, or with each.
+"""When gradients are reduced over the ranks: with the last micro-batch of an optimizer step, or with each one.
 
-Until they meet every rank holds the whole gradient in fp32, whatever the number of ranks; met, each holds its shard.
-Meeting with each micro-batch sends as many times the bytes.
+Before the reduction every rank holds the whole gradient in fp32, whatever the number of ranks; after it each rank holds
+its shard. Reducing with each micro-batch multiplies the bytes sent by the number of micro-batches.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def reduces_each(setting: str, *, shards: int, trained: int, memory: int) -> boo
     """Whether gradients are reduced with every micro-batch.
 
     Args:
-        setting: `learner.reduce_gradients`; `auto` does where the whole gradient is too much for `memory`.
+        setting: `learner.reduce_gradients`; `auto` reduces with each if the whole gradient does not fit into `memory`.
         shards: bytes that a rank holds of all models: weights, gradients, moments.
-        trained: parameters of the largest model that is trained.
+        trained: number of parameters of the largest model that is trained.
         memory: bytes of one rank.
     """
     if setting != "auto":
@@ -37,7 +37,7 @@ def reduces_each(setting: str, *, shards: int, trained: int, memory: int) -> boo
 
 
 def held_by(roles: Roles) -> int:
-    """Bytes of the shards of the fullest rank on the device that computes, of all models."""
+    """Bytes that the shards of all models take on the compute device, on the rank that holds most."""
     total, optimizers = 0, {id(model): optimizer for _, model, optimizer in roles.trained()}
     for model in roles.models():
         optimizer = optimizers.get(id(model))
@@ -53,7 +53,8 @@ def held_by(roles: Roles) -> int:
 
 
 def agree_on_reduction(roles: Roles, config: LearnerConfig, backend: Backend | None) -> None:
-    """Set `reduce_each` of the trained models, the same on every rank: they meet in it. Collective."""
+    """Set `reduce_each` of the trained models to the same value on every rank, since it decides which collectives they
+    call. Collective."""
     if backend is None:
         return
     mesh, device = backend.mesh, device_of(backend.mesh)
@@ -61,7 +62,7 @@ def agree_on_reduction(roles: Roles, config: LearnerConfig, backend: Backend | N
     trained = max(
         sum(numbers_computed_with(each) for each in model.parameters() if each.requires_grad) for model in learned
     )
-    trained = -(-trained // dim_size(mesh, TENSOR))  # ranks that compute together have a part each
+    trained = -(-trained // dim_size(mesh, TENSOR))  # tensor-parallel ranks hold a part each
     memory = memory_of(device, mesh.size())
     shards = held_by(roles)
     mine = reduces_each(config.reduce_gradients, shards=shards, trained=trained, memory=memory)

@@ -1,4 +1,5 @@
-"""What a batch of old data says of weights that have not been trained on it yet: nobody generates in a rerun."""
+"""Off-policy estimates from a batch of old data, for weights that have not been trained on it yet: in a rerun nothing
+is generated."""
 
 from __future__ import annotations
 
@@ -18,16 +19,16 @@ from asyncrl.schema import Config
 from asyncrl.weights.base import Canary, PublishStats
 
 MAX_LOG_WEIGHT = 300.0
-"""Of one trajectory: `exp` of more would leave no digit for the others."""
+"""Limit on the log-weight of one trajectory; `exp` of more would leave the others no significant digit."""
 
 
 class Probe:
-    """A `Publisher` that publishes nothing: it looks at the next batch with the weights of each version.
+    """A `Publisher` that publishes nothing: it evaluates the next batch with the weights of each version.
 
-    `rerun/reward_of_data`    mean reward of that batch, which the run's own policy made
-    `rerun/reward_estimate`   the same for the policy in hand: rewards weighted by pi/mu of each trajectory, normalised
-    `rerun/ess`               effective sample size of those weights, as a fraction: near 0 the estimate says nothing
-    `rerun/log_ratio`         mean log(pi/mu) per token: how likely the policy in hand finds the data
+    `rerun/reward_of_data`    mean reward of that batch, which the original run's policy generated
+    `rerun/reward_estimate`   the same for the current policy: rewards weighted by pi/mu of each trajectory, normalised
+    `rerun/ess`               effective sample size of those weights, as a fraction; near 0 the estimate is meaningless
+    `rerun/log_ratio`         mean log(pi/mu) per token: how likely the data is under the current policy
     """
 
     def __init__(
@@ -47,7 +48,8 @@ class Probe:
     def publish(
         self, policy_version: int, tensors: Iterable[tuple[str, Tensor]], canary: Canary | None = None
     ) -> PublishStats:
-        """Collective. Versions of a rerun count its steps: batch `policy_version` is the next to be trained."""
+        """Evaluate the next batch. Collective. Versions of a rerun count its steps: batch `policy_version` is trained
+        next."""
         self._row = {}
         if policy_version < self._config.learner.steps:
             lease = self._replay.lease(step=policy_version, rank=self._rank, world=self._world, wait_s=0.0)
@@ -74,7 +76,7 @@ class Probe:
         for minibatch in plan_minibatches(lease.plan, rank=self._rank, updates=1, budget=budget, in_rows=in_rows):
             for members in minibatch.micro_batches:
                 batch = pack(lease, members, self._device, routers=self._policy.routers)
-                logprobs, _ = score(self._config, self._policy, batch)  # empty ones too: ranks meet in the forward
+                logprobs, _ = score(self._config, self._policy, batch)  # of empty ones too: the forward is collective
                 rewards = [lease.plan.groups[g].trajectories[t].reward for g, t in members]
                 sums += batch_sums(sequence_log_ratios(batch, logprobs, len(members)), rewards, batch)
         self._policy.settle()
@@ -94,7 +96,7 @@ def sequence_log_ratios(batch: MicroBatch, logprobs: Tensor, count: int) -> Tens
 
 
 def batch_sums(log_ratios: Tensor, rewards: Sequence[float], batch: MicroBatch) -> Tensor:
-    """[7] what `estimates` needs of a micro-batch, by the names in `SUMS`."""
+    """[7] sums over a micro-batch that `estimates` needs, in the order of `SUMS`."""
     weights = log_ratios.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
     values = torch.tensor(rewards, dtype=torch.float64)
     counts = torch.tensor([len(rewards), 0.0, len(batch.loss_positions)], dtype=torch.float64)
@@ -105,7 +107,7 @@ def batch_sums(log_ratios: Tensor, rewards: Sequence[float], batch: MicroBatch) 
 
 
 def estimates(sums: Tensor) -> dict[str, float]:
-    """`rerun/*` of a whole batch; nothing where it has no fresh token."""
+    """`rerun/*` of a whole batch; an empty dict if the batch has no fresh token."""
     total = dict(zip(SUMS, sums.tolist(), strict=True))
     if not total["tokens"]:
         return {}

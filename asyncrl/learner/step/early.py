@@ -1,13 +1,13 @@
-"""Training begins before the batch is full: forward and backward of the groups that it is certain to begin with.
+"""Starts to train before the batch is full: forward and backward of the groups that the batch certainly starts with.
 
-    learner waits ──▶ early: the next `early_groups` are there ──▶ pack, score, advantages, backward ──▶ once more
-                 └──▶ lease: the batch is sealed ──▶ is it the one that was begun? ──▶ the rest of it, the update
+    learner waits ──▶ early: the next `early_groups` have arrived ──▶ pack, score, advantages, backward ──▶ repeat
+                 └──▶ lease: the batch is sealed ──▶ does it start with these groups? ──▶ the rest of it, the update
 
-A batch of `early_groups=N` is trained N groups by N groups, in the order of its plan, whenever they came: what is done
-before it is sealed and what after it are the same micro-batches in the same order, so weights do not depend on it, to
-the bit. What gradients are divided by is known last, so they are summed undivided and divided before the update. And
-nothing rests on a guess: the sealed plan and its advantages are compared with those that were trained on, on every
-rank, and what is another batch is computed anew.
+A batch with `early_groups=N` is always trained in parts of N groups, in the order of its plan. The same micro-batches
+run in the same order whether they run before or after the batch is sealed, so the weights are bitwise independent of
+when the groups arrived. The denominators are known last, so gradients are summed undivided and divided before the
+update. Nothing relies on a guess: on every rank the sealed plan and its advantages are compared with those that were
+trained on, and a batch that differs is computed again.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from asyncrl.types import StepPlan
 log = logging.getLogger(__name__)
 
 AGAIN_S = 0.02
-"""After the replay had nothing more, until it is asked again: its lease may be on the way."""
+"""Seconds between two requests to the replay server when it had nothing more; the lease may arrive meanwhile."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Begun:
-    """What of a step was trained on before its batch was sealed (`early`)."""
+    """The part of a step that was trained on before its batch was sealed (`early`)."""
 
     plan: StepPlan
-    """Of the groups that it was to begin with."""
+    """Plan of the groups that the batch is expected to start with."""
     batches: list[MicroBatch]
-    """Scored, with their advantages."""
+    """Scored, with advantages."""
     sums: Accumulated
 
     def is_of(self, plan: StepPlan, first: MinibatchPlan) -> bool:
-        """Whether the sealed plan begins as was expected, and its `first` minibatch with these micro-batches and one
-        more, with which the ranks meet."""
+        """Whether the sealed plan starts as expected, and its `first` minibatch with these micro-batches and at least
+        one more, with which the gradients are reduced."""
         mine, count = self.plan, len(self.batches)
         ages = all(plan.staleness.get(version) == age for version, age in mine.staleness.items())
         same = plan.groups[: len(mine.groups)] == mine.groups and plan.max_staleness == mine.max_staleness and ages
@@ -61,10 +61,10 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Early:
-    """What rank 0 is given, all ranks train on: they meet in every micro-batch.
+    """Rank 0 decides which groups are next; all ranks train on the same ones, because every micro-batch is collective.
 
-    consumes: groups that wait at the replay. waits for: the next part of a batch, or its lease. unblocked by: the
-    replay, or whoever asks the learner to stop.
+    consumes: groups that wait at the replay server. waits for: the next part of a batch, or its lease. unblocked by:
+    the replay server, or a request to stop the learner.
     """
 
     config: Config
@@ -72,17 +72,18 @@ class Early:
     replay: LearnerReplay
     leases: LeasePrefetch
     rank: int
-    """Whose trajectories this one trains; ranks that compute a layer together train the same."""
+    """Data rank, whose trajectories this process trains on; ranks that share the computation of a layer have the
+    same."""
     world: int
     device: torch.device
     first: bool
-    """Rank 0 of all, which decides."""
+    """Whether this is global rank 0, which decides."""
 
     def begin(self, step: int, asked: Asked, lap: Callable[[str], None]) -> Begun | None:
-        """Train on what of `step` is certain, until its lease is there or `asked`. Collective.
+        """Train on the certain part of `step` as it arrives, until its lease is there or `asked`. Collective.
 
         Args:
-            lap: told what the time since it was called last was.
+            lap: called with a name for the time since its last call.
         """
         begun: Begun | None = None
         while (part := self._next(step, len(begun.plan.groups) if begun else 0, asked)) is not None:
@@ -94,20 +95,20 @@ class Early:
         return begun
 
     def _next(self, step: int, after: int, asked: Asked) -> Lease | None:
-        """The next part, of the same groups on every rank."""
+        """The next part, with the same groups on every rank."""
         mine = however_long(lambda: self._wait(step, after, asked) if self.first else None, self.device)
         wanted = text_of_rank_zero(_name_of(mine), self.device)
         if not wanted:
             return None
         if not self.first:
             mine = self._ask(step, after, after + len(wanted.split()))
-        # A server that began anew in between may know of fewer.
+        # A server that restarted in between may have fewer of them.
         return mine if everywhere(_name_of(mine) == wanted, self.device) else None
 
     def _wait(self, step: int, after: int, asked: Asked) -> Lease | None:
         learner = self.config.learner
         if after + learner.early_groups >= learner.groups_per_step // learner.updates_per_batch:
-            return None  # the last ones come with the lease
+            return None  # the last part comes with the lease
         while not asked() and not self.leases.is_there(step, AGAIN_S):
             part = self._ask(step, after, 0)
             if part is not None:
@@ -118,7 +119,7 @@ class Early:
         return self.replay.early(step=step, rank=self.rank, world=self.world, after=after, upto=upto, wait_s=LOOK_S)
 
     def _train(self, part: Lease, begun: Begun | None) -> Begun:
-        """Forward and backward of the groups of `part`, which come after those of `begun`."""
+        """Run forward and backward of the groups of `part`, which follow those of `begun`."""
         config, roles, plan = self.config, self.roles, part.plan
         members = micro_batches(
             plan,
@@ -144,13 +145,13 @@ class Early:
 
 
 def _counted_from(first: int, batch: MicroBatch) -> MicroBatch:
-    """Its groups by their places in the step."""
+    """The micro-batch with its groups numbered by their positions in the step."""
     members = tuple((group + first, place) for group, place in batch.members)
     return replace(batch, members=members, group_ids=batch.group_ids + first)
 
 
 def _name_of(part: Lease | None) -> str:
-    """Its groups and attempts, a word each; empty for none."""
+    """The ids and attempts of its groups, one word each; empty for None."""
     groups = part.plan.groups if part else ()
     return " ".join(f"{group.group_id}.{group.attempt}" for group in groups)
 
@@ -163,7 +164,8 @@ def still_of(
     lease: Lease,
     device: torch.device,
 ) -> Begun | None:
-    """`begun`, if it is of the batch that was sealed; else its gradients are given up. Collective."""
+    """`begun`, if it belongs to the batch that was sealed; otherwise discard its gradients and return None.
+    Collective."""
     if begun is None or everywhere(bool(minibatches) and begun.is_of(plan, minibatches[0]), device):
         return begun
     give_up_gradients(roles, lease, device, f"step {plan.step} was sealed with other groups than it was to begin with")
@@ -173,8 +175,8 @@ def still_of(
 def same_advantages(
     begun: Begun, batches: Sequence[MicroBatch], roles: Roles, lease: Lease, device: torch.device
 ) -> bool:
-    """Whether the whole batch gives the micro-batches of `begun` the advantages that they were trained with; else its
-    gradients are given up. Collective."""
+    """Whether the micro-batches of `begun` have the same advantages in the whole batch as they were trained with;
+    otherwise discard their gradients. Collective."""
     pairs = [(mine.advantages, batch.advantages) for mine, batch in zip(begun.batches, batches, strict=False)]
     equal = [(mine == now).all() for mine, now in pairs if mine is not None and now is not None]
     same = len(equal) == len(pairs) and bool(torch.stack(equal).all())
@@ -185,7 +187,7 @@ def same_advantages(
 
 
 def give_up_gradients(roles: Roles, lease: Lease, device: torch.device, why: str) -> None:
-    """What is accumulated is no part of the next update. Collective: the ranks meet with it, or FSDP keeps it."""
+    """Discard the accumulated gradients. Collective: they are reduced once, because FSDP would keep them otherwise."""
     log.info("%s: what was computed before the batch was full is computed again", why)
     set_gradient_sync(roles.policy, True)
     empty = pack(lease, (), device)

@@ -1,4 +1,4 @@
-"""Gradients of the policy, micro-batch after micro-batch, until an optimizer step has all of its own."""
+"""Accumulates the gradients of the policy over the micro-batches of an optimizer step."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ UNDIVIDED = Denominators(tokens=1.0, sequences=1.0, groups=1.0)
 
 @dataclass(slots=True, kw_only=True)
 class Accumulated:
-    """Of the first micro-batches of an optimizer step; the gradients themselves are in the model."""
+    """Sums over the first micro-batches of an optimizer step. The gradients themselves are in the model."""
 
     loss: Tensor
-    """This rank's share."""
+    """This rank's share of the loss."""
     measured: Measured = field(default_factory=Measured)
     told: list[Told] = field(default_factory=list)
-    """What is to be added to it."""
+    """Numbers still on the device that belong into `measured`."""
     micro_batches: int = 0
 
 
@@ -47,10 +47,10 @@ def accumulate(
     world: int,
     sums: Accumulated | None = None,
 ) -> tuple[Tensor, Measured]:
-    """Add up the gradients of all micro-batches of a minibatch; ranks are summed with the last one.
+    """Accumulate the gradients of all micro-batches of a minibatch. They are reduced over the ranks with the last one.
 
     Args:
-        sums: of the first of them, accumulated already.
+        sums: of the first micro-batches, if they were accumulated before.
     """
     kept = kept_of(config, model, batches) if needs_first_pass(config.loss) else None
     undivided = early_groups(config) > 0
@@ -77,7 +77,7 @@ def add_gradients(
     last: bool,
     kept: Kept | None = None,
 ) -> None:
-    """Those of one micro-batch, to what is in the model and in `sums`."""
+    """Add the gradients of one micro-batch to those in the model, and its numbers to `sums`."""
     set_gradient_sync(model, last)
     with span("forward", groups=batch.groups):
         inputs = loss_inputs(config, model, batch)
@@ -102,8 +102,8 @@ def add_gradients(
 
 
 def gradients_told(inputs: LossInputs) -> list[Tensor]:
-    """Where the next backward leaves the gradient at each token's log-prob: where it is 0 (no advantage, stopped,
-    rejected) the token was generated and computed for nothing."""
+    """A list to which the next backward appends the gradient at each token's log-prob. A token whose gradient is 0 (no
+    advantage, clipped, rejected) was generated and computed for nothing."""
     told: list[Tensor] = []
     if inputs.learner_logprobs.requires_grad:
         inputs.learner_logprobs.register_hook(told.append)
@@ -112,8 +112,8 @@ def gradients_told(inputs: LossInputs) -> list[Tensor]:
 
 @torch.no_grad()
 def divide(model: PolicyModel, sums: Accumulated, by: float) -> None:
-    """Gradients, loss and its parts that were computed `UNDIVIDED`: what they are to be divided by was not known before
-    the batch was sealed."""
+    """Divide gradients, loss and loss parts that were computed `UNDIVIDED`, because the denominator was not known
+    before the batch was sealed."""
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.div_(by)
@@ -123,15 +123,15 @@ def divide(model: PolicyModel, sums: Accumulated, by: float) -> None:
 
 @torch.no_grad()
 def kept_of(config: Config, model: PolicyModel, batches: Sequence[MicroBatch]) -> Kept:
-    """What the loss keeps of a minibatch, from one more forward: no gradient can be taken before it is known what its
-    tokens are divided by. Collective."""
+    """Decide which tokens of a minibatch the loss keeps, with an additional forward: no gradient can be computed before
+    the denominator of the kept tokens is known. Collective."""
     inputs = [loss_inputs(config, model, batch) for batch in batches]
     model.settle()
     return first_pass(inputs, config.loss, gather_over_data)
 
 
 def loss_inputs(config: Config, model: PolicyModel, batch: MicroBatch) -> LossInputs:
-    """Of a micro-batch, scored by `model`."""
+    """Inputs of the loss for a micro-batch that `model` scores."""
     logprobs, entropy, topk = score_with_topk(config, model, batch)
     assert batch.advantages is not None
     groups = 1 + max((g for g, _ in batch.members), default=0)
@@ -153,6 +153,7 @@ def loss_inputs(config: Config, model: PolicyModel, batch: MicroBatch) -> LossIn
 
 
 def backward(loss: Tensor, world: int) -> None:
-    """The denominators already count all ranks, so ranks must be summed; FSDP averages them."""
+    """Backward of `loss * world`: the denominators already count all ranks, so gradients must be summed over the ranks,
+    but FSDP averages them."""
     if loss.requires_grad:
         (loss * world).backward()

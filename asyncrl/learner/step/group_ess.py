@@ -1,10 +1,10 @@
-"""Effective sample size of a group's importance weights: what the replay needs to know to use old groups again by what
-they still say (`replay.order=ess`), and only the learner can measure.
+"""Effective sample size of a group's importance weights. The replay server uses it to sample old groups again by how
+informative they still are (`replay.order=ess`); only the learner can measure it.
 
     ESS / n = (sum_t r_t)^2 / (n sum_t r_t^2),   r_t = pi_theta(t) / mu(t)      (Kish)
 
-over the n fresh tokens of a group, of the raw ratios of the forward that the step trains by, at the weights before its
-update. 1: the policy is still the one that sampled the group; 1 / n: a single token has all the weight.
+over the n fresh tokens of a group, with the raw ratios of the training forward, at the weights before the update. 1:
+the policy is still the one that sampled the group; 1 / n: a single token has all the weight.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from asyncrl.losses.ratios import LOG_RATIO_LIMIT
 
 @torch.no_grad()
 def group_weights(inputs: LossInputs, groups: Iterable[int]) -> dict[str, Tensor]:
-    """Position of a group in the step's plan, as text -> float64 [3] sum of ratios, of their squares, tokens.
+    """Map the position of a group in the step's plan, as text, to float64 [3]: sums of ratios, of their squares,
+    tokens.
 
     Args:
-        groups: those of the micro-batch.
+        groups: the groups of the micro-batch.
     """
     assert inputs.group_ids is not None
     here, chosen = sorted(set(groups)), inputs.loss_mask
@@ -35,7 +36,7 @@ def group_weights(inputs: LossInputs, groups: Iterable[int]) -> dict[str, Tensor
 
 
 def ess_of_groups(weights: Mapping[str, tuple[float, ...]], groups: int) -> tuple[float, ...]:
-    """[G] shares from 0 to 1 of the groups of a plan; 1 where no token was trained."""
+    """[G] ESS / n, from 0 to 1, of the groups of a plan; 1 for a group without a trained token."""
     shares = []
     for place in range(groups):
         total, squares, tokens = weights.get(str(place), (0.0, 0.0, 0.0))

@@ -1,4 +1,4 @@
-"""The most memory that a step took on a GPU, beside what the plan (`memory_plan`) says of its micro-batches."""
+"""Peak GPU memory of a step, and the estimate of `memory_plan` for its micro-batches."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ PEAK, PLANNED = "memory/peak_gb", "memory/planned_gb"
 
 
 def planned_bytes(config: ModelConfig, roles: Roles, batches: Sequence[MicroBatch]) -> int:
-    """Of this rank: what it holds of all models, and what comes and goes with its largest micro-batch. 0 where the
-    model's config is none of a plain decoder."""
+    """Estimate for this rank: what it holds of all models, plus the temporary memory of its largest micro-batch. 0 if
+    the model's config is not that of a plain decoder."""
     sizes = Sizes.of(roles.policy.hf.config.to_dict())
     if sizes is None or not batches:
         return 0
@@ -47,8 +47,9 @@ def planned_bytes(config: ModelConfig, roles: Roles, batches: Sequence[MicroBatc
 
 
 def whole_bytes(model: PackedModel, width: int, *, several: bool) -> int:
-    """Of a sharded model: weights that are whole while it computes and, with several micro-batches that meet at their
-    end, its whole gradient. A model that is not sharded has both already."""
+    """Temporary bytes of a sharded model: the weights that are whole while it computes and, with several micro-batches
+    that are reduced at their end, its whole gradient. 0 for a model that is not sharded, which holds both
+    permanently."""
     if not isinstance(model, FSDPModule):
         return 0
     shapes = {name: (numbers_computed_with(parameter),) for name, parameter in model.named_parameters()}
@@ -64,8 +65,8 @@ def begin_peak(device: torch.device) -> None:
 def peak_row(
     config: ModelConfig, roles: Roles, batches: Sequence[MicroBatch], device: torch.device
 ) -> dict[str, float]:
-    """What tensors took at most since `begin_peak`, and what was planned; nothing without a GPU, whose allocator alone
-    counts."""
+    """Peak memory of tensors since `begin_peak`, and the estimate; an empty dict without a GPU, because only its
+    allocator counts."""
     if device.type != "cuda":
         return {}
     planned = planned_bytes(config, roles, batches)

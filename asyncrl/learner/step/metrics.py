@@ -1,4 +1,4 @@
-"""The numbers of a step: what the plan says, and what every rank measured, brought together on every rank."""
+"""Metrics of a step: from the plan, and from what every rank measured, combined on every rank."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from asyncrl.types import StepPlan, members_of
 
 Numbers = tuple[float, ...]
 Bins = tuple[list[float], list[float]]
-"""Edges, one more than there are counts, and the counts."""
+"""Bin edges, one more than there are counts, and the counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """Numbers of one micro-batch that are still on the device: to ask for them is to wait for all that it was told."""
+    """Numbers of one micro-batch that are still on the device: reading them waits for all work queued there."""
 
     sums: Sums
     per_update: Mapping[str, Tensor] = field(default_factory=dict)
     group_weights: Mapping[str, Tensor] = field(default_factory=dict)
 
     def parts(self) -> tuple[Mapping[str, Tensor], ...]:
-        """As `Measured.of` takes them apart again."""
+        """The numbers in the order in which `Measured.of` reads them."""
         means = {name: torch.stack([n.double(), d.double()]) for name, (n, d) in self.sums.means.items()}
         sums = self.sums
         return means, sums.tokens, sums.ages, sums.sequences, sums.maxima, self.per_update, self.group_weights
@@ -39,32 +39,32 @@ class Told:
 
 @dataclass(slots=True, kw_only=True)
 class Measured:
-    """Numbers of one rank in one step. Each stands where it says how it combines over micro-batches, updates and ranks;
-    its name says nothing of that. What is the same on every rank is counted on rank 0 alone.
+    """Numbers of one rank in one step. The field that holds a number says how it combines over micro-batches, updates
+    and ranks; its name does not. Numbers that are the same on every rank are counted only on rank 0.
     """
 
     ratios: dict[str, Numbers] = field(default_factory=dict)
-    """Name -> (numerator, denominator), each added up; the metric is their quotient."""
+    """Name -> (numerator, denominator), each summed; the metric is their quotient."""
     tokens: dict[str, Numbers] = field(default_factory=dict)
-    """This, `ages` and `sequences`: as in `asyncrl.losses.diagnostics.Sums`."""
+    """`tokens`, `ages` and `sequences` are those of `asyncrl.losses.diagnostics.Sums`."""
     ages: dict[str, Numbers] = field(default_factory=dict)
     sequences: dict[str, Numbers] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
     totals: dict[str, float] = field(default_factory=dict)
-    """Added up."""
+    """Summed."""
     per_update: dict[str, float] = field(default_factory=dict)
-    """Added up, then divided by `updates`."""
+    """Summed, then divided by `updates`."""
     updates: float = 0.0
     """Optimizer steps on the batch; counted on rank 0."""
     spreads: dict[str, Numbers] = field(default_factory=dict)
-    """Stem -> (sum, sum of squares, count), each added up; the metrics are `<stem>mean` and `<stem>std`."""
+    """Stem -> (sum, sum of squares, count), each summed; the metrics are `<stem>mean` and `<stem>std`."""
 
     group_weights: dict[str, Numbers] = field(default_factory=dict)
-    """See `asyncrl.learner.step.group_ess`; each added up, and no metric."""
+    """See `asyncrl.learner.step.group_ess`; each summed. Not a metric."""
 
     @classmethod
     def of(cls, *told: Told) -> Measured:
-        """Together, with one transfer from the device."""
+        """Combine them, with a single transfer from the device."""
         everything = [each.parts() for each in told]
         tensors = [t.detach().double().reshape(-1) for parts in everything for part in parts for t in part.values()]
         values: Iterator[float] = iter(torch.cat(tensors).tolist() if tensors else [])
@@ -100,7 +100,7 @@ class Measured:
                 into[name] = tuple(mine + theirs for mine, theirs in zip(had, numbers, strict=True))
 
     def _added_up(self) -> Iterator[dict[str, Numbers]]:
-        """Those whose numbers are added up one by one."""
+        """The fields whose tuples are summed element by element."""
         yield from (self.ratios, self.tokens, self.ages, self.sequences, self.spreads, self.group_weights)
 
     def row(self) -> dict[str, float]:
@@ -120,7 +120,8 @@ class Measured:
         return row | explained_variance(row)
 
     def histograms(self) -> dict[str, Bins]:
-        """Of each age the trained tokens by log-ratio of the learner to the behavior policy, at every update."""
+        """For each staleness the trained tokens by log-ratio of the learner to the behavior policy, over all
+        updates."""
         return {
             f"histogram/ratio/age_{age}": (list(LOG_RATIO_EDGES), list(ratio_counts(numbers)))
             for age, numbers in self.ages.items()
@@ -133,18 +134,18 @@ def _double(value: float | Numbers) -> Tensor:
 
 def explained_variance(row: Mapping[str, float]) -> dict[str, float]:
     """With a critic, `critic/explained_variance`: 1 - Var(target - value) / Var(target) before the update."""
-    # Targets that are all alike have no variance to explain.
+    # Targets that are all equal have no variance to explain.
     if row.get("critic/target_std", 0.0) <= 1e-6:
         return {}
     return {"critic/explained_variance": 1.0 - (row["critic/residual_std"] / row["critic/target_std"]) ** 2}
 
 
 def over_ranks(mine: Measured, device: torch.device) -> Measured:
-    """Everyone's numbers together. Ranks may know different names (a rank may have no token of some age), so names
-    travel with the numbers: two small all-gathers per step."""
+    """Combine the numbers of all ranks. Ranks may have different names (a rank may have no token of some age), so the
+    names are sent with the numbers: two small all-gathers per step."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return mine
-    text = json.dumps(asdict(mine)).encode() + b"\n"  # a line each: what is in it has none
+    text = json.dumps(asdict(mine)).encode() + b"\n"  # one line per rank: JSON contains no line break
     mine_as_bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
     everyone = gather_over_data(mine_as_bytes).cpu().numpy().tobytes().splitlines()
     together = Measured()
@@ -154,13 +155,13 @@ def over_ranks(mine: Measured, device: torch.device) -> Measured:
 
 
 def plan_metrics(plan: StepPlan) -> dict[str, float]:
-    """What the headers alone tell: rewards of all episodes, staleness of the tokens that are trained.
+    """Metrics from the headers alone: rewards of all episodes, staleness of the trained tokens.
 
     `staleness/hist_<k>` is the fraction of trained tokens that are k versions old.
     """
     members = [[group.trajectories[place] for place in members_of(group.trajectories)] for group in plan.groups]
     rewards = [np.array([each.reward for each in group]) for group in members]
-    lengths = [t.loss_tokens for group in plan.groups for t in group.trajectories]  # no observations among them
+    lengths = [t.loss_tokens for group in plan.groups for t in group.trajectories]  # without observations
     fresh = plan.tokens_by_staleness()
     count = sum(fresh.values())
     row = {"staleness/mean": 0.0, "staleness/max": float(max(fresh, default=0)), "step/groups": float(len(plan.groups))}
@@ -192,15 +193,16 @@ def plan_metrics(plan: StepPlan) -> dict[str, float]:
 
 BINS = 16
 WIDEST = 1e300
-"""Of a reward in a histogram: between two that are further apart no bins can be told."""
+"""Largest magnitude of a reward in a histogram: no bins can be computed for a larger range."""
 NEAR = 1e-9
-"""Of their size: numbers that are no further apart are one but for rounding, and numpy finds no bins between them."""
+"""Relative to their size: numbers no further apart differ by rounding only, and numpy finds no bins between them."""
 AGES = 256
-"""Bins of ages at most: W&B refuses more than 512."""
+"""Limit on bins of ages: W&B refuses more than 512."""
 
 
 def plan_histograms(plan: StepPlan) -> dict[str, Bins]:
-    """Of a batch: rewards of its episodes, sampled tokens of its trajectories, ages of the tokens that are trained."""
+    """Histograms of a batch: rewards of its episodes, sampled tokens per trajectory, staleness of the trained
+    tokens."""
     found: dict[str, Bins] = {}
     rewards = [group.trajectories[at].reward for group in plan.groups for at in members_of(group.trajectories)]
     lengths = [trajectory.loss_tokens for group in plan.groups for trajectory in group.trajectories]

@@ -1,4 +1,4 @@
-"""Forward passes without gradient, before the first update on a batch: what advantages and losses are made of."""
+"""Forward passes without gradient, before the first update on a batch. Advantages and losses are computed from them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from asyncrl.spans import span
 
 
 def score(config: Config, model: PolicyModel, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """learner_logprobs, entropy: [T] each, at the sampling temperature (greedy sampling reports those of 1), over what
-    each token was drawn from: with truncated sampling every policy, the reference too, is renormalised over that."""
+    """learner_logprobs and entropy, [T] each, at the sampling temperature (at 1 for greedy sampling), over the tokens
+    that each token was drawn from: with truncated sampling every policy, also the reference, is renormalised over
+    these."""
     logprobs, entropy, *_ = _forward(config, model, batch)
     return logprobs, entropy
 
 
 def score_with_topk(config: Config, model: PolicyModel, batch: MicroBatch) -> tuple[Tensor, Tensor, TopK | None]:
-    """`score`, and with `loss.centering` the log-probs of the likeliest tokens that the engine recorded."""
+    """`score`, and with `loss.centering` the log-probs of the most likely tokens that the engine recorded."""
     if batch.topk_ids is None or batch.topk_logprobs is None:
         return *score(config, model, batch), None
     logprobs, entropy, likeliest = _forward(config, model, batch, batch.topk_ids)
@@ -57,27 +58,27 @@ def evaluate_states(model: CriticModel, batch: MicroBatch) -> Tensor:
 
 
 def anchor_of(config: Config) -> str:
-    """Where the proximal log-probs come from: `none`, `current`, `recompute` (see `proximal_source`) or `average`."""
+    """Source of the proximal log-probs: `none`, `current`, `recompute` (see `proximal_source`) or `average`."""
     source = proximal_source(config.loss, config.learner.optimizer_steps)
     return "average" if source != "none" and config.learner.proximal_ema > 0 else source
 
 
 def needs_current(config: Config) -> bool:
-    """Whether the policy scores the batch once more, before it is trained on it."""
+    """Whether the policy scores the batch in a separate pass before it is trained on it."""
     advantage = config.advantage
     return anchor_of(config) == "recompute" or advantage.uses_ratio or advantage.kl_coef > 0
 
 
 def needs_topk(config: Config) -> bool:
-    """Whether the loss looks at the likeliest tokens that the engine recorded."""
+    """Whether the loss uses the most likely tokens that the engine recorded."""
     return "topk" in required_inputs(config.loss)
 
 
 def with_scores(config: Config, roles: Roles, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Fill in `current_logprobs`, `proximal_logprobs`, `ref_logprobs` (but those that came with the trajectories) and
-    `values` where the settings need them.
+    """Fill in `current_logprobs`, `proximal_logprobs`, `ref_logprobs` (unless they came with the trajectories) and
+    `values` if the settings need them.
 
-    Collective over the ranks: each model runs over all micro-batches before the next does.
+    Collective over the ranks: each model runs over all micro-batches before the next model does.
     """
     nothing: list[Tensor | None] = [None] * len(batches)
 
@@ -109,7 +110,7 @@ def with_scores(config: Config, roles: Roles, batches: Sequence[MicroBatch]) -> 
 def scored_batches(
     config: Config, roles: Roles, lease: Lease, members: Sequence[Sequence[Member]], device: torch.device
 ) -> list[MicroBatch]:
-    """Micro-batches of these trajectories, packed and scored. Collective."""
+    """Pack and score micro-batches of these trajectories. Collective."""
     wanted = {"reference": roles.reference_comes, "topk": needs_topk(config)}
     with span("pack"):
         packed = [pack(lease, each, device, **wanted, routers=roles.policy.routers) for each in members]
@@ -118,7 +119,8 @@ def scored_batches(
 
 
 def unrouted(batch: MicroBatch) -> MicroBatch:
-    """For the reference: it is a policy of its own, whose routers choose for themselves."""
+    """The batch without recorded experts, for the reference: it is a different policy, whose routers choose
+    themselves."""
     return replace(batch, packing=replace(batch.packing, routing=None))
 
 

@@ -1,4 +1,4 @@
-"""One train step on one lease: pack, score, advantages; then per minibatch forward, loss, backward, update."""
+"""One train step on one lease: pack, score, advantages; then for each minibatch forward, loss, backward, update."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from asyncrl.spans import span
 
 TRAINED_TOKENS = "perf/trained_tokens"
 OPERATIONS, PACKED_TOKENS = "perf/operations", "perf/packed_tokens"
-"""Of all ranks; what becomes of them is `model.flops.speed`."""
+"""Summed over all ranks; `model.flops.speed` turns them into metrics."""
 
 
 def train_step(
@@ -48,15 +48,16 @@ def train_step(
     device: torch.device,
     begun: Begun | None = None,
 ) -> Measured:
-    """Train `updates_per_batch` optimizer steps on a lease, `epochs_per_batch` times; collective over the ranks.
+    """Train `updates_per_batch` optimizer steps on a lease, `epochs_per_batch` times. Collective over the ranks.
 
-    What is scored before the first of them holds for all: a second pass is anchored where the first one was.
+    Everything is scored before the first of them and holds for all: a second pass has the same anchor as the first.
 
     Args:
-        begun: what was done of it before, by the same weights. Where the batch is another one it is done anew.
+        begun: the part of the step that was computed before, with the same weights. Computed again if it belongs to
+            another batch.
 
     Returns:
-        This rank's numbers; what is the same on every rank is counted on rank 0 only.
+        This rank's numbers; what is the same on every rank is counted only on rank 0.
 
     Raises:
         NonFiniteError: too many steps in a row were skipped.
@@ -88,14 +89,14 @@ def train_step(
         )
         sums = None
         if index >= len(shares):
-            numbers.group_weights = {}  # of the first pass, or a group would be told to be older than the step found it
+            numbers.group_weights = {}  # only the first pass counts: its weights are those the step starts with
         measured.add(numbers)
         if rank == 0:
             measured.add(_of_an_update(report, minibatch))
         if roles.critic is not None:
             fit, numbers = update_critic(config, roles, roles.critic, share, minibatch.denominators, plan.step, world)
             measured.add(numbers)
-            # One guard for both: the step of a sound critic must not hide that the policy's never succeeds.
+            # One guard for both: an applied step of the critic must not hide that the policy's never succeeds.
             report = fit if report.applied or report.spike else report
         guard.observe(plan.step + 1, report, share)
     warming_up = plan.step < config.critic.warmup_steps
@@ -110,7 +111,7 @@ def train_step(
 
 
 def _of_the_step(config: Config, roles: Roles, guard: NonFiniteGuard, early: float) -> dict[str, float]:
-    """What is the same on every rank. `early`: groups that were trained before the batch was whole."""
+    """Numbers that are the same on every rank. `early`: groups that were trained before the batch was complete."""
     trained = (parameter for parameter in roles.policy.parameters() if parameter.requires_grad)
     told = {"optim/trained_parameters": float(sum(parameter.numel() for parameter in trained))}
     if early_groups(config):
@@ -124,12 +125,12 @@ def _of_the_step(config: Config, roles: Roles, guard: NonFiniteGuard, early: flo
 
 
 def _of_an_update(report: UpdateReport, minibatch: MinibatchPlan) -> Measured:
-    """What is the same on every rank."""
+    """Numbers that are the same on every rank."""
     return Measured(updates=1.0, per_update=_optim(report), totals={TRAINED_TOKENS: minibatch.denominators.tokens})
 
 
 def _of_no_update() -> Measured:
-    """A step without a single fresh token has no update, and its row the same names."""
+    """Numbers of a step without a fresh token: it has no update, but its row has the same names."""
     nothing = UpdateReport(loss=0.0, grad_norm=0.0, applied=True, lr=0.0)
     return Measured(per_update=_optim(nothing), totals={TRAINED_TOKENS: 0.0})
 
@@ -139,7 +140,7 @@ def _optim(report: UpdateReport) -> dict[str, float]:
 
 
 def shares_of(batches: Sequence[MicroBatch], minibatches: Sequence[MinibatchPlan]) -> list[Sequence[MicroBatch]]:
-    """The micro-batches of each minibatch."""
+    """Split the micro-batches by minibatch."""
     shares, start = [], 0
     for minibatch in minibatches:
         stop = start + len(minibatch.micro_batches)
@@ -160,11 +161,11 @@ def update_policy(
     index: int = 0,
     sums: Accumulated | None = None,
 ) -> tuple[UpdateReport, Measured]:
-    """One optimizer step of the policy; while the critic warms up, only its loss and diagnostics.
+    """Make one optimizer step of the policy. While the critic warms up, compute only the loss and its diagnostics.
 
     Args:
-        index: which of the updates of `step` it is.
-        sums: of its first micro-batches, where they are accumulated already.
+        index: number of the update within `step`.
+        sums: of the first micro-batches, if they were accumulated before.
     """
     if step < config.critic.warmup_steps:
         with torch.no_grad():
@@ -185,8 +186,8 @@ def update_policy(
     if roles.average is not None and report.applied:
         ema_update(roles.average.parameters(), parameters, config.learner.proximal_ema)
     if roles.hook is not None and not report.applied:
-        # Without gradients it changes nothing, and waits as each step does until nobody reads the weights: the hook may
-        # write to them, and a version that is being copied or sent would be of two.
+        # Without gradients the step changes nothing, but it waits until the weights are no longer being copied: the
+        # hook may write to them, and a version that is copied or sent meanwhile would be a mixture of two.
         roles.optimizer.step()
     measured.per_update |= told | roles.call_hook(AFTER, step, index, report)
     return report, measured
@@ -201,7 +202,7 @@ def update_critic(
     step: int,
     world: int,
 ) -> tuple[UpdateReport, Measured]:
-    """One optimizer step of the critic towards the targets made before the first update on the batch."""
+    """Make one optimizer step of the critic towards the targets computed before the first update on the batch."""
     loss = fit_values(config, critic.model, batches, denominators, world)
     rate = learning_rate(step, config.learner, config.critic.lr)
     parameters = list(critic.model.parameters())
@@ -215,7 +216,7 @@ def update_critic(
 def fit_values(
     config: Config, model: CriticModel, batches: Sequence[MicroBatch], denominators: Denominators, world: int
 ) -> Tensor:
-    """Gradients of the value loss of a minibatch; returns this rank's share of the loss."""
+    """Accumulate the gradients of the value loss of a minibatch; returns this rank's share of the loss."""
     total = torch.zeros((), device=batches[0].input_ids.device)
     for i, batch in enumerate(batches):
         set_gradient_sync(model, i == len(batches) - 1)

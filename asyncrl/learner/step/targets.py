@@ -1,7 +1,8 @@
-"""Advantages, and the critic's targets, of every loss token of a step: the same however it was split and sharded.
+"""Computes the advantages, and the critic's targets, of every loss token of a step, independently of how the step was
+split and sharded.
 
-The estimators see one row per trajectory with its loss tokens side by side. Observation tokens are thereby jumped over;
-over-age tokens, which come before the fresh ones and so are in no return of theirs, are left out.
+The estimators see one row per trajectory, with its loss tokens next to each other. Observation tokens are skipped.
+Tokens above the staleness bound come before the fresh ones, so they are in no return of these, and are left out.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ from asyncrl.schema import AdvantageConfig
 from asyncrl.types import GREEDY_REWARD, StepPlan, TrajectoryHeader, members_of
 
 Table = Float[Tensor, "B L"]
-"""float64 on the CPU: a scan over tokens is thousands of tiny operations, which a GPU only delays."""
+"""float64 on the CPU: a scan over tokens is thousands of tiny operations, which are slower on a GPU."""
 
 
 NUMBERS = ("current_logprobs", "ref_logprobs", "values", "behavior_logprobs", "position_ids")
-"""Of each token of a micro-batch, that targets are made of."""
+"""Per-token fields of a micro-batch that targets are computed from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,7 @@ class Rows:
 
     @cached_property
     def _tokens(self) -> dict[str, Float[Tensor, " tokens"]]:
-        """What the batches have of `NUMBERS`, of all their loss tokens; of the device, which is waited for once."""
+        """The `NUMBERS` that the batches have, for all their loss tokens; one transfer from the device."""
         names = [name for name in NUMBERS if all(getattr(batch, name) is not None for batch in self.batches)]
         parts = [
             torch.stack([getattr(batch, name)[batch.loss_positions].double() for name in names])
@@ -77,25 +78,25 @@ class Rows:
         return dict(zip(names, torch.cat(parts, 1).cpu(), strict=True)) if parts else {}
 
     def gather(self, name: str) -> Table:
-        """The field `name` of the batches; 0 beyond a row's end."""
+        """The field `name` of the batches as a table; 0 beyond a row's end."""
         table = torch.zeros(self.mask.shape, dtype=torch.float64)
         if self.batches:
             table[self.mask] = self._tokens[name]
         return table
 
     def turns(self) -> Int[Tensor, "B L"]:
-        """Which turn of its trajectory each token is of: a new one begins where the token before was not sampled."""
+        """Turn of each token within its row: a new turn starts where the preceding token was not sampled."""
         place = self.gather("position_ids")
         begins = torch.ones_like(self.mask)
         begins[:, 1:] = place[:, 1:] != place[:, :-1] + 1
         return begins.cumsum(1)
 
     def turn_numbers(self, turns: Int[Tensor, " B"]) -> Int[Tensor, "B L"]:
-        """Which of all its trajectory's turns each token is of, from 0; counted from the end, since the first ones may
-        be too old to be trained. 0 beyond a row's end.
+        """Turn of each token among all turns of its trajectory, from 0; counted from the end, since the first turns may
+        be too old to be trained on. 0 beyond a row's end.
 
         Args:
-            turns: of each trajectory.
+            turns: number of turns of each trajectory.
         """
         here = self.turns() * self.mask
         return (turns[:, None] - here.amax(1, keepdim=True) + here - 1).clamp(min=0) * self.mask
@@ -116,13 +117,13 @@ def with_targets(
 
     Args:
         batches: all of this rank's micro-batches of the step, with their scores.
-        kl_coef: price of the KL in the reward in this step.
+        kl_coef: KL coefficient of the reward in this step.
 
     Returns:
         The batches, and this rank's `advantage/*`, `kl/in_reward`, `kl/of_policy` and `critic/*`.
 
     Raises:
-        RewardError: a trajectory came without a named reward that the settings ask for.
+        RewardError: a trajectory lacks a named reward that the settings require.
     """
     rows = Rows.of(batches)
     gap = None
@@ -162,15 +163,15 @@ def with_targets(
 
 KL_OF_POLICY = "kl/of_policy"
 MOST_DRAWN = math.log(5.0)
-"""Of log(learner / behavior): by how much more often than it was sampled a token counts in a mean over the learner."""
+"""Limit on log(learner / behavior): a token's weight in a mean over the learner's distribution is clipped here."""
 
 
 def price_of_all(prices: Table, plan: StepPlan) -> Table:
-    """[N] the KL price of every trajectory, from that of its fresh tokens: siblings that are too old to be trained
-    would else stand in the baseline without having paid, and push all fresh ones down.
+    """[N] KL penalty of every trajectory, extrapolated from its fresh tokens. Otherwise siblings that are too old to be
+    trained on would be in the baseline without a penalty, and push all fresh ones down.
 
-    A trajectory pays for its other loss tokens what it pays per fresh one; one without fresh tokens pays the mean of
-    its siblings that have some.
+    A trajectory is charged per loss token what it is charged per fresh one; one without fresh tokens is charged the
+    mean of its siblings that have some.
     """
     headers = [trajectory for group in plan.groups for trajectory in group.trajectories]
     fresh = torch.tensor([plan.fresh_tokens(trajectory) for trajectory in headers], dtype=torch.float64)
@@ -187,11 +188,11 @@ def price_of_all(prices: Table, plan: StepPlan) -> Table:
 def against_siblings(
     plan: StepPlan, rows: Rows, penalty: Table | None, config: AdvantageConfig, device: torch.device
 ) -> Table:
-    """One number per trajectory, for all its tokens: its reward, less the price of its KL, against its siblings', or
-    against that of a greedy completion.
+    """One number per trajectory, for all its tokens: its reward less its KL penalty, compared with its siblings' or
+    with that of a greedy completion.
 
-    Rewards come from the headers of all ranks; so do those of trajectories that are too old to be trained. The branches
-    of an episode are one sibling: they share its advantage, and it pays for the KL of all of them.
+    Rewards come from the headers of all ranks, also of trajectories that are too old to be trained on. The branches of
+    an episode count as one sibling: they share its advantage, and the episode is charged for the KL of all of them.
     """
     everything = [trajectory for group in plan.groups for trajectory in group.trajectories]
     firsts = members_of(everything)
@@ -223,8 +224,8 @@ def against_siblings(
 
 
 def against_turns(plan: StepPlan, rows: Rows, config: AdvantageConfig) -> Table:
-    """One number per turn, for all its tokens; see `turn_advantages`. Rewards come from the headers of all ranks. The
-    branches of an episode are looked at each by itself."""
+    """One number per turn, for all its tokens; see `turn_advantages`. Rewards come from the headers of all ranks. Each
+    branch of an episode is treated separately."""
     headers = [trajectory for group in plan.groups for trajectory in group.trajectories]
     if not all(trajectory.turn_rewards for trajectory in headers):
         raise RewardError(
@@ -249,7 +250,7 @@ def against_turns(plan: StepPlan, rows: Rows, config: AdvantageConfig) -> Table:
 
 
 def earned_by_turn(headers: Sequence[TrajectoryHeader]) -> tuple[Float[Tensor, "N K"], Bool[Tensor, "N K"]]:
-    """What each turn earned, and which turns there were; a trajectory that does not say has none."""
+    """The reward of each turn, and a mask of the turns that exist; a trajectory without turn rewards has none."""
     most = max((len(header.turn_rewards) for header in headers), default=0)
     earned = torch.zeros(len(headers), max(most, 1), dtype=torch.float64)
     there = torch.zeros(earned.shape, dtype=torch.bool)
@@ -260,8 +261,8 @@ def earned_by_turn(headers: Sequence[TrajectoryHeader]) -> tuple[Float[Tensor, "
 
 
 def earned_by_token(plan: StepPlan, rows: Rows, penalty: Table | None) -> Table:
-    """What each turn earned at its last token, and the KL's price at each token. Where nobody said what the turns
-    earned it is the reward, at the last token. Turns of which no token is trained are in no return."""
+    """The reward of each turn at its last token, less the KL penalty at each token. Without turn rewards it is the
+    trajectory's reward, at its last token. Turns without a trained token are in no return."""
     headers = [plan.groups[g].trajectories[t] for g, t in rows.members]
     whole = torch.tensor([header.reward for header in headers], dtype=torch.float64)
     if not any(header.turn_rewards for header in headers):
@@ -277,8 +278,8 @@ def earned_by_token(plan: StepPlan, rows: Rows, penalty: Table | None) -> Table:
 
 
 def against_greedy(plan: StepPlan, rows: Rows, penalty: Table) -> Table:
-    """ReMax (2310.10505) with the KL in the reward: what each token and the later ones bring, less what the greedy
-    completion earned. A token does not pay for the KL of those before it.
+    """ReMax (2310.10505) with the KL in the reward: the return from each token on, less the reward of the greedy
+    completion. A token is not charged for the KL of earlier tokens.
     """
     greedy = greedy_rewards([trajectory for group in plan.groups for trajectory in group.trajectories])
     advantages = returns_to_go(earned_by_token(plan, rows, penalty), rows.mask)
@@ -286,7 +287,8 @@ def against_greedy(plan: StepPlan, rows: Rows, penalty: Table) -> Table:
 
 
 def from_own(plan: StepPlan, rows: Rows, penalty: Table | None, config: AdvantageConfig, device: torch.device) -> Table:
-    """What the user's function makes of the headers of all ranks; the trained tokens of a trajectory are its last."""
+    """Advantages from the user's function, called with the headers of all ranks. A trajectory's trained tokens are its
+    last."""
     inputs = own_inputs(plan, config.components)
     place = places(plan, rows)
     if penalty is not None:
@@ -301,10 +303,10 @@ def from_own(plan: StepPlan, rows: Rows, penalty: Table | None, config: Advantag
 
 
 def own_inputs(plan: StepPlan, components: Mapping[str, float]) -> AdvantageInputs:
-    """All trajectories of the step.
+    """Inputs of the user's function: all trajectories of the step.
 
     Raises:
-        RewardError: one of them came without a reward that `components` names.
+        RewardError: a trajectory lacks a reward that `components` names.
     """
     headers = [trajectory for group in plan.groups for trajectory in group.trajectories]
     if components:
@@ -329,14 +331,14 @@ def own_inputs(plan: StepPlan, components: Mapping[str, float]) -> AdvantageInpu
 
 
 def places(plan: StepPlan, rows: Rows) -> Int[Tensor, " B"]:
-    """Which of all trajectories of the step each row is."""
+    """Index of each row among all trajectories of the step."""
     sizes = [len(group.trajectories) for group in plan.groups]
     first = [0, *itertools.accumulate(sizes)]
     return torch.tensor([first[g] + t for g, t in rows.members], dtype=torch.int64)
 
 
 def greedy_rewards(headers: Sequence[TrajectoryHeader]) -> Float[Tensor, " N"]:
-    """ReMax's baseline of each trajectory (2310.10505): what the greedy completion of its prompt earned."""
+    """ReMax's baseline of each trajectory (2310.10505): the reward of the greedy completion of its prompt."""
     if not all(GREEDY_REWARD in trajectory.rewards for trajectory in headers):
         raise RewardError(
             "advantage.baseline=greedy needs the reward of a greedy completion per group, and there are groups without "
@@ -347,7 +349,7 @@ def greedy_rewards(headers: Sequence[TrajectoryHeader]) -> Float[Tensor, " N"]:
 
 
 def per_token(plan: StepPlan, rows: Rows, penalty: Table | None, config: AdvantageConfig) -> tuple[Table, Table | None]:
-    """Advantages, and value targets with a critic, from what each token earned (`earned_by_token`)."""
+    """Advantages, and value targets with a critic, from the rewards per token (`earned_by_token`)."""
     rewards = earned_by_token(plan, rows, penalty)
     if config.estimator == "reinforce_pp":
         return returns_to_go(rewards, rows.mask, config.gamma), None
@@ -368,18 +370,18 @@ def per_token(plan: StepPlan, rows: Rows, penalty: Table | None, config: Advanta
 
     if config.lam_alpha == 0:
         return traced(config.lam)
-    # VAPO (2504.05118): the policy's lambda follows the length, the critic's does not.
+    # VAPO (2504.05118): the policy's lambda depends on the length, the critic's does not.
     return traced(length_adaptive_lambda(rows.mask, config.lam_alpha).double())[0], traced(config.lam)[1]
 
 
 def log_ratios(rows: Rows) -> Table:
     """log(learner/behavior) of each token."""
     recorded = rows.gather("behavior_logprobs")
-    # As in the losses: a token that the engine did not score counts with a ratio of 1.
+    # As in the losses: a token without a recorded log-prob counts with a ratio of 1.
     return torch.where(recorded.isfinite(), rows.gather("current_logprobs") - recorded, 0.0)
 
 
 def moments_of(table: Table, rows: Rows) -> tuple[float, float, float]:
-    """Sum, sum of squares and number of this rank's tokens (see `Measured.spreads`)."""
+    """Sum, sum of squares and count over this rank's tokens (see `Measured.spreads`)."""
     inside = table[rows.mask]
     return float(inside.sum()), float(inside.square().sum()), float(rows.mask.sum())
