@@ -1,2 +1,2 @@
-"""From a lease to packed tensors: which trajectories go into which micro-batch, and what of them lies where. No model
-and no process group: plain arithmetic on what the replay has."""
+"""From a lease to packed tensors: which trajectories go into which micro-batch, and where their tokens lie in it. No
+model and no process group: only arithmetic on what the replay server sent."""

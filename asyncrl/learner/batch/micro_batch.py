@@ -31,7 +31,7 @@ class MicroBatch:
         input_ids      [p q a b c]
         position_ids   [0 1 2 3 2]
         loss_mask      [0 0 1 1 1]
-        predictors     [    1 2 1]      places of q, a, q
+        predictors     [    1 2 1]      indices of q, a, q
     """
 
     input_ids: Int[Tensor, " tokens"]
@@ -39,42 +39,44 @@ class MicroBatch:
     loss_mask: Bool[Tensor, " tokens"]
     """Sampled tokens within the staleness bound."""
     loss_positions: Int[Tensor, " chosen"]
-    """Where loss_mask is true."""
+    """Indices at which loss_mask is true."""
     predictors: Int[Tensor, " chosen"]
-    """Place of the token that precedes each of them in its sequence: its hidden state predicts the token."""
+    """Index of the preceding token of each of them in its sequence: its hidden state predicts the token."""
     behavior_logprobs: Float[Tensor, " tokens"]
     members: tuple[Member, ...]
-    """The trajectories, by `sequence_ids`; none in a batch that only joins collectives."""
+    """The trajectories, in the order of `sequence_ids`; empty in a batch that only joins collectives."""
     groups: tuple[int, ...]
     """Ids of their groups."""
     sequence_ids: Int[Tensor, " tokens"]
-    """Trajectory, counted in this micro-batch. A shared prompt has that of its first sibling, outside every loss."""
+    """Index of the trajectory in this micro-batch. A shared prompt has that of its first sibling; it is in no loss."""
     group_ids: Int[Tensor, " tokens"]
     """Position of the group in the step's plan."""
     group_tokens: Float[Tensor, " tokens"]
     """Fresh loss tokens of the whole group, over all ranks."""
     staleness: Int[Tensor, " tokens"]
-    """Of sampled tokens; 0 elsewhere."""
+    """Staleness of sampled tokens; 0 elsewhere."""
     packing: Packing
     truncated: int
-    """Trajectories that ended at the length limit."""
+    """Number of trajectories that ended at the length limit."""
     fresh: NDArray[np.int64]
-    """[B] tokens at `loss_positions` of each member, on the host."""
+    """[B] number of tokens at `loss_positions` of each member, on the host."""
     ages: tuple[int, ...]
-    """Each `staleness` among them, once."""
+    """The distinct values of `staleness` among them."""
     support: Support | None = None
-    """Of the tokens at `loss_positions`; None where all were drawn from the whole vocabulary."""
+    """Of the tokens at `loss_positions`; None if all were drawn from the whole vocabulary."""
     topk_ids: Int[Tensor, "chosen k"] | None = None
-    """With `loss.centering`, of the tokens at `loss_positions`: `types.TOPK_IDS`, and `TOPK_LOGPROBS` the next."""
+    """With `loss.centering`, for the tokens at `loss_positions`: `types.TOPK_IDS`; the next field is
+    `TOPK_LOGPROBS`."""
     topk_logprobs: Float[Tensor, "chosen k"] | None = None
     advantages: Float[Tensor, " tokens"] | None = None
-    """This and the next: from `step.targets.with_targets`, which needs what follows them."""
+    """This and the next: from `step.targets.with_targets`, which reads the fields below them."""
     value_targets: Float[Tensor, " tokens"] | None = None
     current_logprobs: Float[Tensor, " tokens"] | None = None
-    """From here on before the first update on the batch, where the settings need it (`step/scoring.py`)."""
+    """This and the following: filled in before the first update on the batch if the settings need them
+    (`step/scoring.py`)."""
     proximal_logprobs: Float[Tensor, " tokens"] | None = None
     ref_logprobs: Float[Tensor, " tokens"] | None = None
-    """Or from `pack`, where they come with the trajectories; 0 outside loss_mask."""
+    """Or filled in by `pack` if they come with the trajectories; 0 outside loss_mask."""
     values: Float[Tensor, " tokens"] | None = None
 
     def tensors(self) -> dict[str, Tensor]:
@@ -90,7 +92,7 @@ PLACEHOLDER = Trajectory(
     policy_versions=np.full(1, NO_VERSION, dtype=np.int32),
     reward=0.0,
 )
-"""What a rank without trajectories runs, so that it joins the collectives of the others."""
+"""Run by a rank without trajectories, so that it joins the collectives of the others."""
 
 
 def pack(
@@ -102,16 +104,16 @@ def pack(
     topk: bool = False,
     routers: Routers | None = None,
 ) -> MicroBatch:
-    """Pack `members` of the lease; with none, one masked token, so that this rank still joins the collectives.
+    """Pack `members` of the lease; without members one masked token, so that this rank still joins the collectives.
 
     Args:
         reference: the log-probs of the reference come with the trajectories.
-        topk: so do the likeliest tokens (`engine.record_topk`), and they are wanted.
-        routers: of a policy that has to choose the experts that come with the trajectories (`learner.router_replay`).
+        topk: read the most likely tokens (`engine.record_topk`), which come with the trajectories.
+        routers: of a policy that must choose the experts that come with the trajectories (`learner.router_replay`).
 
     Raises:
-        LedgerError: the arrays of a trajectory do not have the fresh tokens that its header promised.
-        EpisodeError: a trajectory has not got the log-probs of the reference, the likeliest tokens, or the experts.
+        LedgerError: the arrays of a trajectory do not have as many fresh tokens as its header promised.
+        EpisodeError: a trajectory lacks the log-probs of the reference, the most likely tokens, or the experts.
     """
     chosen = [lease.trajectories[member] for member in members] or [PLACEHOLDER]
     plan, packed_members, members = lease.plan, tuple(members), members or [(0, 0)]
@@ -127,7 +129,7 @@ def pack(
     if chosen[0] is not PLACEHOLDER:
         _check_promise(plan, members, fresh, layout)
     loss_positions = np.flatnonzero(fresh)
-    # Of arrays with a row per sampled token of each trajectory, the row of each token at `loss_positions`.
+    # For arrays with one row per sampled token of each trajectory: the row of each token at `loss_positions`.
     loss_rows = np.cumsum(np.concatenate([t.loss_mask for t in chosen]))[layout.source[loss_positions]] - 1
     per_sequence = {
         "sequence_ids": np.arange(len(members)),
@@ -145,7 +147,7 @@ def pack(
     }
     if reference:
         carried = packed(reference_of(plan, packed_members, chosen))
-        # Anything may stand at the other tokens.
+        # The values at other tokens are undefined.
         per_token["ref_logprobs"] = np.where(fresh, carried, np.float32(0))
     if topk:
         ids, logprobs = topk_of(plan, packed_members, chosen)
@@ -167,10 +169,10 @@ def pack(
 
 
 def reference_of(plan: StepPlan, members: Sequence[Member], chosen: Sequence[Trajectory]) -> list[NDArray[np.float32]]:
-    """[T] log-probs of the reference of each trajectory, as its environment attached them.
+    """[T] log-probs of the reference for each trajectory, as its environment attached them.
 
     Raises:
-        EpisodeError: it attached none, or what are none.
+        EpisodeError: it attached none, or invalid ones.
     """
     if not members:
         return [np.zeros(len(trajectory.token_ids), np.float32) for trajectory in chosen]
@@ -188,17 +190,17 @@ def reference_of(plan: StepPlan, members: Sequence[Member], chosen: Sequence[Tra
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
-    """How whole sequences end to end [E] and the pack [T] map to each other."""
+    """How the whole sequences laid end to end [E] and the pack [T] map to each other."""
 
     lengths: NDArray[np.int64]
     source: NDArray[np.int64]
-    """[T] place in E of each packed token."""
+    """[T] index in E of each packed token."""
     rows: NDArray[np.int64]
-    """[E] packed token of each token of each sequence; prompts of siblings name the same ones."""
+    """[E] packed token of each token of each sequence; siblings refer to the same tokens for their prompt."""
     position: NDArray[np.int64]
-    """[T] place within its sequence."""
+    """[T] position within its sequence."""
     sequence: NDArray[np.int64]
-    """[T]"""
+    """[T] index of its sequence."""
 
 
 def _lay_out(members: Sequence[Member], chosen: Sequence[Trajectory]) -> _Layout:
@@ -223,7 +225,7 @@ def _lay_out(members: Sequence[Member], chosen: Sequence[Trajectory]) -> _Layout
 
 
 def _staleness(plan: StepPlan, versions: NDArray[np.int32], sampled: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """[T] staleness of sampled tokens; a version the plan does not know counts as too old."""
+    """[T] staleness of sampled tokens; a version that the plan does not contain counts as too old."""
     known = np.array(sorted(plan.staleness), dtype=np.int64)
     ages = np.array([plan.staleness[version] for version in sorted(plan.staleness)], dtype=np.int64)
     if not len(known):

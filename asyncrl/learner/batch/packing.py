@@ -1,9 +1,9 @@
-"""Where the sequences of a micro-batch lie in a pack: the siblings of a group share their prompt's tokens.
+"""Layout of the sequences of a micro-batch in a pack: the siblings of a group share their prompt's tokens.
 
     pack    [p0 p1 | a0 a1 a2 | b0]        T = 6       prompt, completion a, completion b
     rows    [p0 p1 a0 a1 a2], [p0 p1 b0]   5 + 3 tokens
 
-Every layer but attention works once on a shared prompt, and attention reads it from each sibling's row.
+Every layer except attention computes a shared prompt once; attention reads it from each sibling's row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from asyncrl.learner.batch.sending import HOST, sent
 
 SLACK_TOKENS = 16
-"""A row at most so much shorter than the longest of a block joins it: one more block costs more than the padding."""
+"""A row at most this much shorter than the longest of a block joins it: another block costs more than the padding."""
 SLACK_RATIO = 0.8
 """So does a row at least this fraction as long."""
 
@@ -52,22 +52,25 @@ class Packing:
     """int32 cumulative lengths of the rows, 0 first."""
     max_length: int
     lengths: NDArray[np.int64]
-    """Of the rows, on the host."""
+    """Lengths of the rows, on the host."""
     rows: Gather
-    """Rows end to end, for variable-length kernels."""
+    """The rows end to end, for variable-length kernels."""
     blocks: tuple[tuple[int, int], ...]
     """`(rows, length)` of each padded block, in the order of the slots of `padded`."""
     padded: Gather
     routing: Int16[Tensor, "tokens layers k"] | None = None
-    """The experts that routers have to choose (`model/routing.py`), -1 for their own choice; None: of all tokens."""
+    """Experts that the routers must choose (`model/routing.py`); -1 is their own choice. None: their own for all
+    tokens."""
     sequence: Exchange | None = None
-    """Where the ranks of a group have each some of the tokens: how they come together for attention."""
+    """With sequence parallelism, where each rank of a group has part of the tokens: how they are exchanged for
+    attention."""
     note_window: Callable[[int | None], None] | None = None
-    """Where given, every layer's attention tells it the sliding window that it is called with. A set would be copied on
-    its way: FSDP2 makes every container anew that it hands to a layer."""
+    """If given, every layer's attention calls it with its sliding window. It is not a set, because a set would be
+    copied: FSDP2 rebuilds every container that it passes to a layer."""
 
     def slots(self, *, any_length: bool) -> int:
-        """Tokens that attention holds queries, keys and values of, padding counted; see `Kernel.any_length`."""
+        """Number of tokens, with padding, for which attention holds queries, keys and values; see
+        `Kernel.any_length`."""
         return len((self.rows if any_length else self.padded).index)
 
 
@@ -103,7 +106,7 @@ def plan_packing(
 
 
 def _blocks(lengths: NDArray[np.int64], order: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Sequences, longest first, cut where the padding to the first of the block would cost more than a new block."""
+    """Split the sequences, longest first, where padding to the first of the block would cost more than a new block."""
     descending = lengths[order]
     cuts, first = [], 0
     for i in np.flatnonzero(np.diff(descending)) + 1:
@@ -128,7 +131,7 @@ def _gather(index: NDArray[np.int64], real: NDArray[np.bool_], tokens: int, devi
 def as_rows(packing: Packing) -> tuple[Int[Tensor, "sequences longest"], Int[Tensor, " tokens"]]:
     """Each sequence as a row, padded at its end: the packed token of every slot, and the slot of every packed token.
 
-    A slot of padding names its row's first token; what is causal hides it from the real ones.
+    A padding slot refers to its row's first token; causality hides it from the real ones.
     """
     device, total = packing.cu_seqlens.device, len(packing.rows.index)
     starts, lengths = packing.cu_seqlens[:-1].long(), packing.cu_seqlens.diff().long()

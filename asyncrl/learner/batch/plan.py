@@ -1,8 +1,8 @@
 """Which trajectories go into which optimizer step and micro-batch: pure arithmetic on headers, the same on every rank.
 
-Example: 2 ranks, 4 groups, 2 updates per batch. Each minibatch has two whole groups; each rank packs its own share of
-them into as many micro-batches as the rank that needs most, so that collectives meet; a rank that has nothing for one
-of them runs an empty one.
+Example: 2 ranks, 4 groups, 2 updates per batch. Each minibatch has two whole groups. Each rank packs its own share of
+them into as many micro-batches as the rank that needs most, so that the collectives match; a rank that has fewer runs
+empty ones.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ Member = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MinibatchPlan:
-    """One optimizer step of this rank."""
+    """This rank's part of one optimizer step."""
 
     micro_batches: tuple[tuple[Member, ...], ...]
-    """As many on every rank; a member's siblings are beside it where they fit. May hold empty ones."""
+    """As many on every rank; siblings are in the same one if they fit. Some may be empty."""
     denominators: Denominators
     """Counts over all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Of a micro-batch. A single trajectory may be more."""
+    """Limits of a micro-batch. A single trajectory may exceed them."""
 
     tokens: int
-    """That go through the layers, a prompt once for the siblings beside each other."""
+    """Tokens that go through the layers; a prompt counts once for the siblings that share it."""
     attention: int
-    """Tokens of all its sequences, each with its prompt: attention holds queries, keys and values of so many."""
+    """Tokens of all its sequences, each with its prompt: those that attention holds queries, keys and values for."""
 
     @classmethod
     def of(cls, config: LearnerConfig) -> Budget:
@@ -63,8 +63,9 @@ def plan_minibatches(
     own. Groups without any fresh token count in no denominator.
 
     Args:
-        in_rows: every trajectory runs in a row of its own (`Layout.ROWS`): its tokens are rows times longest.
-        together: groups that share micro-batches, as in `shard_step`; 0: all of a minibatch.
+        in_rows: every trajectory runs in a row of its own (`Layout.ROWS`), which costs rows times longest row in
+            tokens.
+        together: number of groups that share micro-batches, as in `shard_step`; 0: all groups of a minibatch.
     """
     fresh = [[plan.fresh_tokens(trajectory) for trajectory in group.trajectories] for group in plan.groups]
     made = []
@@ -85,7 +86,7 @@ def plan_minibatches(
 def micro_batches(
     plan: StepPlan, groups: Sequence[int], *, rank: int, budget: Budget, in_rows: bool, together: int
 ) -> tuple[tuple[Member, ...], ...]:
-    """Of `rank`, of the trajectories with a fresh token of these groups: `together` by `together`."""
+    """Micro-batches of `rank` from the trajectories of these groups with a fresh token; `together` groups at a time."""
 
     fresh: list[dict[int, list[Member]]] = [{g: [] for g in groups} for _ in plan.shards]
     for mine, shard in zip(fresh, plan.shards, strict=True):
@@ -103,7 +104,7 @@ def micro_batches(
 def _packed(
     plan: StepPlan, shares: Sequence[Sequence[Member]], rank: int, budget: Budget
 ) -> tuple[tuple[Member, ...], ...]:
-    """Micro-batches of `rank`, as many as the rank needs that has most."""
+    """Micro-batches of `rank`, as many as the rank that needs most."""
     units = [_units(plan, members, budget) for members in shares]
     return _fill(units[rank], max(_bins_needed(each, budget) for each in units))
 
@@ -111,13 +112,13 @@ def _packed(
 def _in_rows(
     plan: StepPlan, shares: Sequence[Sequence[Member]], rank: int, budget: Budget
 ) -> tuple[tuple[Member, ...], ...]:
-    """The same of rows that are padded to their longest: those of like length together."""
+    """The same for rows that are padded to the longest: rows of similar length go together."""
     cuts = [_cut(plan, members, budget.tokens) for members in shares]
     return (*cuts[rank], *((),) * (max(1, *map(len, cuts)) - len(cuts[rank])))
 
 
 def _cut(plan: StepPlan, members: Sequence[Member], budget: int) -> list[tuple[Member, ...]]:
-    """Longest first, cut where one more row would be over the budget."""
+    """Split the trajectories, longest first, where one more row would exceed the budget."""
 
     def length(member: Member) -> int:
         return plan.groups[member[0]].trajectories[member[1]].length
@@ -131,7 +132,7 @@ def _cut(plan: StepPlan, members: Sequence[Member], budget: int) -> list[tuple[M
 
 
 def _units(plan: StepPlan, members: Sequence[Member], budget: Budget) -> list[_Unit]:
-    """Siblings grouped until the budget is full; the prompt is counted once per unit."""
+    """Group siblings until the budget is full; the prompt is counted once per unit."""
     units: list[_Unit] = []
     open_members: list[Member] = []
     tokens = attention = 0
@@ -155,7 +156,7 @@ def _units(plan: StepPlan, members: Sequence[Member], budget: Budget) -> list[_U
 
 
 def _bins_needed(units: Sequence[_Unit], budget: Budget) -> int:
-    """Fewest bins, counting up, for which longest-first packing keeps every bin of several units within the budget."""
+    """Smallest number of bins for which longest-first packing keeps every bin of several units within the budget."""
     tokens, attention = sum(unit.tokens for unit in units), sum(unit.attention for unit in units)
     count = max(1, -(-tokens // budget.tokens), -(-attention // budget.attention))
     while count < len(units) and not all(_fits(bin_, budget) for bin_ in _bins(units, count)):
@@ -169,7 +170,7 @@ def _fits(units: Sequence[_Unit], budget: Budget) -> bool:
 
 
 def _bins(units: Sequence[_Unit], count: int) -> list[list[_Unit]]:
-    """Longest first, each into the emptiest bin (LPT)."""
+    """Longest first, each into the bin with the lowest load (LPT)."""
     bins: list[list[_Unit]] = [[] for _ in range(count)]
     heap = [(0, i) for i in range(count)]
     for unit in sorted(units, key=lambda unit: (-unit.tokens, unit.members)):

@@ -1,4 +1,4 @@
-"""What is asked of the replay beside training: the next batch, while the current one trains."""
+"""Requests to the replay server in the background: the next batch, while the current one is trained on."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from asyncrl.replay.protocol import Lease
 from asyncrl.spans import span
 
 LOOK_S = 0.2
-"""Between two looks whether the learner is to stop."""
+"""Seconds between two checks whether the learner is to stop."""
 
 Answer = TypeVar("Answer")
 
 
 def in_background(name: str, ask: Callable[[], Answer]) -> Future[Answer]:
-    """What `ask` returns or raises, called on a thread of its own."""
+    """Call `ask` on a thread of its own; the future gets what it returns or raises."""
     future: Future[Answer] = Future()
-    # A daemon, so that a learner that fails while it waits for a batch ends at once and not `wait_s` later.
+    # A daemon thread, so that a learner that fails while waiting for a batch ends at once and not `wait_s` later.
     threading.Thread(target=_ask, args=(ask, future), name=name, daemon=True).start()
     return future
 
@@ -28,20 +28,20 @@ def in_background(name: str, ask: Callable[[], Answer]) -> Future[Answer]:
 def _ask(ask: Callable[[], Answer], future: Future[Answer]) -> None:
     try:
         future.set_result(ask())
-    except BaseException as error:  # a thread's last act: hand whatever it was to who reads the future, where it raises
+    except BaseException as error:  # the thread ends here: any exception goes to the reader of the future
         future.set_exception(error)
 
 
 class Leases(Protocol):
-    """Who has batches (`LearnerReplay`)."""
+    """Source of batches (`LearnerReplay`)."""
 
     def lease(self, *, step: int, rank: int, world: int, wait_s: float) -> Lease: ...
 
 
 class LeasePrefetch:
-    """At most one lease is asked for at a time, one step ahead at most.
+    """Leases batches at most one step ahead; at most one request at a time.
 
-    Consumes: `lease` of the replay. Waits for: the rollout workers to fill the next batch. Unblocked by: the server.
+    Consumes: `lease` of the replay server. Waits for: rollout workers to fill the next batch. Unblocked by: the server.
     """
 
     def __init__(self, replay: Leases, *, rank: int, world: int, wait_s: float) -> None:
@@ -55,22 +55,22 @@ class LeasePrefetch:
         self._pending = (step, in_background(f"lease-{step}", partial(self._lease, step)))
 
     def is_there(self, step: int, within_s: float) -> bool:
-        """Whether the lease of `step`, asked for now if it was not before, has come or failed by then."""
+        """Whether the lease of `step` has arrived or failed within this time. Requests it if that was not done yet."""
         if self._pending is None:
             self.ask(step)
         assert self._pending is not None
         return bool(wait([self._pending[1]], timeout=within_s).done)
 
     def wait(self, step: int, asked: Callable[[], bool]) -> None:
-        """Until the lease of `step` is there or has failed, or `asked` says that nobody wants it any more."""
+        """Wait until the lease of `step` has arrived or failed, or until `asked` returns true."""
         while not asked() and not self.is_there(step, LOOK_S):
             pass
 
     def take(self, step: int) -> Lease:
-        """The lease of `step`, asked for now if it was not before.
+        """The lease of `step`. Requests it if that was not done yet.
 
         Raises:
-            NoProgress: no group and no token came for `wait_s`; the message names whom the server waited for.
+            NoProgress: no group and no token arrived for `wait_s`; the message names what the server waited for.
         """
         if self._pending is None:
             self.ask(step)
@@ -78,8 +78,8 @@ class LeasePrefetch:
         asked, future = self._pending
         if asked != step:
             raise AssertionError(f"step {asked} was asked for, step {step} is wanted")
-        # The replay bounds this: its server gives up when no group arrives for `wait_s`, its client when the server is
-        # silent. A deadline for the whole batch here would end runs whose batches only take long to fill.
+        # The replay server bounds this wait: it gives up when no group arrives for `wait_s`, its client when the server
+        # is silent. A deadline for the whole batch would end runs whose batches just take long to fill.
         lease = future.result()
         self._pending = None
         return lease

@@ -1,4 +1,4 @@
-"""What the engine recorded beside the tokens, out of the trajectories of a micro-batch: the likeliest tokens
+"""Reads what the engine recorded with the tokens from the trajectories of a micro-batch: the most likely tokens
 (`engine.record_topk`), and the experts that its routers chose (`learner.router_replay`).
 """
 
@@ -16,16 +16,16 @@ from asyncrl.replay.codec.topk import topk_fault
 from asyncrl.types import ROUTED_EXPERTS, TOPK_IDS, TOPK_LOGPROBS, Routers, StepPlan, Trajectory
 
 OWN_CHOICE = -1
-"""For all experts of a token that nothing was sampled from: nothing says what the engine's router chose."""
+"""For all experts of a token that nothing was sampled from: the engine's choice is not recorded."""
 
 
 def topk_of(
     plan: StepPlan, members: Sequence[Member], chosen: Sequence[Trajectory]
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """[sampled tokens, k] ids and log-probs of all trajectories, one after the other.
+    """[sampled tokens, k] ids and log-probs of all trajectories, concatenated.
 
     Raises:
-        EpisodeError: one came without, or with another number of them.
+        EpisodeError: a trajectory has none, or another k.
     """
     if not members:
         return np.zeros((0, 1), np.int32), np.zeros((0, 1), np.float32)
@@ -47,10 +47,10 @@ def topk_of(
 def routing_of(
     plan: StepPlan, members: Sequence[Member], chosen: Sequence[Trajectory], routers: Routers
 ) -> list[NDArray[np.int16]]:
-    """[T, layers, k] of each trajectory.
+    """[T, layers, k] recorded experts of each trajectory.
 
     Raises:
-        EpisodeError: one came without, or with what no router of the model can have chosen.
+        EpisodeError: a trajectory has none, or some that no router of the model can have chosen.
     """
     found = []
     for place, trajectory in enumerate(chosen):

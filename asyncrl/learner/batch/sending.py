@@ -1,4 +1,4 @@
-"""From the host to the device that computes."""
+"""Copies tensors from the host to the compute device."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ HOST = torch.device("cpu")
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor`, of the host, on `device`, without waiting for what that was told before.
+    """Copy the host tensor `tensor` to `device` without waiting for the work queued there.
 
-    From memory that is pinned, which alone a GPU copies beside its work: of other memory the host waits.
-    """
+    The copy is made from pinned memory: only this is copied in parallel to the GPU's work; for other memory the host
+    waits.
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

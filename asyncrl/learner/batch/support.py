@@ -1,7 +1,6 @@
-"""The supports of a micro-batch's tokens: where sampling was truncated, the learner's distribution is renormalised over
-the same tokens ("Keep Sampling Mask" of DeepSeek-V3.2, arXiv 2512.02556), so that a ratio compares
-two policies on one set and not a whole one with a part.
-"""
+"""Supports of the tokens of a micro-batch. If sampling was truncated, the learner's distribution is renormalised over
+the same tokens ("Keep Sampling Mask" of DeepSeek-V3.2, arXiv 2512.02556), so that a ratio compares two policies on the
+same set, and not a full distribution with a truncated one. """
 
 from __future__ import annotations
 
@@ -22,17 +21,18 @@ from asyncrl.types import SUPPORT_BITS, SUPPORT_COUNTS, SUPPORT_IDS, Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Support:
-    """Of each of C tokens, what it was drawn from: ragged ids, a row of bits, or neither for the whole vocabulary."""
+    """What each of C tokens was drawn from: a ragged list of ids, a row of bits, or neither for the whole
+    vocabulary."""
 
     counts: NDArray[np.int64]
-    """[C] as `support_counts`, on the host: what lies where is found without asking the device."""
+    """[C] as `support_counts`, on the host, so that offsets are computed without synchronising with the device."""
     ids: Int[Tensor, " listed"]
     bits: UInt8[Tensor, "wide bytes"]
 
     def narrow(self, logits: Float[Tensor, "rows V"], rows: slice) -> Float[Tensor, "rows V"]:
-        """In place: logits of tokens outside the support of tokens `rows` become the lowest number there is.
+        """Set the logits of tokens outside the support of tokens `rows` to the lowest finite number, in place.
 
-        Not -inf, of which 0 * -inf would make a NaN in the entropy.
+        Not -inf, because 0 * -inf would make a NaN in the entropy.
         """
         counts = self.counts[rows]
         if not counts.any():
@@ -42,7 +42,7 @@ class Support:
     def _inside(self, logits: Tensor, rows: slice, counts: NDArray[np.int64]) -> Bool[Tensor, "rows V"]:
         device, vocabulary = logits.device, logits.shape[-1]
         inside = torch.zeros(logits.shape, dtype=torch.bool, device=device)
-        # Places, not masks: how many of these are set a GPU would be asked.
+        # Indices instead of masks: indexing with a mask synchronises with the GPU to count its set elements.
         inside[sent(torch.from_numpy(np.flatnonzero(counts == 0)), device)] = True
         before = self.counts[: rows.start]
         first = int(before[before > 0].sum())
@@ -59,7 +59,7 @@ class Support:
         return inside
 
     def of(self, tokens: Int[Tensor, " some"]) -> Support:
-        """Of some of the tokens, in ascending order."""
+        """The supports of some of the tokens, in ascending order."""
         chosen = np.zeros(len(self.counts), dtype=bool)
         chosen[tokens.cpu().numpy()] = True
         listed = torch.from_numpy(np.repeat(chosen, np.maximum(self.counts, 0))).to(self.ids.device)
@@ -73,11 +73,11 @@ class Support:
 
 
 def support_of(chosen: Sequence[Trajectory], rows: NDArray[np.int64], device: torch.device) -> Support | None:
-    """Of the loss tokens at `rows`, counted through all loss tokens of the trajectories `chosen`; None where no
-    trajectory brings any.
+    """Supports of the loss tokens at `rows`, counted over all sampled tokens of the trajectories `chosen`. None if no
+    trajectory has any.
 
     Raises:
-        LedgerError: what a trajectory brings is no support.
+        LedgerError: a trajectory has an invalid support.
     """
     if not any(name in trajectory.extras for trajectory in chosen for name in NAMES):
         return None
@@ -87,7 +87,7 @@ def support_of(chosen: Sequence[Trajectory], rows: NDArray[np.int64], device: to
     listed = np.maximum(counts, 0).astype(np.int64)
     starts, row_of = np.cumsum(listed) - listed, np.cumsum(counts < 0) - 1
     taken = listed[rows]
-    # Place of each wanted id: where its token's begin, plus its own place among them.
+    # Index of each wanted id: the start of its token's ids plus its own offset among them.
     place = np.repeat(starts[rows] - (np.cumsum(taken) - taken), taken) + np.arange(int(taken.sum()))
     return Support(
         counts=counts[rows].astype(np.int64),
