@@ -13,6 +13,7 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
 
     The copy is made from pinned memory: only this is copied in parallel to the GPU's work; for other memory the host
     waits.
+    """
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

@@ -1,6 +1,6 @@
 """Supports of the tokens of a micro-batch. If sampling was truncated, the learner's distribution is renormalised over
 the same tokens ("Keep Sampling Mask" of DeepSeek-V3.2, arXiv 2512.02556), so that a ratio compares two policies on the
-same set, and not a full distribution with a truncated one. """
+same set, and not a full distribution with a truncated one."""
 
 from __future__ import annotations
 
