@@ -1,2 +1,2 @@
-"""Policy and critic: loaded, adapted, compiled, and what they compute of a pack. No optimizer and no loss of the
-policy; which models a run needs is said in `roles`."""
+"""Policy and critic: loading, adapters, compiling, and their forward over a pack. No optimizer and no policy loss;
+`roles` decides which models a run needs."""

@@ -1,9 +1,10 @@
-"""Causal attention over packed sequences that share their prompts; no padding elsewhere, no mask, no [T, T].
+"""Causal attention over packed sequences that share their prompts, without padding elsewhere, a mask or a [T, T]
+matrix.
 
-Registered with transformers under `PACKED_ATTENTION`; where each sequence lies travels as the keyword argument
-`packing` through the model's forward (`batch.packing`).
+Registered with transformers under `PACKED_ATTENTION`. The layout of the sequences is passed through the model's forward
+as the keyword argument `packing` (`batch.packing`).
 
-On a GPU in half precision the rows go to one variable-length flash call (`attention_kernel`). Elsewhere rows of similar
+On a GPU in half precision all rows go to one variable-length flash call (`attention_kernel`). Otherwise rows of similar
 length form [B, H, L, D] blocks, so the cost is sum(L^2), not T^2.
 """
 
@@ -28,16 +29,16 @@ from asyncrl.learner.model.attention_kernel import kernel_of
 
 PACKED_ATTENTION = "asyncrl_packed"
 EXACT_PACKED_ATTENTION = "asyncrl_packed_exact"
-"""The same by the kernels of `engine.exact`."""
+"""The same with the kernels of `engine.exact`."""
 REFUSED_KWARGS = {
     "softcap": "a cap on its scores (softcap)",
     "s_aux": "attention sinks (s_aux)",
     "position_bias": "a bias by position (position_bias)",
 }
-"""Changes to the attention scores that this kernel does not know; ignoring one would train another model."""
+"""Changes to the attention scores that this kernel does not implement; ignoring one would train a different model."""
 
 FLASH_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""Since torch 2.12; before, keys and values are repeated for each query head."""
+"""True since torch 2.12; before that, keys and values are repeated for each query head."""
 
 
 class UnpackedCall(ConfigError):
@@ -57,10 +58,11 @@ def packed_attention(
     exact: bool = False,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "1 tokens heads value_dim"], None]:
-    """Attention function with the signature transformers calls. Dropout is never applied: the behavior policy had none.
+    """Attention function with the signature that transformers calls. Dropout is never applied: the behavior policy had
+    none.
 
     Raises:
-        ConfigError: the model needs something this kernel does not do (a mask, score capping, attention sinks).
+        ConfigError: the model needs something this kernel does not implement (a mask, score capping, attention sinks).
     """
     refused = [said for name, said in REFUSED_KWARGS.items() if kwargs.get(name) is not None]
     if packing is None or attention_mask is not None or refused:
@@ -95,8 +97,8 @@ def _flash(
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     options: dict[str, Any] = {"scale": scale, "window_size": band}
     groups, value_dim = q.shape[1] // k.shape[1], v.shape[-1]
-    # The kernel knows one width for all three (multi-head latent attention has another for its values): zeros add
-    # nothing to a product.
+    # The kernel requires one width for queries, keys and values, but multi-head latent attention has another for its
+    # values. Padding with zeros adds nothing to a product.
     widest = max(q.shape[-1], value_dim)
     q, k, v = (functional.pad(tensor, (0, widest - tensor.shape[-1])) for tensor in (q, k, v))
     if groups > 1 and FLASH_TAKES_GROUPS:
@@ -143,6 +145,6 @@ def _band(length: int, window: int, device: torch.device) -> Tensor:
     return (distance >= 0) & (distance < window)
 
 
-# No mask function goes with it: transformers then builds no mask at all for this implementation.
+# Without a mask function, so that transformers builds no mask at all for this implementation.
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 AttentionInterface.register(EXACT_PACKED_ATTENTION, partial(packed_attention, exact=True))

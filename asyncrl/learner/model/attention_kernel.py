@@ -1,4 +1,4 @@
-"""By what packed attention is computed: chosen from the device, the dtype, the heads and what is installed."""
+"""Chooses the kernel of packed attention from the device, the dtype, the width of the heads and what is installed."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from transformers import PretrainedConfig
 
 BLOCKS, FLASH, FLASH3 = "blocks", "flash", "flash3"
 FLASH_FROM, FLASH3_ON, WIDEST = (8, 0), 9, 256
-"""Compute capabilities of FlashAttention-2 and -3, and the widest head of both."""
+"""Compute capabilities that FlashAttention-2 and -3 require, and the widest head that both support."""
 FLASH3_MODULE = "flash_attn_interface"
-"""What FlashAttention-3's own wheel is imported as, for torch to call."""
+"""Import name of FlashAttention-3's own wheel, which torch calls."""
 NOT_USED: list[str] = []
-"""Why FlashAttention-3 could not be used, though it is installed."""
+"""Why FlashAttention-3 could not be used although it is installed."""
 
 
 @dataclass(frozen=True, slots=True)
 class There:
-    """What a rank can compute attention with."""
+    """What is available to a rank for computing attention."""
 
     device: str
-    """Its type."""
+    """Device type."""
     capability: tuple[int, int] = (0, 0)
-    """Of a GPU."""
+    """Compute capability of the GPU."""
     flash3: bool = False
-    """FlashAttention-3 is installed, and this torch can call it."""
+    """Whether FlashAttention-3 is installed and this torch can call it."""
     broken: str = ""
-    """Why it could not be used in spite of that."""
+    """Why it could not be used nevertheless."""
 
     @classmethod
     def of(cls, device: torch.device) -> There:
@@ -48,12 +48,12 @@ class Kernel:
 
     @property
     def any_length(self) -> bool:
-        """Rows of all lengths go to one call; else those of like length to one each, padded."""
+        """Whether rows of all lengths go to one call; otherwise rows of similar length go to one call each, padded."""
         return self.name != BLOCKS
 
 
 def choose(there: There, dtype: torch.dtype, width: int) -> Kernel:
-    """Of attention in `dtype` with heads of at most `width`."""
+    """Choose the kernel for attention in `dtype` with heads of at most `width`."""
     if there.device != "cuda":
         return Kernel(BLOCKS, f"scaled_dot_product_attention on rows of like length: the device is {there.device}")
     at, said = ".".join(map(str, there.capability)), "scaled_dot_product_attention on rows of like length: "
@@ -74,19 +74,19 @@ def choose(there: There, dtype: torch.dtype, width: int) -> Kernel:
 
 @cache
 def kernel_of(device: torch.device, dtype: torch.dtype, width: int = 0) -> Kernel:
-    """The one that a rank computes with. Once FlashAttention-3 is chosen torch calls it for the whole process."""
+    """The kernel that a rank uses. Once FlashAttention-3 is chosen, torch uses it for the whole process."""
     found = choose(There.of(device), dtype, width)
     if found.name == FLASH3:
         try:
             torch.nn.attention.activate_flash_attention_impl("FA3")
-        except (ImportError, OSError, RuntimeError, ValueError) as error:  # of another torch, or CUDA
+        except (ImportError, OSError, RuntimeError, ValueError) as error:  # built for another torch, or CUDA
             NOT_USED.append(f"FlashAttention-3 is installed and cannot be used ({error})")
             found = choose(There.of(device), dtype, width)
     return found
 
 
 def widest_head(text: PretrainedConfig) -> int:
-    """Of queries, keys and values; of the config of a decoder."""
+    """Largest width of queries, keys and values, from the config of a decoder."""
     heads = getattr(text, "num_attention_heads", None) or 1
     told = [getattr(text, name, None) for name in ("head_dim", "qk_head_dim", "v_head_dim")]
     return max((width for width in told if width), default=getattr(text, "hidden_size", 0) // heads)

@@ -1,8 +1,8 @@
-"""From a checkpoint to a model that is ready to train: loaded, asked how it is packed, sharded.
+"""From a checkpoint to a model that is ready to train: loaded, tested for packing, sharded.
 
-On one rank a model is loaded whole. On several it is built twice, and its weights are there once: first to compute in
-float32, sharded, so that scores packed and alone can be told from rounding; then as it is trained, and with the shards
-of the first.
+On one rank a model is loaded whole. On several ranks it is built twice, with a single copy of the weights: first to
+compute in float32, sharded, so that differences between scores packed and alone can be told from rounding; then as it
+is trained, with the shards of the first.
 """
 
 from __future__ import annotations
@@ -38,38 +38,39 @@ Packed = TypeVar("Packed", bound=PackedModel)
 
 
 def compute_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """`model.dtype`, also where it is `auto`."""
+    """The dtype of `model.dtype`, with `auto` resolved."""
     return DTYPES[dtype_on(dtype, device.type)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Build(Generic[Packed]):
-    """One model of a run."""
+    """How to build one model of a run."""
 
     setting: str
-    """Where it comes from, for messages: `model.path=...`."""
+    """The setting it comes from, for messages: `model.path=...`."""
     recipe: Recipe
     make: Callable[[PreTrainedModel], Packed]
     kept: str
-    """Dtype of its weights."""
+    """Dtype in which its weights are kept."""
     change: Callable[[Packed, nn.Module], None] = lambda *_: None
-    """What becomes of it once its layout is known, before it is sharded. The second has the weights that were read; on
-    several ranks the first has none yet."""
+    """Changes the model once its layout is known, before it is sharded. The second argument holds the weights that were
+    read; on several ranks the first has none yet."""
     start: Callable[[Packed], None] = lambda _: None
-    """Values of the parameters that `change` has added."""
+    """Initialises the parameters that `change` has added."""
 
 
 def built(
     build: Build[Packed], settings: ModelConfig, longest: int, device: torch.device, backend: Backend | None
 ) -> Packed:
-    """The model on `device`, held by `backend`; whole on one rank in float32, where FSDP2 has nothing to shard or
-    cast and its hooks took a fifth of a small model's step. None is one rank, too. Collective.
+    """The model on `device`, held by `backend`. On one rank in float32 it stays unsharded: FSDP2 has nothing to shard
+    or cast there, and its hooks took a fifth of a small model's step. None means one rank, too. Collective.
 
     Args:
-        longest: tokens of the longest sequence that is trained.
+        longest: number of tokens of the longest sequence that is trained.
 
     Raises:
-        one of `REFUSALS`: it cannot be loaded. ConfigError: it is not computed as transformers does.
+        one of `REFUSALS`: it cannot be loaded.
+        ConfigError: it does not compute the same as in transformers.
     """
     if settings.compile:
         refuse_unbuildable(device)
@@ -110,7 +111,7 @@ def _held(
 
 
 def read_sharded(build: Build[Packed], device: torch.device, backend: Backend) -> Packed:
-    """A model that computes in float32 with the weights of the checkpoint, each rank with its shards. Collective."""
+    """A model that computes in float32 with the weights of the checkpoint; each rank has its shards. Collective."""
     mesh = backend.mesh
     model = build.make(build.recipe.blank().eval())
     refuse_dims(model.hf.config, mesh, build.setting)
@@ -128,7 +129,8 @@ def read_sharded(build: Build[Packed], device: torch.device, backend: Backend) -
 
 
 def refuse_dims(config: PretrainedConfig, mesh: DeviceMesh, setting: str) -> None:
-    """Raises ConfigError where the ranks cannot compute the layers of the model together, or share its sequences."""
+    """Raises ConfigError if the ranks cannot split the layers of the model, its experts or its sequences as
+    configured."""
     given, tensor, sequence = config.to_dict(), dim_size(mesh, TENSOR), SequenceRanks.here()
     problem = (
         not_together(given, tensor)
@@ -140,14 +142,14 @@ def refuse_dims(config: PretrainedConfig, mesh: DeviceMesh, setting: str) -> Non
 
 
 def home_of(backend: Backend, device: torch.device) -> torch.device:
-    """Where parameters lie of a model that computes on `device`."""
+    """Device of the parameters of a model that computes on `device`."""
     return torch.device("cpu") if backend.on_host else device
 
 
 @torch.no_grad()
 def give_memory(model: nn.Module, home: torch.device, device: torch.device) -> None:
-    """To every parameter that has none, a tied one once (`to_empty` parts those that are no DTensors), in `home`, and
-    to every buffer."""
+    """Allocate every parameter that is on `meta` in `home`, a tied one once (`to_empty` would untie those that are no
+    DTensors), and every buffer on `device`."""
     named = dict(model.named_parameters(remove_duplicate=False))
     made = {each: nn.Parameter(torch.empty_like(each, device=home), each.requires_grad) for each in set(named.values())}
     model.load_state_dict({name: made[each] for name, each in named.items()}, strict=False, assign=True)
@@ -157,8 +159,8 @@ def give_memory(model: nn.Module, home: torch.device, device: torch.device) -> N
 
 @torch.no_grad()
 def take_over(model: PackedModel, read: PackedModel, home: torch.device) -> None:
-    """Give `model` the weights and buffers of `read`, which is done with; parameters that it has beside them get memory
-    in `home`."""
+    """Move the weights and buffers of `read`, which is not used afterwards, to `model`. Parameters that only `model`
+    has are allocated in `home`."""
     weights = dict(read.named_parameters(remove_duplicate=False))
     taken: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -178,7 +180,7 @@ def _put(model: nn.Module, name: str, buffer: Tensor) -> None:
 
 
 def said_of_attention(model: PackedModel, settings: ModelConfig) -> str:
-    """By what it is computed, and why."""
+    """What attention is computed with, and why."""
     if model.layout is not Layout.PACKED:
         return "transformers' own, each sequence in a row"
     if model.hf.config._attn_implementation == EXACT_PACKED_ATTENTION:
@@ -188,11 +190,11 @@ def said_of_attention(model: PackedModel, settings: ModelConfig) -> str:
 
 
 def prepare(hf: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
-    """Ready to train: nothing drawn at random, activation checkpointing where asked for.
+    """Make the model ready to train: no random operations, activation checkpointing if configured.
 
-    The behaviour policy drops and draws nothing: what this one did would be noise in every log-ratio.
+    The behavior policy has no dropout and no noise; either would be noise in every log-ratio here.
     """
-    hf.eval()  # routers, too, draw when they are told that they are trained
+    hf.eval()  # some routers also draw at random in training mode
     if not config.activation_checkpointing:
         return hf
     hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing_options(config.checkpoint_keep))
@@ -201,7 +203,7 @@ def prepare(hf: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
         layer.gradient_checkpointing = number % config.checkpoint_every == 0
     for module in hf.modules():
         if getattr(module, "gradient_checkpointing", False):
-            module.training = True  # asked by whoever keeps no activations; what is inside it stays as it is
+            module.training = True  # the module checks it before checkpointing; its submodules stay in eval mode
             for name in [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]:
-                setattr(module, name, 0.0)  # OPT and others drop by hand
+                setattr(module, name, 0.0)  # OPT and others call dropout as a function
     return hf

@@ -1,14 +1,15 @@
-"""`model.compile`: every decoder layer by torch.compile, for itself.
+"""`model.compile`: compiles every decoder layer separately with torch.compile.
 
-Compiled is a layer's `forward` and nothing around it: the hooks in which FSDP2 gathers its weights, checkpointing and
-all names stay as they are. Layers of one class share what was compiled. The number of tokens is a symbol in it, so that
-packs of all lengths run the same code and none is padded. Attention and the experts of a mixture are left out: what
-they do follows from the rows of a pack and from what routers choose, and would be compiled anew with every micro-batch.
+Only the `forward` of a layer is compiled, and nothing around it: the hooks in which FSDP2 gathers its weights,
+checkpointing and all names stay as they are. Layers of one class share the compiled code. The number of tokens is
+symbolic in it, so that packs of all lengths run the same code and none is padded. Attention and the experts of a
+mixture are excluded: they depend on the rows of a pack and on the choices of routers, and would be recompiled with
+every micro-batch.
 
 A dense layer becomes four graphs (before its attention, within it before and after the rows are formed, behind it), a
-mixture's seven; each once with gradient and once without, and again for whatever makes layers differ (adapters that are
-off, a frozen model). All are built at the start (`warm_up`), so that what cannot be built is known before a worker has
-made anything; what only shows later ends the run in the same sentence.
+mixture's seven; each is compiled once with gradient and once without, and again for each way in which layers differ
+(adapters that are off, a frozen model). All are built at the start (`warm_up`), so that a failure to build is known
+before a worker has produced anything; a later failure ends the run with the same message.
 """
 
 from __future__ import annotations
@@ -36,17 +37,18 @@ from asyncrl.learner.parallel.collectives import is_first
 log = logging.getLogger(__name__)
 
 VARIANTS = 64
-"""Of one graph. Behind them torch goes on uncompiled, with a line in the log; its own 8 are few for a policy, its
-reference and a critic, with adapters on and off."""
+"""Limit on variants of one graph. Beyond it torch continues uncompiled, with a line in the log. torch's default of 8 is
+too low for a policy, its reference and a critic, with adapters on and off."""
 UNBUILT = (TorchDynamoException, CppCompileError)
-"""What torch.compile raises of code that it cannot build. Another rank's end, say, is none of it."""
+"""Exceptions of torch.compile for code that it cannot build. Other failures, such as the end of another rank, are not
+among them."""
 
 
 def compile_layers(model: PackedModel, setting: str) -> None:
-    """In place, of a model that is ready to train, sharded or not.
+    """Compile, in place, the layers of a model that is ready to train, sharded or not.
 
     Args:
-        setting: where it comes from, for messages.
+        setting: the setting the model comes from, for messages.
 
     Raises:
         ConfigError: it runs unpacked.
@@ -57,14 +59,15 @@ def compile_layers(model: PackedModel, setting: str) -> None:
             "every micro-batch. Set model.compile=false"
         )
     torch._dynamo.config.recompile_limit = VARIANTS
-    # Sizes that happen to be equal in the first pack may differ in the next: torch 2.11 would compile all for it again.
+    # Sizes that happen to be equal in the first pack may differ in the next; torch 2.11 would then recompile
+    # everything.
     symbolic.use_duck_shape = False
     AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention))
     for layer in model.layers:
         for name, experts in layer.named_modules():
             if name.rpartition(".")[2] == "experts":
                 experts.forward = torch.compiler.disable(experts.forward)
-        # Not the module: names would change, and the hooks of FSDP2 would be compiled with it.
+        # Not the module: its names would change, and the hooks of FSDP2 would be compiled with it.
         compiled = torch.compile(layer.forward, dynamic=True)
         layer.forward = partial(_forward, layer.forward, compiled, f"the layers of {setting}")
 
@@ -72,7 +75,7 @@ def compile_layers(model: PackedModel, setting: str) -> None:
 def _forward(
     plain: Callable[..., Any], compiled: Callable[..., Any], what: str, hidden: Tensor, *args: Any, **named: Any
 ) -> Any:
-    # A single token, what a rank without trajectories runs, would be compiled for itself: 1 is no symbol to torch.
+    # A rank without trajectories runs a single token, which would be compiled separately: torch specialises on size 1.
     if hidden.shape[1] == 1:
         return plain(hidden, *args, **named)
     with _buildable(what, hidden.device, UNBUILT):
@@ -80,17 +83,17 @@ def _forward(
 
 
 def warm_up(model: PackedModel, setting: str) -> None:
-    """Have all code of a model with `compile_layers` built: by a small pack, with gradient where it is trained, and
-    without. Gradients are none afterwards. Collective.
+    """Build all code of a model with `compile_layers`, by running a small pack with gradient, if the model is trained,
+    and without. Gradients are None afterwards. Collective.
 
     Raises:
-        ConfigError: it cannot be built; ranks that can are left waiting for this one.
+        ConfigError: it cannot be built; ranks that can build it are left waiting for this one.
     """
     started, device = time.monotonic(), model.device
     pack = end_to_end(probes_for(model.hf), device)
     with _buildable(f"the layers of {setting}", device, UNBUILT):
         if any(parameter.requires_grad for parameter in model.parameters()):
-            model.seen(*pack).sum().backward()  # of some graphs the backward is built here, and not with the forward
+            model.seen(*pack).sum().backward()  # some graphs have their backward compiled here, not with the forward
             model.zero_grad()
         with torch.no_grad():
             model.seen(*pack)
@@ -101,9 +104,9 @@ def warm_up(model: PackedModel, setting: str) -> None:
 
 @cache
 def refuse_unbuildable(device: torch.device) -> None:
-    """Raises ConfigError where torch.compile cannot build code for `device`; found out by building some."""
+    """Raises ConfigError if torch.compile cannot build code for `device`; tested by building some."""
     if device.type == "cpu":
-        # Else every rank starts threads of its own to compile in, beside those of all others on the machine.
+        # Otherwise every rank starts compile threads of its own, in addition to those of all others on the machine.
         torch._inductor.config.compile_threads = 1  # pyright: ignore[reportAttributeAccessIssue]
     with _buildable("code", device, (RuntimeError, OSError)):
         torch.compile(_doubled)(torch.ones(8, device=device))
@@ -111,7 +114,7 @@ def refuse_unbuildable(device: torch.device) -> None:
 
 @contextmanager
 def _buildable(what: str, device: torch.device, errors: tuple[type[Exception], ...]) -> Iterator[None]:
-    """Raises ConfigError of these errors: a start that is tried again ends in the same."""
+    """Turns these errors into a ConfigError, because a restart would fail in the same way."""
     try:
         yield
     except errors as error:

@@ -1,4 +1,4 @@
-"""The critic: a Hugging Face token classifier with one label, the value of each state, and its loss."""
+"""The critic: a Hugging Face token classifier with one label, which is the value of each state, and its loss."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from asyncrl.learner.parallel.tensor import whole
 from asyncrl.schema import Config
 
 HEADS = ("score", "classifier")
-"""What transformers calls the linear layer of its token classifiers."""
+"""Names of the linear layer of transformers' token classifiers."""
 
 
 class CriticModel(PackedModel):
-    """Packed tokens in, the value of the state in which each chosen token was sampled out."""
+    """Maps packed tokens to the value of the state in which each chosen token was sampled."""
 
     entries = ("seen", "seen_alone")
 
@@ -44,7 +44,8 @@ class CriticModel(PackedModel):
         predictors: Int[Tensor, " chosen"],
         packing: Packing,
     ) -> Float[Tensor, " tokens"]:
-        """Values, fp32 [T], 0 outside `loss_positions`; from the token before: what was sampled is not yet seen."""
+        """Values, fp32 [T], 0 outside `loss_positions`. Computed at the preceding token: the sampled one is not seen
+        yet."""
         hidden, mine = self.states_at(input_ids, position_ids, predictors, packing)
         head = value_head(self.hf)
         bias = None if head.bias is None else whole(head.bias).float()
@@ -55,12 +56,12 @@ class CriticModel(PackedModel):
     def seen(
         self, ids: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"], packing: Packing
     ) -> Float[Tensor, "tokens width"]:
-        """Hidden states of unit size, since a new head's values are all 0 (see `layout.Probed`)."""
+        """Hidden states normalised to unit RMS, because a new head's values are all 0 (see `layout.Probed`)."""
         hidden, mine = self.states_at(ids, positions, torch.arange(len(ids), device=ids.device), packing)
         return _of_unit_size(self.told(hidden, mine, len(ids)))
 
     def seen_alone(self, ids: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens width"]:
-        """The same by nothing but transformers."""
+        """The same for one sequence, computed by transformers alone."""
         return _of_unit_size(self.body(input_ids=ids[None], use_cache=False).last_hidden_state[0])
 
 
@@ -69,7 +70,7 @@ def _of_unit_size(hidden: Float[Tensor, "tokens width"]) -> Float[Tensor, "token
 
 
 def value_head(hf: PreTrainedModel) -> nn.Linear:
-    """Raises ConfigError for an architecture whose token classifier ends otherwise."""
+    """The value head. Raises ConfigError for an architecture whose token classifier does not end in one."""
     found = _heads(hf)
     if not found:
         raise ConfigError(
@@ -104,7 +105,7 @@ def build_critic(config: Config, device: torch.device, backend: Backend | None) 
     try:
         return built(build, config.model, longest_sequence(config), device, backend)
     except ConfigError:
-        raise  # a ValueError too, and complete as it is
+        raise  # is a ValueError too, but its message is complete
     except REFUSALS as error:
         raise ConfigError(
             f"critic.path={path} cannot be loaded as a token classifier with one label: {error}. Give a causal LM, or "
@@ -124,7 +125,7 @@ def load_classifier(path: str) -> PreTrainedModel:
     refuse_random(lacking - of_head)
     if of_head:
         for parameter in value_head(hf).parameters():
-            nn.init.zeros_(parameter)  # random values would send the first advantages astray
+            nn.init.zeros_(parameter)  # random values would distort the first advantages
     return hf
 
 
@@ -142,12 +143,12 @@ def value_loss(
     clip: float,
     tokens: float,
 ) -> Float[Tensor, ""]:
-    """Half the squared error per loss token; with `clip`, that of a value moved at most so far from the old one where
-    that is the larger (PPO's value clipping).
+    """Half the squared error per loss token. With `clip`, the larger of that and the error of the value moved at most
+    `clip` away from the old one (PPO's value clipping).
 
     Args:
-        targets, old_values: without gradient; the values of all updates of a batch are held to those before the first.
-        clip: 0 is none.
+        targets, old_values: without gradient; for all updates of a batch the old values are those before the first.
+        clip: 0 is no clipping.
         tokens: loss tokens of the whole minibatch, over all ranks and micro-batches.
     """
     error = (values - targets).square()

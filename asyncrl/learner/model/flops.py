@@ -1,4 +1,4 @@
-"""Arithmetic that a train step needs, and what share of a GPU's peak that is (MFU)."""
+"""Counts the arithmetic of a train step, and its share of a GPU's peak (MFU)."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ from asyncrl.learner.model.attention_kernel import kernel_of
 PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H800": 989e12, "GH200": 989e12,
          "B200": 2250e12, "B100": 1750e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L40": 181e12,
          "A40": 150e12, "A10": 125e12, "L4": 121e12}  # fmt: skip
-"""Dense bfloat16 FLOP/s by the words of `torch.cuda.get_device_name`, from the vendor's data sheets; the first that is
-one of them. Whole words: an A10G, or an RTX A4000, is neither an A10 nor an A40."""
+"""Dense bfloat16 FLOP/s from the vendor's data sheets, by words in `torch.cuda.get_device_name`; the first match
+counts. Whole words only: an A10G or an RTX A4000 is neither an A10 nor an A40."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Of a decoder. A multiplication and an addition are two operations; norms and activations count as nothing."""
+    """Work per token of a decoder. A multiply-add counts as two operations; norms and activations are not counted."""
 
     linear: int
-    """Weights that a token meets in the layers: of experts those that it is sent to."""
+    """Weights that a token is multiplied with in the layers; of experts only those it is routed to."""
     head: int
-    """Weights of the head, which only tokens of the loss meet."""
+    """Weights of the head, which is applied only to tokens of the loss."""
     attention: int
-    """Layers times heads times their width."""
+    """Number of layers times heads times their width."""
 
     @classmethod
     def of(cls, hf: nn.Module, config: Mapping[str, Any], head: nn.Module) -> Work:
-        """From the weights themselves, and for attention from the names that every Hugging Face config uses."""
+        """Counted from the weights themselves, and for attention from the field names that all Hugging Face configs
+        use."""
         model, linear = of_its_decoder(config), 0.0
         experts = model.get("num_experts") or model.get("num_local_experts") or model.get("n_routed_experts") or 0
         sent_to = (model.get("num_experts_per_tok") or 0) / experts if experts else 0.0
@@ -54,22 +55,23 @@ class Work:
         )
 
     def forward(self, *, tokens: int, scored: int, pairs: int) -> int:
-        """Operations.
+        """Operations of a forward pass.
 
         Args:
-            tokens: that go through the layers.
-            scored: that the head is applied to.
-            pairs: of a query and a key that it sees.
+            tokens: number of tokens that go through the layers.
+            scored: number of tokens that the head is applied to.
+            pairs: number of pairs of a query and a key that it sees.
         """
         return 2 * self.linear * tokens + 2 * self.head * scored + 4 * self.attention * pairs
 
 
 def operations(work: Work, batches: Iterable[MicroBatch], passes: int) -> float:
-    """Of training on these micro-batches: a shared prompt goes through the layers once, and is seen by each of its
-    completions. What activation checkpointing computes again, and scoring before the first update, is not counted.
+    """Operations of training on these micro-batches. A shared prompt goes through the layers once, and is attended to
+    by each of its completions. Recomputation by activation checkpointing, and scoring before the first update, are not
+    counted.
 
     Args:
-        passes: forward, and as much again for the gradient of a layer's input and of its weight each (see `passes_of`).
+        passes: 1 for the forward, plus 1 each for the gradients of a layer's input and of its weight (see `passes_of`).
     """
     total = 0
     for batch in batches:
@@ -80,8 +82,8 @@ def operations(work: Work, batches: Iterable[MicroBatch], passes: int) -> float:
 
 
 def padding(batches: Iterable[MicroBatch], *, in_rows: bool, compute: torch.dtype) -> dict[str, tuple[float, float]]:
-    """Share of what is computed that is no token of a trajectory, as (padding, all) sums: in the layers, and in
-    attention, where a shared prompt counts for each of its completions.
+    """Share of the computation that is padding and no token of a trajectory, as (padding, all) sums: in the layers, and
+    in attention, where a shared prompt counts once per completion.
 
     Args:
         in_rows: each trajectory runs in a row of its own (`layout.Layout.ROWS`).
@@ -89,7 +91,7 @@ def padding(batches: Iterable[MicroBatch], *, in_rows: bool, compute: torch.dtyp
     """
     of_layers, of_attention = (0.0, 0.0), (0.0, 0.0)
     for batch in batches:
-        packing, there = batch.packing, bool(batch.members)  # who has no trajectory computes for the others' sake
+        packing, there = batch.packing, bool(batch.members)  # an empty batch is computed only to join collectives
         rows, tokens = len(packing.lengths) * packing.max_length, len(batch.input_ids)
         real = int(packing.lengths.sum())
         slots = rows if in_rows else packing.slots(any_length=kernel_of(batch.input_ids.device, compute).any_length)
@@ -100,14 +102,15 @@ def padding(batches: Iterable[MicroBatch], *, in_rows: bool, compute: torch.dtyp
 
 
 def passes_of(*, adapted: bool, warming_up: bool) -> int:
-    """With adapters the weights get no gradient; while the critic warms up the policy has no backward."""
+    """See `operations`. With adapters the weights get no gradient; while the critic warms up the policy has no
+    backward."""
     if warming_up:
         return 1
     return 2 if adapted else 3
 
 
 def peak_of(device: torch.device) -> float | None:
-    """FLOP/s that the GPU could do at most; None for one that is not known, and without one."""
+    """Peak FLOP/s of the GPU; None for an unknown model, and without a GPU."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -115,11 +118,11 @@ def peak_of(device: torch.device) -> float | None:
 
 
 def speed(operations: float, tokens: float, seconds: float, ranks: int, peak: float | None) -> dict[str, float]:
-    """`perf/*` of a step: per rank, of the seconds that it trained.
+    """`perf/*` of a step: rates per rank over the seconds that it trained.
 
     Args:
-        operations, tokens: of all ranks.
-        seconds: in which it trained; 0 where it did not.
+        operations, tokens: of all ranks together.
+        seconds: time spent training; 0 if there was none.
     """
     if seconds <= 0:
         return {"perf/tflops_per_rank": 0.0, "perf/tokens_per_s_per_rank": 0.0}

@@ -1,9 +1,9 @@
-"""How sequences go through a model: end to end in one pack, or each in a row of its own. Decided at load, by scoring.
+"""Chooses how sequences go through a model: end to end in one pack, or each in a row of its own. Tested at load.
 
-Packing is right where attention alone carries anything from token to token. Recurrent and convolutional layers, and
-attention that does not go through transformers' interface, run on across the border between two sequences and say
-nothing. So the model itself is asked, in float32: plain transformers, one sequence at a time, against the same
-sequences as training would run them. On several ranks it is sharded by then, and every one of them asks it.
+Packing is correct if only attention moves information between tokens. Recurrent and convolutional layers, and attention
+that does not go through transformers' interface, silently continue across the border between two sequences. So the
+model itself is tested, in float32: plain transformers on one sequence at a time, against the same sequences run as in
+training. On several ranks it is sharded by then, and all of them run the test.
 """
 
 from __future__ import annotations
@@ -35,66 +35,66 @@ from asyncrl.weights.canary import Canary, Difference, Tolerance, compare, rando
 log = logging.getLogger(__name__)
 
 PROBE_LENGTHS = (9, 14, 5)
-"""Of the sequences that are scored: short, since what runs over a border fades with the distance from it."""
+"""Lengths of the sequences that are scored. They are short because effects across a border fade with distance."""
 PROBES_IN_ROWS = 2
-"""So many of them where a pack is out of the question: what is asked is only whether padding does harm. The reference
-code of recurrent layers takes seconds a layer for each."""
+"""How many of them are scored if packing is ruled out: the only question left is whether padding does harm. The
+reference code of recurrent layers takes seconds per layer and sequence."""
 MANY = 50_000_000
-"""Parameters from which on more threads score sooner. In a smaller model they wait for each other longer than they
-compute, and burn the cores meanwhile that the engine starts on."""
+"""Number of parameters from which more threads make scoring faster. In a smaller model they wait for each other longer
+than they compute, and use up the cores on which the engine starts meanwhile."""
 PACKABLE = ("full_attention", "sliding_attention", "attention", "mlp", "moe")
-"""Kinds in a config's `layer_types` that a pack is right for. Of any other nothing short proves that it does:
-chunked attention, say, differs beyond its first chunk of 8,192 tokens."""
+"""Kinds in a config's `layer_types` for which packing is correct. For other kinds no short test can show it: chunked
+attention, for example, differs only beyond its first chunk of 8,192 tokens."""
 CARRIES = re.compile(r"mamba|conv|rwkv|recurrent|rglru|delta|lightning|lstm|mixer", re.IGNORECASE)
-"""In the class names of layers that carry something from token to token beside the attention..."""
+"""In class names of layers that move information between tokens in addition to attention..."""
 CARRIES_NOT = re.compile(r"norm|block|decoder|mlp|conv\dd$", re.IGNORECASE)
-"""... and of what stands in and around them."""
+"""... and in those of modules within and around them."""
 WAY_OUT = "Use a plain causal decoder (Llama, Qwen2, Qwen3, Mistral), see docs/models.md"
 BROKEN = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError)
-"""What a forward that somebody else wrote raises of tensors and arguments that it was not written for."""
+"""Exceptions of a third-party forward that was not written for these tensors and arguments."""
 
 
 class Layout(str, Enum):
     PACKED = "packed"
-    """Siblings share their prompt's tokens; `attention.packed_attention` keeps sequences apart."""
+    """Siblings share their prompt's tokens; `attention.packed_attention` keeps sequences separate."""
     ROWS = "rows"
-    """[B, L], padded at the end, with transformers' own attention: right wherever the model is causal."""
+    """[B, L], padded at the end, with transformers' own attention: correct for every causal model."""
 
 
 class Probed(Protocol):
-    """What `choose_layout` asks of a model (`packed.PackedModel`)."""
+    """What `choose_layout` requires of a model (`packed.PackedModel`)."""
 
     hf: PreTrainedModel
     layout: Layout
 
     @property
     def device(self) -> torch.device:
-        """On which it computes."""
+        """Device on which it computes."""
         ...
 
     def seen(self, ids: Tensor, positions: Tensor, packing: Packing) -> Tensor:
-        """[T, ...] what is compared, as training computes it in `layout`."""
+        """[T, ...] the values that are compared, as training computes them in `layout`."""
         ...
 
     def seen_alone(self, ids: Tensor) -> Tensor:
-        """[T, ...] the same of one sequence [T], as transformers computes it."""
+        """[T, ...] the same for one sequence [T], as transformers computes it."""
         ...
 
     def settle(self) -> None:
-        """Called after these, come to their end or not."""
+        """Called after each of these, even if it failed."""
         ...
 
 
 def agree_on_layout(model: Probed, name: str, dtype: str, longest: int, mesh: DeviceMesh | None) -> None:
-    """Set the layout of `model`. Collective where it is sharded.
+    """Choose and set the layout of `model`. Collective if it is sharded.
 
     Args:
-        name: of the setting and its value, for messages.
-        dtype: of the weights.
-        longest: tokens of the longest sequence that is trained.
+        name: the setting and its value, for messages.
+        dtype: dtype of the weights.
+        longest: number of tokens of the longest sequence that is trained.
 
     Raises:
-        ConfigError: neither layout computes what transformers does.
+        ConfigError: in neither layout it computes what transformers does.
     """
     refusal = None
     try:
@@ -115,7 +115,8 @@ def is_large(hf: PreTrainedModel) -> bool:
 
 @contextmanager
 def every_core() -> Iterator[None]:
-    """A rank is given a single thread; one that is alone has all cores to itself while it scores."""
+    """Use all cores while scoring: a rank has a single thread by default, but one that is alone has all cores to
+    itself."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(before, len(os.sched_getaffinity(0))))
     try:
@@ -126,17 +127,17 @@ def every_core() -> Iterator[None]:
 
 def use_layout(model: Probed, layout: Layout) -> None:
     model.layout = layout
-    # Not by set_attn_implementation: it leaves models alone whose attention knows no interface, and their masks too.
+    # Not with set_attn_implementation: it skips models, and their masks, whose attention does not use the interface.
     model.hf.config._attn_implementation = PACKED_ATTENTION if layout is Layout.PACKED else own_attention(model.hf)
 
 
 def own_attention(hf: PreTrainedModel) -> str:
-    """What transformers computes attention with in this model, where the learner does not."""
+    """The attention implementation that transformers uses in this model when the learner's is not used."""
     return "sdpa" if hf._supports_sdpa else "eager"
 
 
 def with_our_attention(make: Callable[..., Any]) -> Any:
-    """What `make` makes with it; with transformers' own where a model knows but a list of its own, as GPT-J."""
+    """Call `make` with our attention; without it if a model accepts only implementations of its own list, as GPT-J."""
     try:
         return make(attn_implementation=PACKED_ATTENTION)
     except KeyError as error:
@@ -150,7 +151,7 @@ def choose_layout(model: Probed, name: str, dtype: str, longest: int) -> Layout:
     """The layout in which `model` computes what transformers does; PACKED if both do.
 
     Raises:
-        ConfigError: neither does, or the attention is of a kind that is refused.
+        ConfigError: neither does, or the kind of attention is refused.
     """
     if problem := too_long_to_guess(model.hf.config.to_dict(), longest):
         raise ConfigError(f"{name}: {problem}")
@@ -186,7 +187,7 @@ def choose_layout(model: Probed, name: str, dtype: str, longest: int) -> Layout:
             f"random while it trains. {WAY_OUT}"
         )
     log.log(
-        logging.WARNING if is_first() else logging.DEBUG,  # every rank has asked the same
+        logging.WARNING if is_first() else logging.DEBUG,  # every rank has the same result
         "%s: sequences of a %s cannot be packed: %s. Each runs in a row of its own, which is right and costs more: a "
         "prompt is computed once per completion instead of once per group, and rows are padded to the longest of "
         "their micro-batch",
@@ -196,7 +197,7 @@ def choose_layout(model: Probed, name: str, dtype: str, longest: int) -> Layout:
 
 
 def probes_for(hf: PreTrainedModel) -> tuple[NDArray[np.int32], ...]:
-    """[T] token ids each, within the model's vocabulary and positions."""
+    """[T] token ids each, within the model's vocabulary and maximum position."""
     settings = hf.config.get_text_config(decoder=True)
     longest = min(getattr(settings, "max_position_embeddings", None) or max(PROBE_LENGTHS), max(PROBE_LENGTHS))
     drawn = random_probes(int(settings.vocab_size), 0, count=len(PROBE_LENGTHS), length=longest)
@@ -204,13 +205,13 @@ def probes_for(hf: PreTrainedModel) -> tuple[NDArray[np.int32], ...]:
 
 
 def foreign_kinds(hf: PreTrainedModel) -> list[str]:
-    """Of its layers, by its config: those that no pack is right for."""
+    """The kinds of layers in its config for which packing is not known to be correct."""
     settings = hf.config.get_text_config(decoder=True)
     return sorted(set(getattr(settings, "layer_types", None) or ()) - set(PACKABLE))
 
 
 def unpackable(model: Probed, canary: Canary, longest: int) -> str:
-    """Why `model` cannot be packed; empty if it can. Raises ConfigError for attention of a kind that is refused."""
+    """Why `model` cannot be packed; empty if it can. Raises ConfigError if its kind of attention is refused."""
     settings = model.hf.config.get_text_config(decoder=True)
     kinds = set(getattr(settings, "layer_types", None) or ())
     if foreign_kinds(model.hf):
@@ -238,7 +239,7 @@ def unpackable(model: Probed, canary: Canary, longest: int) -> str:
 def apart(
     model: Probed, layout: Layout, canary: Canary, note_window: Callable[[int | None], None] | None = None
 ) -> Difference:
-    """How far `layout` is from `canary`, the sequences alone.
+    """Difference between the scores in `layout` and those of the single sequences in `canary`.
 
     Args:
         note_window: see `Packing`.
@@ -254,7 +255,7 @@ def apart(
 
 
 def end_to_end(sequences: Sequence[NDArray[np.int32]], device: torch.device) -> tuple[Tensor, Tensor, Packing]:
-    """Ids [T], positions [T] and packing of sequences that share no prompt."""
+    """Ids [T], positions [T] and packing of sequences that do not share a prompt."""
     lengths = np.array([len(ids) for ids in sequences])
     total = int(lengths.sum())
     positions = np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -263,12 +264,12 @@ def end_to_end(sequences: Sequence[NDArray[np.int32]], device: torch.device) -> 
 
 
 def fits(found: Difference, dtype: str) -> bool:
-    """Whether a difference is rounding."""
+    """Whether a difference can be explained by rounding."""
     return _allowed(dtype).admits(found)
 
 
 def _allowed(dtype: str) -> Tolerance:
-    # In bfloat16 rounding may choose other experts; this bound is that of a mixture, and not much wider than the other.
+    # In bfloat16 rounding may select other experts; this bound is the one for mixtures, and not much wider.
     return tolerance(dtype, routed=True)
 
 
@@ -277,7 +278,7 @@ def _flat(scores: Tensor) -> NDArray[np.float32]:
 
 
 def _carriers(hf: PreTrainedModel) -> str:
-    """Class names of the layers that are to blame: those beside the attention, or else the attention itself."""
+    """Class names of the layers responsible: those in addition to attention, or otherwise the attention itself."""
     names = {type(module).__name__ for module in hf.modules() if not isinstance(module, PreTrainedModel)}
     beside = {name for name in names if CARRIES.search(name) and not CARRIES_NOT.search(name)}
     return ", ".join(sorted(beside or {name for name in names if "Attention" in name} or {type(hf).__name__}))

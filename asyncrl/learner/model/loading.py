@@ -1,8 +1,8 @@
-"""From a checkpoint to sharded weights: each rank reads its own part of the files (`reading`), so that nobody holds the
-model whole.
+"""From a checkpoint to sharded weights. Each rank reads its own part of the files (`reading`), so that no rank holds
+the whole model.
 
-Of what cannot be read so (no safetensors, files that not all ranks have alike, weights that are computed at the load)
-rank 0 reads all, and the others get their shards from it, a layer at a time.
+If this is not possible (no safetensors, files that differ between the ranks, weights that are computed during loading),
+rank 0 reads everything and sends the others their shards, one layer at a time.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ log = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 REFUSALS = (OSError, KeyError, ValueError, RuntimeError, SafetensorError)
-"""What transformers raises of a checkpoint that it cannot load; the last one of a file that was cut off."""
+"""Exceptions of transformers for a checkpoint that it cannot load; the last one for a truncated file."""
 
 
 @contextmanager
 def of_transformers() -> Iterator[None]:
-    """What the library raises of a checkpoint that it cannot load, as one of `REFUSALS`: it has no class of its own for
-    that (an ImportError of a quantizer, a config that fails its own checks)."""
+    """Convert what the library raises for a checkpoint that it cannot load to one of `REFUSALS`: it has no exception
+    class for that (an ImportError of a quantizer, a config that fails its own checks)."""
     try:
         yield
     except REFUSALS:
@@ -55,7 +55,8 @@ def of_transformers() -> Iterator[None]:
 
 
 def refuse_random(missing: Collection[str]) -> None:
-    """Raises ValueError where the checkpoint lacks weights: transformers makes them at random and says so in a log."""
+    """Raises ValueError if the checkpoint lacks weights: transformers initialises them at random, with only a log
+    line."""
     if missing:
         some = ", ".join(sorted(missing)[:4]) + (" ..." if len(missing) > 4 else "")
         raise ValueError(f"its checkpoint has no {some} ({len(missing)} weights), which would be made at random")
@@ -63,45 +64,46 @@ def refuse_random(missing: Collection[str]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How a model comes from its checkpoint."""
+    """How to make a model from its checkpoint."""
 
     path: str
     load: Callable[[], PreTrainedModel]
-    """Whole, by transformers. Raises one of `REFUSALS`."""
+    """Load it whole, with transformers. Raises one of `REFUSALS`."""
     build: Callable[[], PreTrainedModel]
-    """From its config, at random."""
+    """Build it from its config, with random weights."""
     may_lack: Callable[[PreTrainedModel], list[str]] = lambda _: []
-    """Parameters that begin at 0 where the checkpoint has none."""
+    """Names of parameters that start at 0 if the checkpoint lacks them."""
 
     def whole(self) -> PreTrainedModel:
-        """One that a run exported is compared with its manifest first.
+        """Load the whole model. A checkpoint exported by a run is first compared with its manifest.
 
         Raises:
-            CheckpointError: naming the file that was damaged since. One of `REFUSALS`.
+            CheckpointError: naming the file that was damaged since.
+            one of `REFUSALS`: it cannot be loaded.
         """
         self.prove()
         return self.load()
 
     def blank(self) -> PreTrainedModel:
-        """Without weights, with its buffers."""
+        """Build the model without weights, but with its buffers."""
         with EmptyOnMeta():
             return without_weights(self.build())
 
     def prove(self) -> None:
-        """Raises CheckpointError."""
+        """Compare an exported checkpoint with its manifest. Raises CheckpointError."""
         if is_sealed(Path(self.path)):
             verify_export(Path(self.path))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnPart:
-    """What this rank reads."""
+    """The part of a checkpoint that this rank reads."""
 
     checkpoint: Checkpoint
     pieces: Mapping[str, list[Piece]]
 
     def read_into(self, hf: nn.Module) -> None:
-        """Once `hf` is sharded and has memory; and close the files."""
+        """Read this part into `hf`, which must be sharded and allocated, and close the files."""
         read_own(hf, self.checkpoint, self.pieces)
         self.checkpoint.opened.close()
         whole = sum(parameter.numel() for parameter in hf.parameters())
@@ -112,7 +114,7 @@ class OwnPart:
 
 
 def own_part(recipe: Recipe, blank: PreTrainedModel, mesh: DeviceMesh) -> OwnPart | None:
-    """None, and a line in the log, where the ranks cannot each read their part of `blank`. Collective."""
+    """This rank's part of `blank`; None, with a log line, if the ranks cannot each read their part. Collective."""
     device, part, said = device_of(mesh), None, "-"
     try:
         checkpoint = Checkpoint.of(recipe.path)
@@ -135,11 +137,11 @@ def own_part(recipe: Recipe, blank: PreTrainedModel, mesh: DeviceMesh) -> OwnPar
 
 
 def on_rank_zero(work: Callable[[], Model | None], mesh: DeviceMesh) -> Model | None:
-    """What `work` returns on rank 0; None on the others, which wait. Collective.
+    """Run `work` on rank 0 and return its result; None on the others, which wait. Collective.
 
     Raises:
-        one of `REFUSALS`: of `work`; a ValueError that says the same on the other ranks,
-            which would else wait for a rank that is gone.
+        one of `REFUSALS`: raised by `work`; on the other ranks a ValueError with the same message, because they would
+            otherwise wait for a rank that has ended.
     """
     refusal, model = None, None
     if dist.get_rank() == 0:
@@ -154,7 +156,7 @@ def on_rank_zero(work: Callable[[], Model | None], mesh: DeviceMesh) -> Model | 
 
 
 def fill_from_rank_zero(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Give every rank what rank 0 has in `module`, as far as it is not sharded yet, bit for bit. Collective.
+    """Copy to every rank what rank 0 has in `module` and is not sharded yet, bit for bit. Collective.
 
     Raises:
         RuntimeError: the ranks have built different models.
@@ -166,7 +168,7 @@ def fill_from_rank_zero(module: nn.Module, mesh: DeviceMesh) -> None:
         if tensor not in filled:
             whole = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.data.to(device)
             filled[tensor] = nn.Parameter(whole, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole
-        table[name] = filled[tensor]  # the same one wherever it is tied to
+        table[name] = filled[tensor]  # tied parameters stay the same object
     layout = "; ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in filled.values())
     if text_of_rank_zero(layout, device) != layout:
         raise RuntimeError(f"rank {dist.get_rank()} has built another {type(module).__name__} than rank 0: {layout}")
@@ -175,7 +177,7 @@ def fill_from_rank_zero(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _unsharded(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """`(where it stands, name, tensor)` of all parameters and buffers, tied ones once for each place."""
+    """`(table, name, tensor)` of all parameters and buffers; tied ones appear once per place."""
     for child in module.modules():
         tables: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)
         for table in tables:

@@ -1,4 +1,4 @@
-"""Log-probs and entropies of chosen tokens straight from hidden states; fp32 [T, V] never exists as a whole."""
+"""Computes log-probs and entropies of chosen tokens directly from hidden states, without a full fp32 [T, V] matrix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl.learner.batch.support import Support
 from asyncrl.learner.memory_plan import head_backward_rows, head_rows
 
 NO_CHANCE = -1000.0
-"""A log-prob whose probability is 0 in float64, too."""
+"""A log-prob whose probability is 0 even in float64."""
 
 
 def token_logprobs(
@@ -32,17 +32,17 @@ def token_logprobs(
 ) -> tuple[Tensor, Float[Tensor, " tokens"]]:
     """log softmax(hidden @ weight.T + bias, / temperature)[targets] and the entropy of that distribution, both fp32.
 
-    With a `support` the softmax of each token is over its own: log p(a) - log p(support), and the entropy that of the
-    renormalised distribution. The gradient is exact, and zero at the logits outside.
+    With a `support` the softmax of each token is over its support: log p(a) - log p(support), and the entropy is that
+    of the renormalised distribution. The gradient is exact, and zero at the logits outside.
 
-    float64 hidden states stay float64 (for checking); any other dtype is multiplied as it is, then raised to fp32.
-    Differentiable in hidden, weight and bias through the log-probs and, if asked for, through the entropy.
+    float64 hidden states stay float64 (for tests); any other dtype is multiplied as it is, and the product converted to
+    fp32. Differentiable in hidden, weight and bias through the log-probs and, if requested, through the entropy.
 
     Args:
         targets: [tokens], or [tokens, columns] for the log-probs of several tokens of each distribution.
-        exact: by the kernels of `engine.exact`, in float32; the gradient is the ordinary one.
-        through_entropy: the entropy has a gradient, too; else it is a diagnostic.
-        wide: as `model.fp32_head`; the gradient of the weight is added up in fp32 in any case.
+        exact: use the kernels of `engine.exact`, in float32; the gradient is the ordinary one.
+        through_entropy: the entropy has a gradient; otherwise it is only a diagnostic.
+        wide: see `model.fp32_head`. The gradient of the weight is accumulated in fp32 in any case.
     """
     if wide:
         hidden, weight, bias = _widened(hidden, weight, bias)
@@ -58,7 +58,8 @@ def judged_logprobs(
     *,
     wide: bool = False,
 ) -> tuple[Float[Tensor, " tokens"], Bool[Tensor, " tokens"]]:
-    """As `token_logprobs` at temperature 1; and whether each target is the likeliest token, or as likely."""
+    """Log-probs as `token_logprobs` at temperature 1, and whether each target is the most likely token, or tied with
+    it."""
     if wide:
         hidden, weight, bias = _widened(hidden, weight, bias)
     logprobs = torch.empty(len(targets), dtype=_wide(hidden), device=hidden.device)
@@ -77,7 +78,7 @@ def largest_logits(
     weight: Float[Tensor, "vocabulary width"],
     bias: Float[Tensor, " vocabulary"] | None,
 ) -> Float[Tensor, " tokens"]:
-    """Largest |logit| of each token's distribution, fp32 (float64 of float64)."""
+    """Largest |logit| of each token's distribution, fp32 (float64 for float64 inputs)."""
     chunks = _chunks(len(hidden), head_rows(len(weight)))
     found = [_logits(hidden, weight, bias, 1.0, None, rows).abs().amax(-1) for rows in chunks]
     return torch.cat(found) if found else hidden.new_zeros(0, dtype=_wide(hidden))
@@ -88,12 +89,12 @@ def _chunks(tokens: int, rows: int) -> list[slice]:
 
 
 def _columns(values: Tensor, rows: slice) -> Tensor:
-    """[rows, columns]"""
+    """[rows, columns] of `values` [tokens] or [tokens, columns]."""
     return values[rows, None] if values.ndim == 1 else values[rows]
 
 
 def _widened(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What is multiplied in fp32 where the model computes in less (`asyncrl.exact.wide_head`)."""
+    """The factors in fp32, for a model that computes in a narrower dtype (`asyncrl.exact.wide_head`)."""
     dtype = _wide(hidden)
     return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
@@ -111,7 +112,7 @@ def _logits(
     rows: slice,
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = functional.linear,
 ) -> Tensor:
-    """Of tokens `rows`."""
+    """Logits of tokens `rows`."""
     logits = product(hidden[rows], weight, bias).to(_wide(hidden))
     if temperature != 1.0:
         logits = logits.div_(temperature)
@@ -123,7 +124,7 @@ def _logsumexp(logits: Tensor) -> Tensor:
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Forward keeps one log-normaliser per token; backward computes each chunk's logits again, in place."""
+    """The forward keeps one log-normaliser per token; the backward recomputes each chunk's logits, in place."""
 
     @staticmethod
     def forward(
@@ -169,7 +170,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
             factor = -scale.sum(-1, keepdim=True)
             if entropy is not None:  # d entropy / d logit = -p (log p + entropy)
                 rise = gradients[1][rows, None] / ctx.temperature
-                # Outside a support stands the lowest number: times a gradient it would be infinite, and 0 * that NaN.
+                # Logits outside a support are the lowest number: times a gradient they would be infinite, and 0 * inf
+                # is NaN.
                 factor = factor - rise * (logits.clamp(min=NO_CHANCE) + entropy[rows, None])
             d_logits = logits.exp_().mul_(factor)
             d_logits.scatter_add_(-1, _columns(targets, rows), scale)
@@ -181,6 +183,6 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 d_weight.addmm_(d_logits.t(), hidden[rows])
             else:
                 d_weight += d_logits.t() @ hidden[rows]
-            del logits, d_logits  # else they are there while the next chunk's are made
+            del logits, d_logits  # otherwise they would still be allocated while the next chunk's are made
         d_bias = None if d_bias is None else d_bias.to(weight.dtype)
         return d_hidden, d_weight.to(weight.dtype), d_bias, None, None, None, None, None

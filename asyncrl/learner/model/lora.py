@@ -1,7 +1,7 @@
 """LoRA: frozen base weights, trainable adapters on the linear layers of the blocks (peft).
 
-What differs from full training is in here: which parameters train, what is published and exported, and the base that
-a checkpoint of adapters belongs to.
+This module holds all that differs from full training: which parameters are trained, what is published and exported, and
+which base a checkpoint of adapters belongs to.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from asyncrl.weights.adapter import SCALING, Pair, peft_names, scaling_tensor, t
 from asyncrl.weights.fingerprint import chain
 
 NAME = "default"
-"""What peft calls the only adapter inside the model."""
+"""peft's name for the only adapter in the model."""
 ADAPTER_FILE = "adapter_model.safetensors"
 BASE_FILE = "base.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapters:
-    """The adapters of one model. Layers by their Hugging Face names, which peft leaves as they are."""
+    """The adapters of one model. Layers have their Hugging Face names, which peft keeps."""
 
     layers: Mapping[str, Any]
     """peft's layers, in the order of the model."""
@@ -47,14 +47,14 @@ class Adapters:
     alpha: int
     base_path: str
     base_fingerprint: str
-    """Of the frozen weights, see `base_fingerprint`."""
+    """Fingerprint of the frozen weights, see `base_fingerprint`."""
 
     @property
     def scaling(self) -> float:
         return self.alpha / self.rank
 
     def identity(self) -> dict[str, Any]:
-        """What two runs must share for one to go on with the adapters of the other."""
+        """What must be equal in two runs for one to continue with the adapters of the other."""
         return {
             "path": self.base_path,
             "fingerprint": self.base_fingerprint,
@@ -64,7 +64,7 @@ class Adapters:
         }
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
-        """`(peft name, parameter or its DTensor)` and the scaling: all that leaves the learner."""
+        """The scaling, and `(peft name, parameter or its DTensor)` of each adapter: all that is published."""
         yield SCALING, scaling_tensor(self.rank, self.alpha)
         for name, layer in self.layers.items():
             name_a, name_b = peft_names(name)
@@ -73,8 +73,9 @@ class Adapters:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """The base alone: the reference policy, without a second model. For forwards without gradient."""
-        # peft's own switch also flips requires_grad, on whatever FSDP has in place of the parameters at the moment.
+        """Use the base alone: the reference policy, without a second model. For forwards without gradient."""
+        # peft's own switch also changes requires_grad, of the tensors that FSDP currently has in place of the
+        # parameters.
         for layer in self.layers.values():
             layer._disable_adapters = True
         try:
@@ -85,14 +86,14 @@ class Adapters:
 
 
 def add_adapters(hf: PreTrainedModel, config: ModelConfig, fingerprint: str) -> Adapters:
-    """Freeze `hf` and give its target layers adapters in fp32, whose values are those of `start_adapters`.
+    """Freeze `hf` and add fp32 adapters to its target layers; `start_adapters` sets their values.
 
     Args:
-        hf: it may be without weights.
-        fingerprint: of them.
+        hf: may be without weights.
+        fingerprint: of the base weights, see `base_fingerprint`.
 
     Raises:
-        ConfigError: a target matches no layer; the message names the nearest.
+        ConfigError: a target matches no layer; the message names the nearest ones.
     """
     peft = importlib.import_module("peft")  # an optional package
     names = target_layers(hf, config.lora_targets)
@@ -100,7 +101,7 @@ def add_adapters(hf: PreTrainedModel, config: ModelConfig, fingerprint: str) -> 
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
         target_modules=names,
-        lora_dropout=0.0,  # like the model's own dropout: the behaviour policy has none
+        lora_dropout=0.0,  # like the model's own dropout: the behavior policy has none
         bias="none",
         task_type="CAUSAL_LM",
         base_model_name_or_path=config.path,
@@ -126,7 +127,7 @@ def add_adapters(hf: PreTrainedModel, config: ModelConfig, fingerprint: str) -> 
 
 @torch.no_grad()
 def start_adapters(adapters: Adapters, seed: int) -> None:
-    """They change nothing yet: A is drawn, the same however it is sharded, and B is 0."""
+    """Initialise the adapters so that they change nothing yet: A is random, independent of the sharding, and B is 0."""
     generator = torch.Generator().manual_seed(seed)
     for layer in adapters.layers.values():
         a = layer.lora_A[NAME].weight
@@ -137,14 +138,14 @@ def start_adapters(adapters: Adapters, seed: int) -> None:
 
 
 def base_fingerprint(hf: nn.Module) -> str:
-    """Of all parameters, each rounded to bfloat16: the same for one checkpoint in whichever dtype it was loaded, and
-    over however many ranks. Collective where they are sharded."""
+    """Fingerprint of all parameters, each rounded to bfloat16: it is the same for a checkpoint whatever dtype it was
+    loaded in and over however many ranks. Collective if they are sharded."""
     parts = []
     for name, parameter in sorted(hf.named_parameters()):
         rounded = parameter.detach().to(torch.bfloat16)
         whole = rounded
         if isinstance(rounded, DTensor):
-            whole = rounded.to(rounded.device_mesh.device_type)  # where its ranks meet
+            whole = rounded.to(rounded.device_mesh.device_type)  # the device on which its ranks communicate
             whole = whole.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
         data = whole.contiguous().view(-1).view(torch.uint8).cpu().numpy().data
         parts.append(f"{name}:{tuple(parameter.shape)}:{xxh3_128_hexdigest(data)}")
@@ -152,10 +153,10 @@ def base_fingerprint(hf: nn.Module) -> str:
 
 
 def merged(whole: Mapping[str, Tensor], adapters: Adapters) -> dict[str, Tensor]:
-    """The full state of the model with adapters, as that of the plain model: W0 + scaling * B A, computed in fp32.
+    """The full state dict of the model with merged adapters, as that of the plain model: W0 + scaling * B A, in fp32.
 
     Args:
-        whole: unsharded, by Hugging Face name, as peft leaves it: `<layer>.base_layer.weight`, `<layer>.lora_A...`.
+        whole: unsharded, by peft's form of the Hugging Face names: `<layer>.base_layer.weight`, `<layer>.lora_A...`.
     """
     plain = {
         name.replace(".base_layer.", "."): tensor
@@ -169,7 +170,7 @@ def merged(whole: Mapping[str, Tensor], adapters: Adapters) -> dict[str, Tensor]
 
 
 def save_adapter(whole: Mapping[str, Tensor], adapters: Adapters, folder: Path) -> None:
-    """Into `folder`, in peft's format: adapter_config.json and adapter_model.safetensors (fp32)."""
+    """Write the adapters to `folder` in peft's format: adapter_config.json and adapter_model.safetensors (fp32)."""
     tensors: dict[str, Tensor] = {}
     for name, pair in _pairs(whole, adapters).items():
         name_a, name_b = peft_names(name)
@@ -189,19 +190,19 @@ def _pairs(whole: Mapping[str, Tensor], adapters: Adapters) -> dict[str, Pair]:
 
 
 def without_frozen(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict less the parameters that are not trained, under each of the names that a tied one has."""
+    """A state dict without the parameters that are not trained, under all names of a tied one."""
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     return {name: tensor for name, tensor in weights.items() if name not in frozen}
 
 
 def write_base(folder: Path, adapters: Adapters | None) -> None:
-    """Into a checkpoint: which base its adapters belong to. Nothing for a full model, which brings its own weights."""
+    """Write to a checkpoint which base its adapters belong to. Nothing for a full model, which has its own weights."""
     if adapters is not None:
         (folder / BASE_FILE).write_text(json.dumps(adapters.identity()) + "\n")
 
 
 def check_base(folder: Path, adapters: Adapters | None) -> None:
-    """Before a checkpoint is loaded.
+    """Check, before a checkpoint is loaded, that its adapters fit.
 
     Raises:
         CheckpointMismatchError: it holds adapters of another base, rank, alpha or choice of layers, or none at all.

@@ -1,4 +1,4 @@
-"""A Hugging Face model over packed tokens: what the policy (policy.py) and the critic (critic.py) share."""
+"""A Hugging Face model over packed tokens: the base class of the policy (policy.py) and the critic (critic.py)."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from asyncrl.learner.model.layout import Layout
 
 
 class PackedModel(HeldModel):
-    """A Hugging Face model over packed tokens. The FSDP root, so the head's weight is whole in `forward`."""
+    """A Hugging Face model over packed tokens. It is the FSDP root, so the head's weight is whole in `forward`."""
 
     layout: Layout = Layout.PACKED
-    """Set at load (`agree_on_layout`)."""
+    """Set at load by `agree_on_layout`."""
     reduce_each: bool = False
     """Gradients are reduced over the ranks with every micro-batch (`step.accumulation`)."""
     entries = ("seen_alone",)
 
     @property
     def body(self) -> nn.Module:
-        """All but the head."""
-        # Of a model of text that was taken out of one with pictures (Llama 4) `base_model` is itself.
+        """The model without its head."""
+        # For a text model taken out of a multimodal one (Llama 4), `base_model` is the model itself.
         return self.hf.get_submodule("model") if self.hf.base_model is self.hf else self.hf.base_model
 
     def hidden_states(
         self, input_ids: Int[Tensor, " tokens"], position_ids: Int[Tensor, " tokens"], packing: Packing
     ) -> Float[Tensor, "tokens width"]:
-        """Of the last layer, in the compute dtype; those of `sequence.own` alone where ranks share a pack."""
+        """Hidden states of the last layer, in the compute dtype; only those of `sequence.own` if ranks share a pack."""
         if self.layout is Layout.PACKED:
             if self.sequence is not None:
                 packing = self.sequence.apart(packing)
@@ -37,7 +37,7 @@ class PackedModel(HeldModel):
                 input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, packing=packing
             )
             return out.last_hidden_state[0]
-        # All rows at once, whatever their lengths: every rank must run every layer equally often.
+        # All rows at once, whatever their lengths: every rank must run every layer the same number of times.
         rows, slots = as_rows(packing)
         out = self.body(input_ids=input_ids[rows], use_cache=False)
         return out.last_hidden_state.flatten(0, 1).index_select(0, slots)
@@ -49,7 +49,8 @@ class PackedModel(HeldModel):
         places: Int[Tensor, " chosen"],
         packing: Packing,
     ) -> tuple[Float[Tensor, "mine width"], Int[Tensor, " mine"] | None]:
-        """`hidden_states` of the tokens at `places`; of those that this rank has, and which they are."""
+        """`hidden_states` at `places`: those that this rank has, and the indices of these within `places` (None:
+        all)."""
         hidden = self.hidden_states(input_ids, position_ids, packing)
         if self.sequence is None or self.layout is not Layout.PACKED:
             return hidden.index_select(0, places), None
@@ -57,7 +58,7 @@ class PackedModel(HeldModel):
         return hidden.index_select(0, self.sequence.of_mine(places[mine])), mine
 
     def told(self, values: Tensor, mine: Int[Tensor, " mine"] | None, count: int) -> Tensor:
-        """[count, ...] what was made of the states at all places, of [mine, ...]."""
+        """[count, ...] results at all places, gathered from this rank's [mine, ...]."""
         if self.sequence is None or mine is None:
             return values
         return self.sequence.told(values, mine, count)
@@ -65,21 +66,22 @@ class PackedModel(HeldModel):
     def seen(
         self, ids: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"], packing: Packing
     ) -> Float[Tensor, "tokens ..."]:
-        """What the layout is judged by, as training computes it; see `layout.Probed`."""
+        """The values by which the layout is chosen, as training computes them; see `layout.Probed`."""
         raise NotImplementedError
 
     def seen_alone(self, ids: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens ..."]:
-        """The same of one sequence, by nothing but transformers."""
+        """The same for one sequence, computed by transformers alone."""
         raise NotImplementedError
 
     def settle(self) -> None:
-        """After a forward without backward, come to its end or not: else weights stay whole on every rank, and are
-        seen so by whoever reads the parameters next."""
+        """Call after a forward without backward, even if it failed: otherwise the weights stay gathered on every rank,
+        and later readers of the parameters see them so."""
         if self.backend is not None:
             self.backend.settle(self)
 
 
 def set_gradient_sync(model: PackedModel, last: bool) -> None:
-    """Whether the next backward reduces gradients over the ranks: that of the `last` micro-batch, or of each."""
+    """Set whether the next backward reduces gradients over the ranks: that of the `last` micro-batch, or of each
+    one."""
     if model.backend is not None:
         model.backend.sync(model, last or model.reduce_each)

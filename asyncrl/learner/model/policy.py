@@ -41,20 +41,20 @@ WRAPPER_PREFIX = "hf."
 
 
 class PolicyModel(PackedModel):
-    """Packed tokens in, log-probs of chosen tokens out."""
+    """Maps packed tokens to log-probs of chosen tokens."""
 
     adapters: Adapters | None = None
-    """With LoRA: what is trained; all else is frozen."""
+    """With LoRA: the adapters, which alone are trained; everything else is frozen."""
     exact: bool = False
-    """Log-probs are bit for bit those of an exact engine (`compute_exactly`)."""
+    """Whether log-probs are bitwise those of an exact engine (`compute_exactly`)."""
     through_entropy: bool = False
-    """The entropy has a gradient: the loss has a bonus for it (`loss.entropy_coef`)."""
+    """Whether the entropy has a gradient, because the loss has an entropy bonus (`loss.entropy_coef`)."""
     entries = ("judge", "probed", "seen_alone")
 
     fp32_head: bool = False
-    """As `model.fp32_head`."""
+    """See `model.fp32_head`."""
     replay: RouterReplay | None = None
-    """With `learner.router_replay`: its routers choose what `Packing.routing` says."""
+    """With `learner.router_replay`: its routers choose the experts in `Packing.routing`."""
 
     def forward(
         self,
@@ -67,18 +67,18 @@ class PolicyModel(PackedModel):
         support: Support | None = None,
         candidates: Int[Tensor, "chosen k"] | None = None,
     ) -> tuple[Tensor, ...]:
-        """Log-prob of each token at `loss_positions` given what precedes it in its sequence, and the entropy there.
+        """Log-prob of each token at `loss_positions` given the preceding tokens of its sequence, and the entropy there.
 
         Args:
-            loss_positions: places in [T] whose log-prob is wanted; the head is applied for no others.
-            predictors: place of the token before each of them in its sequence.
-            temperature: that of the sampling; logits are divided by it.
+            loss_positions: indices in [T] whose log-prob is wanted; the head is applied to no others.
+            predictors: index of the preceding token of each of them in its sequence.
+            temperature: the sampling temperature, by which logits are divided.
             support: what each token at `loss_positions` was drawn from; None is the whole vocabulary.
-            candidates: other tokens whose log-probs are wanted there.
+            candidates: further tokens whose log-probs are wanted there.
 
         Returns:
-            learner_logprobs, entropy: fp32 [T], 0 outside `loss_positions`. The entropy has a gradient only where it
-            is asked for. With `candidates` also their log-probs, fp32 [chosen, k], with gradient.
+            learner_logprobs, entropy: fp32 [T], 0 outside `loss_positions`. The entropy has a gradient only with
+            `through_entropy`. With `candidates` also their log-probs, fp32 [chosen, k], with gradient.
         """
         hidden, mine = self.states_at(input_ids, position_ids, predictors, packing)
         wanted = input_ids.index_select(0, loss_positions)
@@ -96,23 +96,23 @@ class PolicyModel(PackedModel):
 
     @property
     def routers(self) -> Routers | None:
-        """Those that follow; None where they choose for themselves."""
+        """The routers that follow recorded choices; None if they choose themselves."""
         return None if self.replay is None else self.replay.routers
 
     @cached_property
     def work(self) -> Work:
-        """What a token costs."""
+        """Arithmetic per token."""
         return Work.of(self.hf, self.hf.config.to_dict(), self.head)
 
     @property
     def head_weights(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of the head, whole on every rank while it computes."""
+        """Weight and bias of the head, whole on every rank during the computation."""
         bias = self.head.bias
         return whole(self.head.weight), None if bias is None else whole(bias)
 
     @property
     def head(self) -> nn.Linear:
-        """From the last hidden states to logits."""
+        """The layer that maps the last hidden states to logits."""
         head = self.hf.get_output_embeddings()
         assert isinstance(head, nn.Linear)
         return head
@@ -126,7 +126,7 @@ class PolicyModel(PackedModel):
         predictors: Int[Tensor, " chosen"],
         packing: Packing,
     ) -> tuple[Float[Tensor, " chosen"], Bool[Tensor, " chosen"]]:
-        """Log-probs as `forward` gives them at temperature 1, and which tokens greedy decoding would have written."""
+        """Log-probs as in `forward` at temperature 1, and whether greedy decoding would have chosen each token."""
         hidden, mine = self.states_at(input_ids, position_ids, predictors, packing)
         wanted = input_ids.index_select(0, loss_positions)
         wanted = wanted if mine is None else wanted[mine]
@@ -143,7 +143,7 @@ class PolicyModel(PackedModel):
         predictors: Int[Tensor, " chosen"],
         packing: Packing,
     ) -> tuple[Float[Tensor, " chosen"], Float[Tensor, " chosen"]]:
-        """Log-probs as `forward` gives them at temperature 1, to the bit; and the largest |logit| beside each."""
+        """Log-probs bitwise as in `forward` at temperature 1, and the largest |logit| of each distribution."""
         hidden, mine = self.states_at(input_ids, position_ids, predictors, packing)
         wanted = input_ids.index_select(0, loss_positions)
         wanted = wanted if mine is None else wanted[mine]
@@ -156,19 +156,19 @@ class PolicyModel(PackedModel):
     def seen(
         self, ids: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"], packing: Packing
     ) -> Float[Tensor, " tokens"]:
-        """Log-prob of every token but the first of each sequence (0) at temperature 1; see `layout.Probed`."""
+        """Log-prob of every token at temperature 1, 0 for the first of each sequence; see `layout.Probed`."""
         chosen = positions.nonzero()[:, 0]
         return self(ids, positions, chosen, chosen - 1, packing, 1.0)[0]
 
     def seen_alone(self, ids: Int[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
-        """The same by nothing but transformers."""
+        """The same for one sequence, computed by transformers alone."""
         logits = self.hf(input_ids=ids[None], use_cache=False).logits[0].float()
         scored = logits[:-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
         return torch.cat([scored.new_zeros(1), scored])
 
     def named_hf_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """What is published: `(Hugging Face name, parameter or its DTensor)`; a tied parameter once, under its first
-        name. With LoRA the adapters alone (`weights.adapter`)."""
+        name. With LoRA only the adapters (`weights.adapter`)."""
         if self.adapters is not None:
             yield from self.adapters.published()
             return
@@ -190,12 +190,12 @@ def build_model(
     With `model.lora_rank` the base is frozen, in the compute dtype, and the fp32 master weights are the adapters.
 
     Args:
-        path: of the checkpoint, as `reference.path`; empty is `model.path`.
-        frozen: without gradients: the reference, the averaged policy.
-        exact: as `engine.exact`.
+        path: path of the checkpoint, as `reference.path`; empty is `model.path`.
+        frozen: without gradients, for the reference and the averaged policy.
+        exact: see `engine.exact`.
 
     Raises:
-        ConfigError: the checkpoint cannot be loaded, or computes its logits in a way the learner does not.
+        ConfigError: the checkpoint cannot be loaded, or the learner does not support how it computes its logits.
     """
     settings = replace(config.model, path=path or config.model.path)
     setting = f"reference.path={path}" if path else f"model.path={settings.path}"
@@ -230,7 +230,7 @@ def build_model(
 
 
 def compute_exactly(model: PolicyModel, device: torch.device) -> None:
-    """Let `model`, in float32, compute the log-probs of an exact engine, however it is packed or sharded.
+    """Make `model`, in float32, compute the log-probs of an exact engine, however it is packed or sharded.
 
     Raises:
         ConfigError: see `make_exact`.
@@ -241,13 +241,14 @@ def compute_exactly(model: PolicyModel, device: torch.device) -> None:
 
 
 def causal_lm(config: ModelConfig, setting: str, dtype: torch.dtype = torch.float32) -> Recipe:
-    """Of the Hugging Face model with our attention, on the CPU.
+    """Recipe of the Hugging Face model with our attention, on the CPU.
 
     Args:
-        setting: where it comes from, for messages: `model.path=...`.
+        setting: the setting it comes from, for messages: `model.path=...`.
 
     Raises:
-        ConfigError: it computes its logits in a way the learner does not. One of `REFUSALS`: there is no config.
+        ConfigError: the learner does not support how it computes its logits.
+        one of `REFUSALS`: there is no config.
     """
     with of_transformers():
         hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=False)
@@ -259,7 +260,7 @@ def causal_lm(config: ModelConfig, setting: str, dtype: torch.dtype = torch.floa
     def build() -> PreTrainedModel:
         with of_transformers():
             model = with_our_attention(partial(AutoModelForCausalLM.from_config, hf_config, **options))
-        with suppress(OSError):  # a checkpoint need not bring any
+        with suppress(OSError):  # a checkpoint may have none
             model.generation_config = GenerationConfig.from_pretrained(config.path)
         return model
 
@@ -269,11 +270,11 @@ def causal_lm(config: ModelConfig, setting: str, dtype: torch.dtype = torch.floa
 
 @contextmanager
 def as_causal_lm(setting: str) -> Iterator[None]:
-    """Raises ConfigError of whatever the checkpoint of a setting cannot be loaded for."""
+    """Turns any error in loading the checkpoint of a setting into a ConfigError."""
     try:
         yield
     except ConfigError:
-        raise  # a ValueError too, and complete as it is
+        raise  # is a ValueError too, but its message is complete
     except REFUSALS as error:
         raise ConfigError(
             f"{setting} cannot be loaded as a causal LM: {error}. "
@@ -282,7 +283,7 @@ def as_causal_lm(setting: str) -> Iterator[None]:
 
 
 def _load_whole(path: str, options: dict[str, Any], **attention: str) -> PreTrainedModel:
-    """Raises one of `REFUSALS`, also where the checkpoint lacks a weight."""
+    """Load the whole model. Raises one of `REFUSALS`, also if the checkpoint lacks a weight."""
     with of_transformers():
         loaded: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options, **attention)
     model, found = loaded
@@ -292,8 +293,8 @@ def _load_whole(path: str, options: dict[str, Any], **attention: str) -> PreTrai
 
 
 def _refuse_untied(model: PreTrainedModel) -> None:
-    """Raises ValueError where the checkpoint has two weights that its config calls one: transformers takes both, and a
-    model that is built from the config alone, as vLLM's and that of another rank, has one."""
+    """Raises ValueError if the checkpoint has two different weights that its config declares tied: transformers loads
+    both, but a model built from the config alone, as by vLLM or on another rank, has only one."""
     for name, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if model.get_parameter(name) is not model.get_parameter(other):
             raise ValueError(

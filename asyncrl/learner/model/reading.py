@@ -1,4 +1,4 @@
-"""Each rank reads its own part of a checkpoint, straight from the slices of its safetensors: nobody holds it whole."""
+"""Each rank reads its own part of a checkpoint directly from slices of its safetensors: no rank holds all of it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from asyncrl.learner.parallel.sharding import Range, own_ranges
 
 
 class EmptyOnMeta(TorchFunctionMode):
-    """A model built under this has its weights on `meta`, and its buffers real: those that no checkpoint has (the
-    frequencies of rotary embeddings) are computed as it is built, and after it from nothing."""
+    """A model built in this context has its weights on `meta` and its buffers allocated: buffers that no checkpoint has
+    (the frequencies of rotary embeddings) are computed during the build, and cannot be computed later."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})
@@ -33,7 +33,7 @@ class EmptyOnMeta(TorchFunctionMode):
 
 
 def without_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """`model`, built under `EmptyOnMeta`, with the rest of its parameters (norms, biases) on `meta` too."""
+    """`model`, built in `EmptyOnMeta`, with its remaining parameters (norms, biases) moved to `meta` too."""
     moved: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -45,13 +45,13 @@ def without_weights(model: PreTrainedModel) -> PreTrainedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Where a tensor of the checkpoint lies in one of the model."""
+    """The region of a model's tensor that a tensor of the checkpoint fills."""
 
     source: str
     region: tuple[Range, ...]
-    """Of the model's tensor."""
+    """Region of the model's tensor."""
     stacked: bool = False
-    """The checkpoint's has not got the first dimension: it is one expert of a layer."""
+    """The checkpoint's tensor lacks the first dimension: it is one expert of a layer."""
 
 
 class Unreadable(Exception):
@@ -60,20 +60,20 @@ class Unreadable(Exception):
 
 @dataclass(slots=True)
 class Checkpoint:
-    """The safetensors of a model, opened; tensors by their names in the files."""
+    """The open safetensors files of a model; tensors have the names in the files."""
 
     files: Mapping[str, Any]
-    """Name -> the open file that has it."""
+    """Tensor name -> the open file that contains it."""
     shapes: Mapping[str, tuple[int, ...]]
     opened: ExitStack
     read_bytes: int = 0
-    """So far, as they are stored."""
+    """Bytes read so far, in the stored dtype."""
     largest: int = field(default=0)
-    """Bytes of the largest slice so far: what is held beside the weights."""
+    """Bytes of the largest slice so far, which is held in addition to the weights."""
 
     @classmethod
     def of(cls, path: str) -> Checkpoint:
-        """Raises Unreadable, OSError, SafetensorError."""
+        """Open the files of a checkpoint. Raises Unreadable, OSError, SafetensorError."""
         opened, files, shapes = ExitStack(), dict[str, Any](), dict[str, tuple[int, ...]]()
         for file in files_of(path):
             each = opened.enter_context(safe_open(file, framework="pt"))
@@ -82,8 +82,8 @@ class Checkpoint:
         return cls(files=files, shapes=shapes, opened=opened)
 
     def identity(self) -> str:
-        """Of names, shapes, dtypes and the first row of every tensor: two machines may have other files in a folder of
-        one name, and their parts would make a model that nobody trained."""
+        """Digest of names, shapes, dtypes and the first row of every tensor. Two machines may have different files in a
+        folder of the same name, and their parts combined would make a model that nobody trained."""
         digest = xxhash.xxh3_128()
         for name, file in sorted(self.files.items()):
             part = file.get_slice(name)
@@ -93,7 +93,7 @@ class Checkpoint:
         return digest.hexdigest()
 
     def read(self, name: str, ranges: Sequence[Range]) -> Tensor:
-        """The slice, on the host, in the dtype that it is stored in."""
+        """Read a slice to the host, in its stored dtype."""
         file = self.files[name]
         found = file.get_slice(name)[tuple(slice(*each) for each in ranges)] if ranges else file.get_tensor(name)
         self.read_bytes += found.nbytes
@@ -101,7 +101,7 @@ class Checkpoint:
         return found
 
     def fill(self, target: Tensor, own: Sequence[Range], pieces: Sequence[Piece]) -> None:
-        """`target`, which is the part `own` of a tensor made of `pieces`. 0 where there are none."""
+        """Fill `target`, the part `own` of a tensor made of `pieces`; with 0 if there are none."""
         if not pieces:
             target.zero_()
         for piece in pieces:
@@ -115,12 +115,12 @@ class Checkpoint:
 
 
 def files_of(path: str) -> list[Path]:
-    """Raises Unreadable where the checkpoint has none; OSError where it cannot be fetched."""
+    """Paths of the safetensors of a checkpoint. Raises Unreadable if it has none, OSError if it cannot be fetched."""
     options: dict[str, Any] = {
         "_raise_exceptions_for_missing_entries": False,
         "_raise_exceptions_for_connection_errors": False,
     }
-    # A file of its own goes before shards that lie beside it, as where transformers loads a model whole.
+    # A single file takes precedence over shards beside it, as in transformers' own loading.
     whole = cached_file(path, SAFE_WEIGHTS_NAME, **options)
     index = None if whole else cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **options)
     names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values())) if index else ()
@@ -133,14 +133,14 @@ def files_of(path: str) -> list[Path]:
 def pieces_of(
     hf: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], *, may_lack: Sequence[str] = ()
 ) -> dict[str, list[Piece]]:
-    """Of every parameter, once, and of every buffer that is saved: where it is in a checkpoint of such `shapes`.
+    """The pieces of every parameter, once, and of every saved buffer, in a checkpoint with these `shapes`.
 
     Args:
         hf: without weights.
-        may_lack: names of parameters that begin at 0 where the checkpoint has none.
+        may_lack: names of parameters that start at 0 if the checkpoint lacks them.
 
     Raises:
-        Unreadable: it is not all there under its own name and in its own shape, or is more than copied at a load.
+        Unreadable: a tensor is missing under its own name and shape, or loading does more than copy it.
     """
     if getattr(hf.config, "quantization_config", None) is not None:
         raise Unreadable("it is quantized")
@@ -168,7 +168,7 @@ def pieces_of(
 
 
 def _aliases(hf: nn.Module) -> dict[str, list[str]]:
-    """All names of each parameter, by its first."""
+    """All names of each parameter, by its first name."""
     names: dict[Tensor, list[str]] = {}
     for name, parameter in hf.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -181,7 +181,8 @@ def _saved_buffers(hf: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _stacks(hf: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[Piece]]:
-    """Parameters that transformers stacks of the experts of a layer, where the checkpoint has those one by one."""
+    """Pieces of parameters that transformers stacks from the experts of a layer, if the checkpoint has these
+    separately."""
     found: dict[str, list[Piece]] = {}
     for rule in get_model_conversion_mapping(hf):
         if not isinstance(rule, WeightConverter):
@@ -193,7 +194,7 @@ def _stacks(hf: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> dict[
             prefix, (experts, *rest) = name.removesuffix(target), parameter.shape
             sources = [[prefix + each.replace("*", str(e)) for each in rule.source_patterns] for e in range(experts)]
             if any(each not in shapes for expert in sources for each in expert):
-                continue  # under its own name, or refused
+                continue  # stored under its own name, or refused later
             if not _only_stacks(rule) or len(rest) != 2:
                 raise Unreadable(f"{name} is made of others at a load")
             found[name] = [piece for e, expert in enumerate(sources) for piece in _of_expert(e, expert, shapes)]
@@ -203,7 +204,7 @@ def _stacks(hf: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> dict[
 
 
 def _only_stacks(rule: WeightConverter) -> bool:
-    """Experts one behind the other, their matrices one below the other."""
+    """Whether the rule only stacks experts along dim 0 and concatenates their matrices along dim 1."""
     stack, *below = rule.operations
     whole = isinstance(stack, MergeModulelist) and stack.dim == 0
     return whole and all(isinstance(each, Concatenate) and each.dim == 1 for each in below) and len(below) <= 1
@@ -221,7 +222,7 @@ def _of_expert(number: int, sources: Sequence[str], shapes: Mapping[str, tuple[i
 
 @torch.no_grad()
 def read_own(hf: nn.Module, checkpoint: Checkpoint, pieces: Mapping[str, Sequence[Piece]]) -> None:
-    """Fill this rank's part of every parameter of `hf`, and the buffers that are saved."""
+    """Fill this rank's part of every parameter of `hf`, and the saved buffers."""
     for name, parameter in hf.named_parameters():
         local, own = own_ranges(parameter)
         checkpoint.fill(local, own, pieces[name])

@@ -1,5 +1,5 @@
-"""What a layer keeps that is computed again in the backward (`model.checkpoint_keep`): its input, and what costs most
-to compute for what it takes to keep.
+"""What a recomputed layer keeps for the backward (`model.checkpoint_keep`): its input, and the outputs that are most
+expensive to compute for the memory they take.
 
 In a long sequence that is attention: its arithmetic grows with the square of the length, its output with the length.
 """
@@ -23,11 +23,11 @@ ATTENTION = (
 )
 MATMUL = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 KEPT = {"nothing": (), "attention": ATTENTION, "matmul": (*ATTENTION, *MATMUL)}
-"""Operations whose outputs are kept, by the setting."""
+"""Operations whose outputs are kept, by the value of the setting."""
 
 
 def checkpointing_options(keep: str) -> dict[str, Any]:
-    """What `torch.utils.checkpoint` is called with."""
+    """Keyword arguments for `torch.utils.checkpoint`."""
     options: dict[str, Any] = {"use_reentrant": False}
     if KEPT[keep]:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, list(KEPT[keep]))

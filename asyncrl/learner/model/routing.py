@@ -1,9 +1,9 @@
-"""`learner.router_replay`: the policy's routers choose the experts that the engine's chose (Rollout Routing Replay, R3,
-Ma et al., arXiv 2510.11370; of the proximal policy's instead in GSPO's Routing Replay, arXiv 2507.18071).
+"""`learner.router_replay`: the policy's routers choose the experts that the engine chose (Rollout Routing Replay, R3,
+Ma et al., arXiv 2510.11370; GSPO's Routing Replay, arXiv 2507.18071, replays the proximal policy's choices instead).
 
-What an expert's output counts is the learner's own, with gradient: its router's logits over the experts that the engine
-recorded (eq. 6). A router that is off by rounding, or by a few versions, else sends tokens to other experts, and the
-log-probs of engine and learner are of two networks.
+The weights of the experts' outputs are the learner's own, with gradient: computed from its router's logits of
+the recorded experts (eq. 6). Without replay a router that differs by rounding, or by a few versions, sends tokens to
+other experts, and the log-probs of engine and learner are those of two different networks.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from asyncrl.routers import gates_of, routers_of, weights_of
 
 
 class RouterReplay:
-    """Of one model: makes its routers follow `Packing.routing`.
+    """Makes the routers of one model follow `Packing.routing`.
 
     Raises:
-        ConfigError: it is no mixture, or none that is proven; or it runs unpacked.
+        ConfigError: it is no mixture, or one that is not tested; or it runs unpacked.
     """
 
     def __init__(self, model: PackedModel, name: str) -> None:
@@ -40,20 +40,20 @@ class RouterReplay:
         self._counts: Tensor | None = None
         for place, (layer, gate) in enumerate(gates_of(model.hf)):
             router = _Router(self, place)
-            # Told by each layer, so that a layer that is computed again in the backward (activation checkpointing) is
-            # told the same, whatever was computed in between.
+            # Set by each layer, so that a layer that is recomputed in the backward (activation checkpointing) gets the
+            # same choices, whatever was computed in between.
             layer.register_forward_pre_hook(router.hear, with_kwargs=True)
             gate.register_forward_hook(router.choose)
 
     def told(self) -> tuple[Tensor, Tensor] | None:
-        """How many of the choices since the last call would have been others, and of how many; None for none. Of
-        forwards with gradient."""
+        """How many choices since the last call differed from the router's own, and of how many; None for none. Counts
+        forwards with gradient only."""
         counts, self._counts = self._counts, None
         return None if counts is None else (counts[0], counts[1])
 
     @torch.no_grad()
     def count(self, own: Tensor, given: Tensor) -> None:
-        """[tokens, k] each; a token whose choice is its own counts as none."""
+        """Compare choices, [tokens, k] each. Tokens without a recorded choice are not counted."""
         differ = (own.sort(-1).values != given.sort(-1).values).any(-1)
         known = given[:, 0] != OWN_CHOICE
         counts = torch.stack([(differ & known).sum(), known.sum()]).double()
@@ -64,9 +64,9 @@ class RouterReplay:
 class _Router:
     replay: RouterReplay
     place: int
-    """Among the layers that have experts."""
+    """Index among the layers that have experts."""
     given: Tensor | None = None
-    """[tokens, k] what it has to choose."""
+    """[tokens, k] experts that it must choose."""
 
     def hear(self, layer: nn.Module, positional: Any, named: dict[str, Any]) -> None:
         packing: Packing | None = named.get("packing")

@@ -1,7 +1,7 @@
-"""Float32 on a GPU: the memory that attention with grouped keys takes there, and what is refused before it runs out.
+"""Float32 on a GPU: estimates the memory that attention with grouped keys takes, and refuses a run before it runs out.
 
-The kernels that build no scores know keys that several heads share in half precision alone. In float32 torch falls back
-to one that builds [heads, L, L] per sequence and keeps it for the backward pass.
+The kernels that do not build scores support keys shared by several heads only in half precision. In float32 torch falls
+back to one that builds [heads, L, L] per sequence and keeps it for the backward.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from asyncrl.learner.parallel.place import ROOM, memory_of
 from asyncrl.schema import Config
 
 PASSING = 2
-"""Times the scores of one layer are there while it computes, beside what is kept: before and after the softmax."""
+"""Number of copies of one layer's scores during its computation, besides what is kept: before and after the softmax."""
 
 
 def score_bytes(heads: int, kv_heads: int, layers: int, longest: int, rows: int, *, recomputed: bool) -> int:
-    """Of the attention of one micro-batch in float32 on a GPU.
+    """Bytes of scores in the attention of one micro-batch in float32 on a GPU.
 
     Args:
-        longest: tokens of each of its `rows` sequences.
-        recomputed: activations are not kept (`model.activation_checkpointing`).
+        longest: number of tokens of each of its `rows` sequences.
+        recomputed: whether activations are recomputed, not kept (`model.activation_checkpointing`).
     """
     if kv_heads == heads:
         return 0
@@ -32,7 +32,7 @@ def score_bytes(heads: int, kv_heads: int, layers: int, longest: int, rows: int,
 
 
 def refuse_scores(config: Config, hf: PretrainedConfig, device: torch.device, layout: Layout) -> None:
-    """Raises ConfigError where the scores would take more than half of the GPU."""
+    """Raises ConfigError if the scores would take more than half of the GPU's memory."""
     if device.type != "cuda" or dtype_on(config.model.dtype, device.type) != "float32" or layout is not Layout.PACKED:
         return
     problem = too_many_scores(config, hf, memory_of(device, 1))
@@ -41,7 +41,7 @@ def refuse_scores(config: Config, hf: PretrainedConfig, device: torch.device, la
 
 
 def too_many_scores(config: Config, hf: PretrainedConfig, memory: int) -> str:
-    """What is wrong with float32 on a GPU of `memory` bytes; empty if nothing is."""
+    """Why float32 does not work on a GPU with `memory` bytes; empty if it does."""
     text = hf.get_text_config(decoder=True)
     heads, layers = getattr(text, "num_attention_heads", 0), text.num_hidden_layers
     kv_heads = getattr(text, "num_key_value_heads", None) or heads

@@ -72,8 +72,8 @@ class Early:
     replay: LearnerReplay
     leases: LeasePrefetch
     rank: int
-    """Data rank, whose trajectories this process trains on; ranks that share the computation of a layer have the
-    same."""
+    """Data rank, which determines the trajectories to train on; ranks that share the computation of a layer share
+    it."""
     world: int
     device: torch.device
     first: bool
