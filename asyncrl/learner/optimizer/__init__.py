@@ -1,1 +1,1 @@
-"""Optimizer steps: the optimizers, the schedule, and what guards each step. No model by name, no loss."""
+"""Optimizer steps: the optimizers, the schedule, and the checks around each step. No specific model and no loss."""

@@ -1,9 +1,9 @@
 """AdamW whose moments are kept in 8 bits (`learner.optimizer=adamw_8bit`).
 
-A moment of a matrix is, for each number, one of 256 levels between -1 and 1 (the second moment: 0 and 1), times the
-largest of the 32 numbers of its row that it is among: block-wise dynamic quantisation, arXiv 2110.02861, section 2.
-Blocks lie within rows, and ranks cut matrices between rows, or at the end of a block: codes and scales are sharded as
-their parameter is, and any layout reads them from a checkpoint to the bit.
+Each element of a matrix's moment is stored as one of 256 levels between -1 and 1 (second moment: between 0 and 1),
+times the largest of the 32 elements of its block: block-wise dynamic quantisation, arXiv 2110.02861, section 2. Blocks
+lie within rows, and ranks split matrices between rows, or at the end of a block. So codes and scales are sharded like
+their parameter, and a checkpoint is read bit for bit on any layout.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from asyncrl.learner.optimizer.one_by_one import MOMENTS, OneByOne, step_one
 from asyncrl.learner.parallel.sharding import local
 
 SCALE = "_scale"
-"""After the name of a moment, in the state of a parameter and in checkpoints."""
+"""Suffix to the name of a moment, in the state of a parameter and in checkpoints."""
 CHUNK = 1 << 20
-"""Numbers of a parameter that step at once: about 30 bytes of each come and go beside them."""
+"""Elements of a parameter that are stepped at once; each takes about 30 bytes of temporary memory."""
 
 
 @cache
 def levels(signed: bool, device: torch.device) -> Tensor:
-    """[256] float32, ascending: 0, 1, and for each decade from 1e-6 up twice as many as in the one below, each in the
-    middle of its share of the decade; half of them negative where `signed`, where -1 is none."""
+    """[256] float32, ascending: 0, 1, and for each decade from 1e-6 up twice as many as in the one below, each at the
+    middle of its share of the decade. If `signed`, half of them are negative; -1 is not among them."""
     found = [0.0, 1.0]
     for decade in range(7):
         edges = torch.linspace(0.1, 1.0, 2 ** (decade + (not signed)) + 1, dtype=torch.float64)
@@ -42,17 +42,17 @@ def levels(signed: bool, device: torch.device) -> Tensor:
 
 @cache
 def _between(signed: bool, device: torch.device) -> Tensor:
-    """[255]: where the nearest level changes."""
+    """[255] boundaries at which the nearest level changes."""
     every = levels(signed, device)
     return (every[1:] + every[:-1]) / 2
 
 
 def quantise(moment: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """The nearest levels; of a second moment above 0 never that of 0: its number would step by its first moment over
-    eps.
+    """Round to the nearest levels. A second moment above 0 never becomes 0, because its element would then step by its
+    first moment over eps.
 
     Args:
-        moment: [R, N] float32, N a multiple of BLOCK.
+        moment: [R, N] float32, with N a multiple of BLOCK.
 
     Returns:
         Codes [R, N] uint8, and scales [R, N / BLOCK] float32.
@@ -73,7 +73,7 @@ def dequantise(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
 
 
 def check_blocks(parameters: Iterable[Tensor]) -> None:
-    """Raises ConfigError: a rank would have a part of a block."""
+    """Raises ConfigError if a rank would hold part of a block."""
     for parameter in parameters:
         problem = torn_blocks(parameter.shape[-1], local(parameter).shape[-1]) if parameter.ndim > 1 else ""
         if problem:
@@ -81,8 +81,8 @@ def check_blocks(parameters: Iterable[Tensor]) -> None:
 
 
 class EightBits(OneByOne):
-    """Matrices step a chunk after the other; what `in_eight_bits` leaves out keeps moments in float32. No compiler is
-    needed. The step itself takes the moments as they were computed: they are rounded for the next one."""
+    """Steps matrices one chunk at a time; parameters that are not `in_eight_bits` have their moments in float32. Needs
+    no compiler. The step uses the moments as computed; they are rounded afterwards, for the next step."""
 
     def _step_of(self, parameter: nn.Parameter, kept: dict[str, Tensor], group: Mapping[str, Any]) -> None:
         if not kept:
@@ -93,7 +93,7 @@ class EightBits(OneByOne):
             step_one(values, gradient, [count, *(local(kept[name]) for name in MOMENTS)], group)
             return
         width = values.shape[-1]
-        # A view, or a copy would step in its place.
+        # A view, because a copy would be stepped instead of the parameter.
         rows, gradients = values.view(-1, width), gradient.reshape(-1, width)
         coded = [
             (local(kept[name]).view(-1, width), local(kept[name + SCALE]).view(-1, width // BLOCK), name == MOMENTS[0])
@@ -103,7 +103,7 @@ class EightBits(OneByOne):
         for begin in range(0, len(rows), at_once):
             cut = slice(begin, begin + at_once)
             moments = [dequantise(codes[cut], scales[cut], signed=signed) for codes, scales, signed in coded]
-            step_one(rows[cut], gradients[cut], [count.clone(), *moments], group)  # it counts, each chunk the same
+            step_one(rows[cut], gradients[cut], [count.clone(), *moments], group)  # a clone, because each chunk counts
             for (codes, scales, signed), moment in zip(coded, moments, strict=True):
                 codes[cut], scales[cut] = quantise(moment, signed=signed)
         count.add_(1)
@@ -113,7 +113,7 @@ class EightBits(OneByOne):
 
 
 def in_fewer_bits(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether some moment is."""
+    """Whether any moment is kept in 8 bits."""
     return any(MOMENTS[0] + SCALE in kept for kept in optimizer.state.values())
 
 
@@ -128,7 +128,7 @@ def _nothing_yet(parameter: nn.Parameter) -> dict[str, Tensor]:
 
 
 def _scales_of(parameter: nn.Parameter) -> Tensor:
-    """0 for every block: with it every code is one of 0."""
+    """A scale of 0 for every block: with it all codes mean 0."""
     part = local(parameter)
     scales = torch.zeros((*part.shape[:-1], part.shape[-1] // BLOCK), device=part.device)
     if not isinstance(parameter, DTensor):
@@ -138,4 +138,4 @@ def _scales_of(parameter: nn.Parameter) -> Tensor:
     sharded = DTensor.from_local(
         scales, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=whole.stride()
     )
-    return sharded.to(part.device)  # with learner.offload=all it has put them where the mesh computes
+    return sharded.to(part.device)  # with learner.offload=all, from_local has moved them to the mesh's device

@@ -1,4 +1,4 @@
-"""AdamW whose moments lie in host memory (`learner.offload=optimizer`)."""
+"""AdamW whose moments are kept in host memory (`learner.offload=optimizer`)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ HOST = torch.device("cpu")
 
 
 class HostMoments(OneByOne):
-    """Moments and count of steps of one parameter go to its device for its step, and back. The same kernel, and bits,
-    as with all of them there."""
+    """The moments and step count of a parameter are copied to its device for its step, and back. Uses the same kernel
+    as when all of them are kept there, with bitwise the same result."""
 
     def _step_of(self, parameter: nn.Parameter, kept: dict[str, Tensor], group: Mapping[str, Any]) -> None:
         if not kept:

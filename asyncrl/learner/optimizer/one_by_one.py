@@ -1,4 +1,4 @@
-"""AdamW that steps one parameter after the other, with moments that are kept in another way than as torch does."""
+"""Base class of AdamW variants that step one parameter at a time and store its moments differently from torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class OneByOne(torch.optim.AdamW):
-    """AdamW (arXiv 1711.05101): the moments of one parameter become float32 on its device for its step."""
+    """AdamW (arXiv 1711.05101) that has the moments of only one parameter at a time as float32 on its device."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -26,14 +26,14 @@ class OneByOne(torch.optim.AdamW):
 
     @abstractmethod
     def _step_of(self, parameter: nn.Parameter, kept: dict[str, Tensor], group: Mapping[str, Any]) -> None:
-        """Step `parameter`; `kept` is empty before its first one."""
+        """Step `parameter`; `kept` is its state, empty before its first step."""
 
     @abstractmethod
     def _home(self, parameter: nn.Parameter) -> torch.device:
-        """Where what is kept of it lies."""
+        """Device on which the state of `parameter` is kept."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which would put what is kept where the parameters are, in their dtype."""
+        """Like torch's, which however would move the state to the parameters' device and dtype."""
         super().load_state_dict(state_dict | {"state": {}})
         loaded: Mapping[Any, Mapping[str, Tensor]] = state_dict["state"]
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
@@ -43,10 +43,10 @@ class OneByOne(torch.optim.AdamW):
 
 
 def step_one(values: Tensor, gradient: Tensor, state: Sequence[Tensor], group: Mapping[str, Any]) -> None:
-    """In place, by the kernel that steps all of them elsewhere.
+    """AdamW step of one parameter, in place, with the kernel that torch's fused AdamW uses.
 
     Args:
-        state: count of steps [], first and second moment, of the shape of `values`; all float32 on its device.
+        state: step count [], first and second moment, shaped like `values`; all float32 on its device.
     """
     count, first, second = state
     beta1, beta2 = group["betas"]

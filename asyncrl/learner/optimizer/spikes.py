@@ -1,4 +1,4 @@
-"""Gradients far above those before them: which, and how often (`learner.skip_spikes`)."""
+"""Detects and counts gradients whose norm is far above the previous ones (`learner.skip_spikes`)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from asyncrl.learner.optimizer.update import UpdateReport
 log = logging.getLogger(__name__)
 
 WINDOW, LEAST = 64, 16
-"""Updates whose median counts, and how many there must be before anything is a spike."""
+"""Number of updates that the median is taken over, and the number needed before anything counts as a spike."""
 
 
 class Spikes:
-    """Norms of one model's gradients before the clipping. The same on every rank, as the norms are."""
+    """Gradient norms of one model before clipping. They are the same on every rank."""
 
     def __init__(self, factor: float) -> None:
         """
         Args:
-            factor: of the median, above which an update is skipped; 0 is never.
+            factor: an update is skipped above this many times the median; 0 is never.
         """
         self._factor = factor
         self._norms: deque[float] = deque(maxlen=WINDOW)
@@ -30,23 +30,23 @@ class Spikes:
 
     @property
     def norms(self) -> list[float]:
-        """Oldest first."""
+        """The norms, oldest first."""
         return list(self._norms)
 
     @property
     def limit(self) -> float:
-        """The largest norm that makes an update."""
+        """Largest norm with which an update is applied."""
         enough = self._factor > 0 and len(self._norms) >= LEAST
         return self._factor * statistics.median(self._norms) if enough else math.inf
 
     def restore(self, norms: Iterable[float], skipped: int) -> None:
-        """As a checkpoint had it."""
+        """Restore the state from a checkpoint."""
         self._norms = deque(norms, maxlen=WINDOW)
         self.skipped = skipped
 
     def note(self, report: UpdateReport, name: str, step: int) -> None:
-        """Call after every update, with its step as metrics count them, from 1. A skipped one counts too: what stays
-        where it jumped to is soon no spike."""
+        """Call after every update; `step` counts from 1, as in metrics. The norm of a skipped update is noted too, so
+        that a norm that stays at its new level soon is no spike."""
         if self._factor == 0 or not math.isfinite(report.grad_norm):
             return
         if report.spike:

@@ -28,10 +28,10 @@ log = logging.getLogger(__name__)
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: LearnerConfig) -> torch.optim.AdamW:
-    """AdamW in fused calls; weight decay on matrices only, not on norms and biases.
+    """AdamW, fused; weight decay on matrices only, not on norms and biases.
 
     Raises:
-        ConfigError: `learner.optimizer` cannot be on this layout.
+        ConfigError: `learner.optimizer` does not support this layout.
     """
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for parameter in parameters:
@@ -55,10 +55,10 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: LearnerConfig) ->
 
 
 def _start_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Moments of 0 and no step counted, before the first step.
+    """Allocate the optimizer state before the first step, with moments of 0 and a step count of 0.
 
-    A checkpoint from before it (critic warm-up, skipped steps) would else make torch put them there by a step of size
-    0, which the bias correction goes on counting: a run would end differently for having been saved.
+    Otherwise, on loading a checkpoint from before the first step (critic warm-up, skipped steps), torch would allocate
+    it with a step of size 0, which the bias correction counts: saving would change the result of a run.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
@@ -74,11 +74,11 @@ def _start_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def learning_rate(step: int, config: LearnerConfig, peak: float | None = None, *, first: int = 0) -> float:
-    """Rate of train step `step` (from 0): linear warm-up to `peak` (default `lr`), then `schedule`, which would reach
-    `min_lr_ratio` of it at `steps`.
+    """Learning rate of train step `step` (from 0): linear warm-up to `peak` (default `lr`), then `schedule`, which
+    reaches `min_lr_ratio` of it at `steps`.
 
     Args:
-        first: the step with which the warm-up begins.
+        first: the step at which the warm-up starts.
     """
     peak = config.lr if peak is None else peak
     if step - first < config.warmup_steps:
@@ -92,17 +92,17 @@ def learning_rate(step: int, config: LearnerConfig, peak: float | None = None, *
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReport:
-    """What one optimizer step did; equal on all ranks."""
+    """Result of one optimizer step; equal on all ranks."""
 
     loss: float
     """Sum over ranks and micro-batches: the loss of the whole minibatch."""
     grad_norm: float
     """L2 norm of the whole gradient before clipping."""
     applied: bool
-    """False: loss or gradient was not finite, or a spike; weights and optimizer state are untouched."""
+    """False if loss or gradient was not finite, or a spike; weights and optimizer state are then unchanged."""
     lr: float
     spike: bool = False
-    """Skipped, though finite: the norm was above the limit (`spikes`)."""
+    """Skipped although finite, because the norm was above the limit (`spikes`)."""
 
 
 def apply_update(
@@ -118,9 +118,9 @@ def apply_update(
 
     Args:
         loss: scalar, this rank's share of the minibatch's loss.
-        limit: a gradient of a larger norm is skipped, too.
+        limit: a gradient with a larger norm is skipped, too.
 
-    One all-reduce of two numbers makes every rank decide the same.
+    One all-reduce of two numbers makes all ranks decide alike.
     """
     whole = [p.grad for p in parameters if p.grad is not None]
     gradients = [local(gradient) for gradient in whole]
@@ -131,7 +131,7 @@ def apply_update(
         alike.setdefault(_copies(gradient, world), []).append(part)
     for copies, parts in sorted(alike.items()):
         squares = squares + get_total_norm(parts).double().square() / copies
-    # Ranks that have the same sequences have the same loss of them.
+    # Ranks that share sequences have the same loss of them.
     totals = torch.stack([squares, loss.detach().double() * data_ranks() / world])
     if world > 1:
         dist.all_reduce(totals)
@@ -152,12 +152,12 @@ def apply_update(
 
 
 def _copies(gradient: Tensor, world: int) -> int:
-    """Ranks that have the same shard of it: each of them adds it to the sum over all."""
+    """Number of ranks that hold the same shard of it, each of which adds it to the sum over all ranks."""
     return world // shards_of(gradient)
 
 
 class NonFiniteGuard:
-    """Counts skipped steps, keeps what caused them, and ends a run that does not recover."""
+    """Counts skipped steps, saves their batches, and ends a run that does not recover."""
 
     def __init__(self, folder: Path, rank: int, limit: int) -> None:
         self._folder, self._rank, self._limit = folder, rank, limit
@@ -168,7 +168,7 @@ class NonFiniteGuard:
         """Call after every optimizer step.
 
         Args:
-            step: as metrics count them, from 1.
+            step: counted from 1, as in metrics.
 
         Raises:
             NonFiniteError: more than `max_nonfinite_steps` in a row were skipped.
@@ -180,7 +180,7 @@ class NonFiniteGuard:
         self.consecutive += 1
         try:
             dump = f"The batches are in {self._dump(step, batches).parent}"
-        except OSError as error:  # worth a word, and not the run: it may recover at the next step
+        except OSError as error:  # not a reason to end the run: it may recover at the next step
             dump = f"The batches could not be kept: {error}"
         log.warning("step %d: loss %s, gradient norm %s, no update. %s", step, report.loss, report.grad_norm, dump)
         if self.consecutive > self._limit:
@@ -193,7 +193,7 @@ class NonFiniteGuard:
     def _dump(self, step: int, batches: Sequence[MicroBatch]) -> Path:
         self._folder.mkdir(parents=True, exist_ok=True)
         stem = f"step_{step}" if self._rank == 0 else f"step_{step}_rank_{self._rank}"
-        # Several updates of a step may fail, and the step again after a resume.
+        # Several updates of a step may fail, and the same step again after a resume.
         names = (f"{stem}{again}.npz" for again in itertools.chain([""], (f".{n}" for n in itertools.count(2))))
         path = next(path for path in map(self._folder.joinpath, names) if not path.exists())
         arrays: dict[str, np.ndarray] = {}
