@@ -1,4 +1,4 @@
-"""How the ranks of a learner hold the models between them: `base` says what is asked of a backend, `factory` makes
-that of a run, the others are one each. No loss, no batch and no optimizer here: those are the same whoever holds the
-weights (docs/backends.md).
+"""How the ranks of a learner hold the models: `base` is the interface of a backend, `factory` makes the one of a run,
+and each other module is one backend. No loss, batch or optimizer here: they do not depend on who holds the weights
+(docs/backends.md).
 """

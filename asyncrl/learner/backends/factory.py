@@ -1,4 +1,4 @@
-"""Ranks join a run and are laid out as its settings say: here alone a backend is made."""
+"""Joins the ranks of a run and lays them out as configured: the only place where a backend is made."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from asyncrl.schema import Config
 
 
 def group_interfaces(environment: Mapping[str, str], weights_host: str, weights_interface: str = "") -> dict[str, str]:
-    """Variables that hold gloo and nccl to loopback, where all ranks are on this machine, and gloo to the interface
-    that leads to rank 0 (MASTER_ADDR) where they are not.
+    """Environment variables that bind gloo and nccl to loopback if all ranks are on this machine, and otherwise gloo to
+    the interface towards rank 0 (MASTER_ADDR).
 
-    Without them both listen wherever the machine's own name leads: to itself, by what many have in /etc/hosts. nccl has
-    one for all groups of a process, so it is `weights.interface`, and without that left alone where the weights go to
-    other machines.
+    Without them both listen on the address of the machine's own name, which in many /etc/hosts is loopback. nccl has
+    one setting for all groups of a process, so it is `weights.interface`; without that setting it stays unset if the
+    weights go to other machines.
     """
     master = environment.get("MASTER_ADDR", "127.0.0.1")
     inside = is_loopback(master)
@@ -40,7 +40,7 @@ def group_interfaces(environment: Mapping[str, str], weights_host: str, weights_
 
 
 def _interface_towards(host: str) -> str:
-    """Empty where there is none, or none that is known."""
+    """Name of the interface; empty if there is none or it is not known."""
     try:
         return interface_of(own_address(host))
     except OSError:
@@ -48,13 +48,13 @@ def _interface_towards(host: str) -> str:
 
 
 def join_ranks(config: Config, place: Place) -> FSDP2:
-    """The process group of the ranks, of one rank too: the same code then runs everywhere.
+    """Create the process group of the ranks, also for a single rank, so that the same code runs everywhere.
 
-    Its deadline covers what rank 0 may do alone while the others wait in a collective: wait for a batch, for the
+    Its timeout covers what rank 0 may do alone while the others wait in a collective: wait for a batch, wait for the
     engines to acknowledge weights, write a checkpoint, wait for space on a full disk.
 
     Raises:
-        ConfigError: so many ranks cannot be laid out as the settings say.
+        ConfigError: this number of ranks cannot be laid out as configured.
     """
     alone_s = config.replay.wait_timeout_s + 10 * config.weights.timeout_s + config.run.disk_patience_s + 60
     patience = timedelta(seconds=alone_s)
@@ -69,10 +69,10 @@ def join_ranks(config: Config, place: Place) -> FSDP2:
 
 
 def backend_of(config: Config, place: Place) -> FSDP2:
-    """The ranks as `config.learner` lays them out. Collective.
+    """Lay the ranks out as `config.learner` says. Collective.
 
     Raises:
-        ConfigError: so many ranks cannot be.
+        ConfigError: this number of ranks does not allow it.
     """
     if problem := problem_of(config.learner, place.world, "the number of ranks"):
         raise ConfigError(problem)
@@ -85,8 +85,8 @@ def backend_of(config: Config, place: Place) -> FSDP2:
 
 @contextmanager
 def joined_ranks(config: Config, place: Place) -> Iterator[FSDP2]:
-    """`join_ranks`, and leave together: rank 0 hosts the store of the others, so it must not go first. Who fails leaves
-    at once."""
+    """`join_ranks`; on exit the ranks leave together, because rank 0 hosts the store of the others and must not leave
+    first. A rank that fails leaves at once."""
     try:
         yield join_ranks(config, place)
         barrier()

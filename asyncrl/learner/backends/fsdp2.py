@@ -1,5 +1,5 @@
-"""FSDP2 over the ranks (HSDP where there are copies), under it tensor and expert parallelism, beside it sequence
-parallelism (`parallel`)."""
+"""FSDP2 over the ranks (HSDP with several copies), combined with tensor, expert and sequence parallelism
+(`parallel`)."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from asyncrl.learner.parallel.tensor import cut, plan_of
 @dataclass(frozen=True, slots=True)
 class FSDP2:
     mesh: DeviceMesh
-    """As `ParallelDims` lays it out."""
+    """Laid out by `ParallelDims`."""
     on_host: bool = False
 
     def shard(self, model: HeldModel, compute: torch.dtype, before: Callable[[nn.Module], None] | None = None) -> None:
-        """One group of parameters per decoder layer, one for the rest (embedding, final norm, head); one more for the
-        experts of a layer that ranks spread between them."""
+        """One FSDP parameter group per decoder layer and one for the rest (embedding, final norm, head); with expert
+        parallelism another for the experts of each layer."""
         model.sequence, model.backend = SequenceRanks.here(), self
         plan = plan_of(model.hf) if dim_size(self.mesh, TENSOR) > 1 else {}
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-        of_experts = replace(policy, cast_forward_inputs=False)  # weights that a router gives in float32 stay so
+        of_experts = replace(policy, cast_forward_inputs=False)  # router weights in float32 stay in float32
         over, over_same_experts = data_mesh(self.mesh), expert_data_mesh(self.mesh)
-        # Only memory that is pinned for a GPU is copied beside what it computes.
+        # Only pinned memory is copied in parallel to the GPU's work.
         home = CPUOffloadPolicy(pin_memory=self.mesh.device_type == "cuda") if self.on_host else OffloadPolicy()
-        for module in (*model.layers, model):  # from within: what is sharded already cannot be again
+        for module in (*model.layers, model):  # innermost first: FSDP2 leaves out what is sharded already
             if before is not None:
                 before(module)
             for experts in spread(module, self.mesh):
@@ -50,7 +50,7 @@ class FSDP2:
             cut(module, self.mesh, plan)
             fully_shard(module, mesh=over, mp_policy=policy, offload_policy=home)
         for name in model.entries:
-            register_fsdp_forward_method(model, name)  # or it would compute with the shards alone
+            register_fsdp_forward_method(model, name)  # otherwise it would compute with the shards
 
     def sync(self, model: HeldModel, now: bool) -> None:
         assert isinstance(model, FSDPModule)
