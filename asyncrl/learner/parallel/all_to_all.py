@@ -1,4 +1,4 @@
-"""All to all: each rank sends every other some of its rows."""
+"""All-to-all: each rank sends rows to every other one."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Rows = Sequence[int] | None
 
 
 def exchanged(rows: Tensor, group: dist.ProcessGroup, sent: Rows = None, got: Rows = None) -> Tensor:
-    """[all of `got`, ...] of [all of `sent`, ...]: the first `sent[0]` rows go to rank 0 of `group` and so on, and what
-    came from rank 0 is the first. The gradients go the way back. Collective.
+    """Exchange [sum of `sent`, ...] for [sum of `got`, ...]: the first `sent[0]` rows go to rank 0 of `group` and so
+    on; those received from rank 0 come first. Gradients go the opposite way. Collective.
 
     Args:
-        sent, got: rows to, and from, each rank; None is as many to all.
+        sent, got: number of rows to, and from, each rank; None is the same number for all.
     """
     return _Exchanged.apply(rows, group, sent, got)  # pyright: ignore[reportReturnType]
 

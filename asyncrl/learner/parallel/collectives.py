@@ -1,4 +1,4 @@
-"""Meeting points of the learner ranks."""
+"""Collectives of the learner ranks."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ import torch.distributed as dist
 Done = TypeVar("Done")
 
 MEET_EVERY_S = 15.0
-"""While one rank works the others meet it so often: less than the timeout of any process group."""
+"""Seconds between two collectives of the other ranks while one rank works: less than the timeout of any process
+group."""
 
 
 def barrier(group: dist.ProcessGroup | None = None) -> None:
-    """Return when every rank is here; at once where there is only one. Bounded by the process group's timeout."""
+    """Return when every rank is here; at once if there is only one. Bounded by the process group's timeout."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier(group)
 
 
 def is_first() -> bool:
-    """Whether this is rank 0, or alone."""
+    """Whether this is rank 0, or the only rank."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def however_long(work: Callable[[], Done], device: torch.device, group: dist.ProcessGroup | None = None) -> Done:
-    """What `work` returns, which may take longer than the process group's timeout. Collective: who has done waits for
-    the others; unblocked by their end, or the death of one.
+    """Run `work`, which may take longer than the process group's timeout, and return its result. Collective: a rank
+    that is done waits for the others; unblocked when they are done, or when one of them dies.
 
     Args:
-        group: where the ranks meet, here and below; None is the group that training uses, which a thread beside it
-            must not.
+        group: process group of the collectives, here and below. None is the one that training uses, which a thread
+            beside training must not use.
     """
     with ThreadPoolExecutor(1) as pool:
         mine: Future[Done] = pool.submit(work)
@@ -48,7 +49,7 @@ def however_long(work: Callable[[], Done], device: torch.device, group: dist.Pro
 
 
 def text_of_rank_zero(text: str, device: torch.device, group: dist.ProcessGroup | None = None) -> str:
-    """What rank 0 was called with, on every rank. Collective."""
+    """Rank 0's argument, on every rank. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return text
     said = text.encode() if dist.get_rank() == 0 else b""
@@ -60,16 +61,16 @@ def text_of_rank_zero(text: str, device: torch.device, group: dist.ProcessGroup 
 
 
 def texts_of_ranks(text: str, device: torch.device, group: dist.ProcessGroup | None = None) -> list[str]:
-    """What each rank was called with, by rank: one line each. Collective."""
+    """The arguments of all ranks, one line each, in the order of ranks. Collective."""
     assert "\n" not in text
     line = torch.frombuffer(bytearray(f"{text}\n".encode()), dtype=torch.uint8).to(device)
     return gather_over_ranks(line, group).cpu().numpy().tobytes().decode().splitlines()
 
 
 def choice_of_rank_zero(path: Path | None, device: torch.device) -> Path | None:
-    """What rank 0 was called with, on every rank. Collective.
+    """Rank 0's argument, on every rank. Collective.
 
-    Ranks that each look for the newest checkpoint may find different ones (a shared disk that lags, a node that
+    If each rank looked for the newest checkpoint, they could find different ones (a shared disk that lags, a node that
     torchrun does not count as restarted) and would load shards of different steps.
     """
     chosen = text_of_rank_zero(str(path or ""), device)
@@ -77,7 +78,7 @@ def choice_of_rank_zero(path: Path | None, device: torch.device) -> Path | None:
 
 
 class _Data:
-    """The ranks of this process's own sequences, see `train_apart`."""
+    """Process groups for this process's sequences, see `train_apart`."""
 
     group: dist.ProcessGroup | None = None
     ranks: int | None = None
@@ -85,9 +86,9 @@ class _Data:
 
 
 def train_apart(*, sequence: int, tensor: int) -> None:
-    """From now on `sequence * tensor` neighbouring ranks have the same sequences: what is counted of sequences is
-    counted over the ranks that have others. Every `tensor`-th of them shares their tokens with it. Collective; 1 and 1
-    is how it begins."""
+    """Declare that from now on `sequence * tensor` neighbouring ranks have the same sequences. Sums over sequences are
+    then taken over ranks with different ones. Every `tensor`-th of the neighbours shares their tokens. Collective; the
+    initial state is 1 and 1."""
     world, together = dist.get_world_size(), sequence * tensor
     _Data.group, _Data.ranks, _Data.sequence = None, None, None
     if together > 1:
@@ -99,7 +100,7 @@ def train_apart(*, sequence: int, tensor: int) -> None:
 
 
 def _group_of_mine(groups: list[list[int]]) -> dist.ProcessGroup:
-    """Every process makes every group, in the same order."""
+    """Make every group, in the same order on every process, and return this process's own."""
     made = [dist.new_group(members) for members in groups]
     (mine,) = (group for group, members in zip(made, groups, strict=True) if dist.get_rank() in members)
     assert isinstance(mine, dist.ProcessGroup)
@@ -107,29 +108,29 @@ def _group_of_mine(groups: list[list[int]]) -> dist.ProcessGroup:
 
 
 def sequence_group() -> dist.ProcessGroup | None:
-    """The ranks that compute each pack together with this one; None where it has packs of its own."""
+    """The ranks that share each pack with this one; None if it has packs of its own."""
     return _Data.sequence
 
 
 def data_ranks() -> int:
-    """Ranks with sequences of their own."""
+    """Number of ranks with different sequences."""
     if _Data.ranks is not None:
         return _Data.ranks
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def sum_over_data(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`sum_over_ranks` of what was counted of sequences: each once. Collective."""
+    """`sum_over_ranks` of values that belong to sequences, counting each sequence once. Collective."""
     return sum_over_ranks(values, device, _Data.group)
 
 
 def gather_over_data(values: torch.Tensor) -> torch.Tensor:
-    """`gather_over_ranks` of what belongs to sequences: each once. Collective."""
+    """`gather_over_ranks` of values that belong to sequences, with each sequence once. Collective."""
     return gather_over_ranks(values, _Data.group)
 
 
 def sum_over_ranks(values: torch.Tensor, device: torch.device, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """The sum of everyone's float64 `values`, of equal shape, on the CPU. Collective; `device` is where ranks meet."""
+    """Sum over ranks of float64 `values` of equal shape, on the CPU. Collective; `device` is used for communication."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return values
     shared = values.to(device, copy=True)
@@ -138,12 +139,12 @@ def sum_over_ranks(values: torch.Tensor, device: torch.device, group: dist.Proce
 
 
 def everywhere(holds: bool, device: torch.device) -> bool:
-    """Whether every rank was called with True. Collective."""
+    """Whether `holds` is true on every rank. Collective."""
     return not sum_over_ranks(torch.tensor([float(not holds)], dtype=torch.float64), device).item()
 
 
 def gather_over_ranks(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Everyone's 1-D `values`, of any length, end to end by rank, on this rank's device. Collective."""
+    """Concatenate the 1-D `values` of all ranks, of any length, by rank, on this rank's device. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return values
     size = torch.tensor([len(values)], device=values.device)

@@ -1,11 +1,12 @@
-"""Expert parallelism: of a mixture's layer neighbouring ranks have different experts (GShard, arXiv 2006.16668).
+"""Expert parallelism: neighbouring ranks hold different experts of a mixture's layers (GShard, arXiv 2006.16668).
 
     rank 0: its tokens, by expert --- all to all ---> all ranks' tokens for experts 0 1 --- all to all ---> its tokens,
     rank 1:                                                                 for 2 3         their output    added up
 
-A token goes once for each expert that it has chosen, as many to a rank as have chosen one of its own, which may be
-none. The ranks have sequences of their own, and all but the experts is as without this: FSDP2 cuts it over all of them.
-Experts are DTensors over the `expert` dimension of the mesh, which FSDP2 cuts again over the ranks with the same ones.
+A token is sent once for each expert that it is routed to. Each rank receives the tokens routed to its experts, possibly
+none. The ranks have sequences of their own, and all parameters but the experts are as without expert parallelism: FSDP2
+shards them over all ranks. Experts are DTensors over the `expert` dimension of the mesh; FSDP2 shards them again over
+the ranks with the same experts.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from asyncrl.learner.parallel.tensor import shared
 
 
 def spread(module: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
-    """Leave this rank its own of the experts in `module` that are not spread yet, and let them compute the tokens of
-    all `expert` ranks of `mesh`; returns the modules that hold them. Nothing where there is one such rank."""
+    """Leave this rank only its part of the experts in `module` that are not distributed yet, and make them compute the
+    tokens of all `expert` ranks of `mesh`. Returns the modules that hold them; an empty list if there is one such
+    rank."""
     if dim_size(mesh, EXPERT) == 1:
         return []
     ranks = mesh[EXPERT]
@@ -39,13 +41,13 @@ def spread(module: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
             assert parameter is not None
             part = distribute_tensor(parameter.data, ranks, [Shard(0)], src_data_rank=None)
             each._parameters[key] = nn.Parameter(part, parameter.requires_grad)
-        # Of its own class, without the hooks that FSDP2 will give it, and its parameters wherever that puts them.
+        # A copy, of the module's own class, without the hooks that FSDP2 will add; it shares the table of parameters.
         each.forward = partial(_forward, copy.copy(each), ranks.get_group())
     return found
 
 
 def _whole(module: nn.Module) -> bool:
-    """Of all experts, stacked by their number, as transformers has them."""
+    """Whether the module has all experts, stacked along dim 0, as transformers has them."""
     own = list(module._parameters.values())
     return bool(own) and all(each is not None and each.ndim == 3 and not isinstance(each, DTensor) for each in own)
 
@@ -57,21 +59,21 @@ def _forward(
     chosen: Int[Tensor, "tokens k"],
     weights: Float[Tensor, "tokens k"],
 ) -> Float[Tensor, "tokens width"]:
-    """What all experts make of this rank's tokens. Collective, and so is its backward.
+    """Output of all experts for this rank's tokens. Collective, and so is its backward.
 
     Args:
-        plain: computes with some experts.
-        chosen: of all, by their number.
-        weights: of their outputs.
+        plain: module that computes with some of the experts.
+        chosen: expert numbers, among all experts.
+        weights: weights of the experts' outputs.
     """
-    # FSDP2 takes the mean over the ranks with the same experts, and that over all of them is meant.
+    # FSDP2 takes the mean over the ranks with the same experts, but the mean over all ranks is needed.
     own = {key: shared(_local(each), group.size()) for key, each in plain._parameters.items()}
     count, ranks = len(next(iter(own.values()))), group.size()
     expert, order = chosen.flatten().sort(stable=True)
     mine = torch.bincount(expert, minlength=count * ranks)
     theirs = torch.empty_like(mine)
     dist.all_to_all_single(theirs, mine, group=group)
-    # Sizes of what is sent are Python's: a GPU is waited for here, once a layer.
+    # The sizes must be Python numbers: this synchronises with the GPU once per layer.
     sent, got = torch.stack([mine, theirs]).unflatten(1, (ranks, count)).sum(-1).tolist()
     rows = exchanged(hidden[order // chosen.shape[1]], group, sent, got)
     of_row = torch.arange(count, device=rows.device).repeat(ranks).repeat_interleave(theirs, output_size=len(rows))
@@ -88,10 +90,10 @@ def _local(parameter: Tensor | None) -> Tensor:
 def _computed(
     plain: nn.Module, own: dict[str, Tensor], rows: Float[Tensor, "rows width"], expert: Int[Tensor, " rows"]
 ) -> Float[Tensor, "rows width"]:
-    """Each row by one of `own` experts."""
+    """Output of each row from one of the `own` experts."""
     if not len(rows):
-        # A row of zeros instead: without any, weights would have no gradient here, and the ranks that add them up with
-        # this one wait for it; and what was sent would end here, where the others wait for its gradient.
+        # Use a row of zeros instead. Without any row the weights would have no gradient, for whose reduction the other
+        # ranks wait, and the backward of the exchange, which the other ranks wait for too, would not run.
         zeros = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
         return _computed(plain, own, zeros, expert.new_zeros(1))[:0]
     ours: Any = copy.copy(plain)

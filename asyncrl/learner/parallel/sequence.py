@@ -1,14 +1,14 @@
-"""Sequence parallelism: neighbouring ranks compute a pack together, each with some of its tokens (DeepSpeed-Ulysses,
+"""Sequence parallelism: neighbouring ranks compute a pack together, each with part of its tokens (DeepSpeed-Ulysses,
 arXiv 2309.14509).
 
     rank 0: tokens 0 2 4 .    --- all to all -->   all tokens, heads 0 1    --- all to all -->   tokens 0 2 4 .
-    rank 1: tokens 1 3 5 .      q, k, v of         all tokens, heads 2 3      what attention     tokens 1 3 5 .
-            every head          its tokens                                    has made of them
+    rank 1: tokens 1 3 5 .      q, k, v of         all tokens, heads 2 3      output of          tokens 1 3 5 .
+            every head          its tokens                                    attention
 
-Weights are nothing to it: FSDP2 shards them over these ranks as over the others, and adds up the gradients that each
-has of its own tokens. What is made of the last layer's states (log-probs, values) is told to all, so that every rank of
-the group computes the same loss, of the whole micro-batch. Tokens are dealt out one by one, for the head computes
-completions alone: whole stretches would leave it to the rank that has the end.
+Weights are not affected: FSDP2 shards them over these ranks as over the others, and sums the gradients of each rank's
+own tokens. Results computed from the last layer's states (log-probs, values) are gathered on all ranks of the group, so
+that each computes the same loss, of the whole micro-batch. Tokens are dealt out in turn, because the head computes only
+completions: with contiguous parts the rank that has the end would do all of its work.
 """
 
 from __future__ import annotations
@@ -28,41 +28,42 @@ from asyncrl.learner.parallel.collectives import sequence_group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceRanks:
-    """The ranks that share each pack, as one of them sees them."""
+    """The ranks that share each pack, from the point of view of one of them."""
 
     group: dist.ProcessGroup
     rank: int
-    """Among them."""
+    """Rank within the group."""
     size: int
 
     @classmethod
     def here(cls) -> SequenceRanks | None:
-        """None where every rank has packs of its own."""
+        """This process's group; None if every rank has packs of its own."""
         group = sequence_group()
         return None if group is None else cls(group=group, rank=group.rank(), size=group.size())
 
     def own(self, values: Tensor) -> Tensor:
-        """Of [tokens, ...] those of this rank; as many on every rank, the last token again where they do not divide."""
+        """This rank's part of [tokens, ...]. It has the same size on every rank, padded by repeating the last token."""
         each = -(-len(values) // self.size)
         places = torch.arange(each, device=values.device) * self.size + self.rank
         return values.index_select(0, places.clamp_(max=len(values) - 1))
 
     def mine(self, places: Int[Tensor, " chosen"]) -> Int[Tensor, " mine"]:
-        """Which of some places in the pack are this rank's."""
+        """Which of the given indices into the pack are this rank's."""
         return (places % self.size == self.rank).nonzero()[:, 0]
 
     def of_mine(self, places: Int[Tensor, " mine"]) -> Int[Tensor, " mine"]:
-        """Places in the pack, all of this rank, as places in `own`."""
+        """Convert indices into the pack, all of them this rank's, to indices into `own`."""
         return places // self.size
 
     def told(self, values: Tensor, mine: Int[Tensor, " mine"], count: int) -> Tensor:
-        """[count, ...] of all ranks, the same on each, of [mine, ...]. The gradient is that of a loss that every rank
-        has: of all their losses together."""
+        """Gather [mine, ...] of all ranks into [count, ...], the same on each. Every rank computes the same loss from
+        it; the gradient is that of the sum of these losses."""
         whole = values.new_zeros(count, *values.shape[1:]).index_copy(0, mine, values)
         return _Told.apply(whole, self.group)  # pyright: ignore[reportReturnType]
 
     def apart(self, packing: Packing) -> Packing:
-        """`packing` of tokens that lie by the rank that has them, as `to_heads` leaves them; experts of `own` alone."""
+        """`packing` for tokens ordered by rank, as `to_heads` leaves them; its recorded experts are those of `own`
+        only."""
         rows, padded = self._by_rank(packing.rows), self._by_rank(packing.padded)
         routing = None if packing.routing is None else self.own(packing.routing)
         return replace(packing, rows=rows, padded=padded, routing=routing, sequence=self)
@@ -75,9 +76,9 @@ class SequenceRanks:
         return Gather(index=index, owner=gather.owner.index_select(0, token))
 
     def to_heads(self, *tensors: Float[Tensor, "1 heads mine width"]) -> list[Tensor]:
-        """[1, heads / ranks, tokens, width] of each: all tokens of some heads, for some tokens of all heads.
+        """[1, heads / ranks, tokens, width] of each tensor: all tokens of some heads, from some tokens of all heads.
 
-        Where there are fewer heads (of keys and values) than ranks, several ranks get the same.
+        With fewer heads (of keys and values) than ranks, several ranks get the same ones.
         """
         parts = []
         for tensor in tensors:
@@ -91,14 +92,14 @@ class SequenceRanks:
         ]
 
     def to_tokens(self, out: Float[Tensor, "tokens heads width"]) -> Float[Tensor, "mine all_heads width"]:
-        """The way back."""
+        """Inverse of `to_heads`, for the output of attention."""
         sent = out.flatten(1).unflatten(0, (self.size, -1))
         came = exchanged(sent, self.group)
         return came.transpose(0, 1).flatten(1).unflatten(-1, (-1, out.shape[-1]))
 
 
 class _Told(torch.autograd.Function):
-    """The sum over the ranks, of which one alone has something other than 0 at each place."""
+    """Sum over the ranks; at each index only one rank has a value other than 0."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:

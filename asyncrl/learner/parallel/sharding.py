@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank has, where ranks share it along several dimensions of their mesh."""
+"""Which part of a tensor a rank holds, if ranks share it along several dimensions of their mesh."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from asyncrl.checks.parallel import EXPERT, REPLICATE, SHARD, TENSOR
 
 SHARDED = "sharded"
-"""The ranks that cut one copy, where the mesh has those with different experts as a dimension of their own."""
+"""Mesh dimension of the ranks that shard one copy, flattened from `SHARD` and `EXPERT` with expert parallelism."""
 Range = tuple[int, int]
-"""First, and one behind the last."""
+"""First index, and last index plus 1."""
 
 
 def dim_size(mesh: DeviceMesh | None, name: str) -> int:
-    """Ranks along a dimension; 1 where the mesh has not got it. One of a single dimension without a name shards."""
+    """Number of ranks along a dimension; 1 if the mesh lacks it. A mesh with one unnamed dimension shards along it."""
     if mesh is None:
         return 1
     names: tuple[str, ...] = mesh.mesh_dim_names or (SHARD,)
@@ -26,12 +26,12 @@ def dim_size(mesh: DeviceMesh | None, name: str) -> int:
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """On which the ranks compute, and meet."""
+    """Device with which the ranks compute and communicate."""
     return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Of the ranks that train on different sequences: as `fully_shard` takes it, copies first."""
+    """Mesh of the ranks that train on different sequences, as `fully_shard` takes it, copies first."""
     if dim_size(mesh, EXPERT) == 1:
         return _without(mesh, TENSOR)
     together = mesh[SHARD, EXPERT]._flatten(SHARDED)
@@ -39,7 +39,7 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def expert_data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Of those among them that have the same experts, likewise."""
+    """Mesh of those among them that have the same experts, in the same form."""
     return _without(mesh, TENSOR, EXPERT)
 
 
@@ -50,12 +50,12 @@ def _without(mesh: DeviceMesh, *dims: str) -> DeviceMesh:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part, sharing memory with the DTensor."""
+    """This rank's part of a tensor, sharing memory with the DTensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def shards_of(tensor: Tensor) -> int:
-    """Into how many different parts `tensor` is cut; other ranks have copies of them."""
+    """Number of different parts into which `tensor` is split; further ranks hold copies of them."""
     if not isinstance(tensor, DTensor):
         return 1
     sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
@@ -63,12 +63,13 @@ def shards_of(tensor: Tensor) -> int:
 
 
 def numbers_computed_with(tensor: Tensor) -> int:
-    """Of a parameter, how many a rank has while it computes: all, but of experts that ranks spread only its own."""
+    """Elements of a parameter that a rank has during the computation: all, but only its own of experts distributed over
+    ranks."""
     return tensor.numel() // (dim_size(tensor.device_mesh, EXPERT) if isinstance(tensor, DTensor) else 1)
 
 
 def own_ranges(tensor: Tensor) -> tuple[Tensor, list[Range]]:
-    """This rank's part, and where in the whole it lies."""
+    """This rank's part, and its ranges within the whole."""
     ranges = [(0, size) for size in tensor.shape]
     if not isinstance(tensor, DTensor):
         return tensor, ranges
@@ -76,7 +77,7 @@ def own_ranges(tensor: Tensor) -> tuple[Tensor, list[Range]]:
     names: tuple[str, ...] = mesh.mesh_dim_names or ()
     coordinate = list(mesh.get_coordinate() or [])
     assert len(coordinate) == mesh.ndim
-    # What tensor or expert parallelism has cut FSDP2 cuts again, though its dimension stands first in the mesh.
+    # FSDP2 splits again what tensor or expert parallelism has split, although its dimension comes first in the mesh.
     order = sorted(range(mesh.ndim), key=lambda i: not names or names[i] not in (EXPERT, TENSOR))
     for i in order:
         placement = tensor.placements[i]
@@ -88,7 +89,7 @@ def own_ranges(tensor: Tensor) -> tuple[Tensor, list[Range]]:
 
 
 def _part(whole: Range, parts: int, number: int) -> Range:
-    """As torch.chunk cuts: the last ones may be shorter, or empty."""
+    """Range of one part, split as in torch.chunk: the last parts may be shorter, or empty."""
     first, last = whole
     each = -(-(last - first) // parts)
     return min(last, first + number * each), min(last, first + (number + 1) * each)

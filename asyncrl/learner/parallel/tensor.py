@@ -1,17 +1,17 @@
-"""Tensor parallelism: neighbouring ranks compute every layer together, each with some of its heads and of its inner
+"""Tensor parallelism: neighbouring ranks compute every layer together, each with part of its heads and of its inner
 width (Megatron-LM, arXiv 1909.08053, section 3).
 
     x ---copy---> q, k, v, gate, up: rows of the weight ---> heads ---> o, down: columns of the weight ---sum---> y
          backward: sum                                                               backward: copy
 
-Weights are DTensors over the `tensor` dimension of the mesh, which FSDP2 cuts again; what is computed with are the
-local parts. Embedding and head are cut too, and are whole while they compute: every rank has all logits. What is
-cut in no plan (norms) is the same on every rank.
+Weights are DTensors over the `tensor` dimension of the mesh, which FSDP2 shards again; the computation uses the local
+parts. Embedding and head are split too, but gathered for their computation: every rank has all logits. Parameters that
+no plan splits (norms) are the same on every rank.
 
-Adapters (LoRA) are cut as their layer is, in the dimension that they share with it; the other one has their rank:
+Adapters (LoRA) are split like their layer, in the dimension that they share with it; the other dimension is their rank:
 
-    of rows:     x ---> A, whole ---copy---> B: rows ---> added to what this rank has of the output
-    of columns:  what this rank has of x ---> A: columns ---sum---> B, whole ---> added to y
+    by rows:     x ---> A, whole ---copy---> B: rows ---> added to this rank's part of the output
+    by columns:  this rank's part of x ---> A: columns ---sum---> B, whole ---> added to y
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from asyncrl.checks.parallel import TENSOR
 from asyncrl.learner.parallel.sharding import dim_size
 
 BY_ROWS, BY_COLUMNS = "colwise", "rowwise"
-"""What the plans of transformers call them: by what is left of the output."""
+"""The names that the plans of transformers give them, after the part of the output that a rank has."""
 PER_HEAD = ("q_norm", "k_norm")
-"""Norms of single heads: each rank has seen its own, so their gradients are added up."""
+"""Norms of single heads: each rank sees only its own heads, so gradients are summed."""
 WHOLE = "whole"
-"""Of a matrix that every rank has and computes with: that half of an adapter which is not cut."""
+"""Style of a matrix that every rank has and computes with: the half of an adapter that is not split."""
 OF_ADAPTERS = {("lora_A", BY_ROWS): WHOLE, ("lora_B", BY_COLUMNS): WHOLE}
-"""The other halves are cut as their layer."""
+"""The other halves are split like their layer."""
 
 
 def plan_of(hf: PreTrainedModel) -> dict[str, str]:
-    """Last names of the linear layers that are cut -> how, from the model's own plan."""
+    """Map the last names of the linear layers that are split to the style, from the model's own plan."""
     plan = hf.config.get_text_config(decoder=True).base_model_tp_plan or {}
     return {name.rpartition(".")[2]: style for name, style in plan.items() if style in (BY_ROWS, BY_COLUMNS)}
 
 
 def cut(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
-    """Cut the parameters in `module` that are not sharded yet over the `tensor` ranks of `mesh`, and let it compute
-    with the parts. Nothing where there is one such rank."""
+    """Split the parameters in `module` that are not sharded yet over the `tensor` ranks of `mesh`, and make it compute
+    with the parts. Does nothing if there is one such rank."""
     if dim_size(mesh, TENSOR) == 1:
         return
     tensor = mesh[TENSOR]
@@ -72,8 +72,8 @@ def cut(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
 
 
 def style_of(name: str, plan: Mapping[str, str]) -> tuple[str, str]:
-    """Last name of the layer that a module is, or is an adapter of, and how the module is cut; empty: as `plan` does
-    not say."""
+    """Last name of the layer that a module is, or is an adapter of, and the module's style; empty if `plan` does not
+    contain it."""
     path = name.removesuffix(".base_layer").split(".")
     if len(path) > 2 and path[-2] in ("lora_A", "lora_B"):
         style = plan.get(path[-3], "")
@@ -86,18 +86,18 @@ def _placement(module: nn.Module, key: str, style: str, ranks: int) -> Placement
         return Shard(1) if key == "weight" else Replicate()
     if style == WHOLE:
         return Replicate()
-    # Embedding and head are cut to be held alone, that of a critic, which has one row, is not.
+    # Embedding and head are split only for storage; the head of a critic, which has one row, is not.
     wide = style == BY_ROWS or (isinstance(module, (nn.Embedding, nn.Linear)) and len(module.weight) >= ranks)
     return Shard(0) if wide else Replicate()
 
 
 def _forward(module: nn.Module, style: str, per_head: bool, group: dist.ProcessGroup) -> Callable[..., Any]:
-    """Of `module`, whose parameters are DTensors over `group` by the time that it is called."""
+    """Forward of `module`, whose parameters will be DTensors over `group` when it is called."""
     if style == BY_ROWS:
         return partial(_by_rows, module, group)
     if style == BY_COLUMNS:
         return partial(_by_columns, module, group)
-    # With the forward of its class, and its parameters wherever FSDP2 puts them.
+    # A copy has the forward of its class, and shares the table of parameters that FSDP2 changes.
     return partial(_with_whole, copy.copy(module), per_head)
 
 
@@ -126,12 +126,13 @@ def _part(parameter: Tensor | None, gradient: Placement) -> Tensor | None:
 
 
 def whole(parameter: Tensor, *, per_head: bool = False) -> Tensor:
-    """All of a parameter that the `tensor` ranks share, once FSDP2 has gathered it; itself where they do not.
+    """The whole of a parameter split over the `tensor` ranks, once FSDP2 has gathered it; the parameter itself if it is
+    not split.
 
     Args:
-        per_head: each rank's gradient is that of its heads, a part of the sum; else it is the same on every rank but
-            for the order in which a GPU adds up. What is cut takes its part of that. What is not cut takes the mean,
-            or it would be another on every rank in the end.
+        per_head: each rank's gradient is that of its heads, a part of the sum. Otherwise it is the same on every rank
+            up to the order in which a GPU sums: a parameter that is split takes its part of it, one that is not takes
+            the mean, because otherwise the ranks' copies would drift apart.
     """
     if not isinstance(parameter, DTensor):
         return parameter
@@ -143,12 +144,12 @@ def whole(parameter: Tensor, *, per_head: bool = False) -> Tensor:
 
 
 def shared(x: Tensor, ranks: int) -> Tensor:
-    """`x`; its gradient here is that of all `ranks` together, and what is summed over them later."""
+    """`x`, for a gradient that every rank computes in full and that is later summed over the `ranks`."""
     return _Shared.apply(x, ranks)  # pyright: ignore[reportReturnType]
 
 
 class _Shared(torch.autograd.Function):
-    """A gradient that is to be summed over `ranks` that all have it."""
+    """Divides the gradient, which all `ranks` have and which is later summed over them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
@@ -161,7 +162,7 @@ class _Shared(torch.autograd.Function):
 
 
 class _Copied(torch.autograd.Function):
-    """The input of layers of which each rank has a part: its gradient is the sum of theirs."""
+    """The input of layers that are split over the ranks: its gradient is the sum of theirs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -176,7 +177,7 @@ class _Copied(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """The sum of what each rank has of an output."""
+    """The sum of the ranks' partial outputs."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
