@@ -1,2 +1,2 @@
-"""What goes with a version of the weights: its canary, and an optimizer that changes only what is copied. How versions
-travel is `asyncrl.weights`."""
+"""What accompanies a version of the weights: its canary, and an optimizer that changes only weights that have been
+copied. How versions are sent is in `asyncrl.weights`."""

@@ -1,4 +1,4 @@
-"""The learner's half of the canary: its own log-probs of the probe tokens go out with every version."""
+"""The learner's part of the canary: its own log-probs of the probe tokens are sent with every version."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ DISTURBED = 8.0
 
 
 class ProvingPublisher:
-    """Implements `weights.base.Publisher` around another: each version is sent with its canary.
+    """Implements `weights.base.Publisher` around another publisher: each version is sent with its canary.
 
-    A worker may join at any version, so every one needs it. Collective like the publication itself: one small forward
-    over all ranks.
+    A worker may join at any version, so every version needs one. Collective like the publication itself: one small
+    forward over all ranks.
 
     Raises:
-        NonFiniteError: of `publish`, where the policy's own log-probs are no numbers, as after an optimizer step with
-            a learning rate far too large: every engine would be blamed for what the learner made.
+        NonFiniteError: raised by `publish` if the policy's own log-probs are NaN, for example after an optimizer step
+            with a learning rate far too large. Otherwise every engine would be blamed for it.
     """
 
     def __init__(self, publisher: Publisher, config: Config, model: PolicyModel, device: torch.device) -> None:
@@ -43,7 +43,7 @@ class ProvingPublisher:
         self._device = device
         chosen = with_dtypes(config, learner=device.type)
         self._dtypes = (chosen.model.dtype, chosen.weights.wire_dtype)
-        # An engine's `auto` is its own affair; beside a learner on a CPU it is taken to be float32.
+        # Only the engine resolves its `auto`; beside a learner on a CPU it is assumed to be float32.
         self._look = "bfloat16" in (*self._dtypes, chosen.engine.dtype)
         self._probes = agreed_probes(config, model, device)
         self._way_out = (
@@ -84,8 +84,8 @@ class ProvingPublisher:
 
 
 def is_routed(model: PolicyModel) -> bool:
-    """Whether tokens of this model are routed to experts; one that calls their number otherwise is judged as dense,
-    which is stricter."""
+    """Whether tokens of this model are routed to experts. A model that names their number differently is checked as
+    dense, which is stricter."""
     return experts_in(model.hf.config.get_text_config(decoder=True).to_dict()) > 0
 
 
@@ -99,9 +99,10 @@ def canary_of(
     *,
     with_noise: bool = False,
 ) -> Canary:
-    """Of [T] token ids each: log-probs of tokens 1.. at temperature 1, as the forward that training uses gives them.
+    """Canary of sequences, [T] token ids each: log-probs of tokens 1.. at temperature 1, from the forward used in
+    training.
 
-    Collective over the ranks; every one computes the same. `with_noise` computes them twice, see `Canary.noise`.
+    Collective over the ranks; all compute the same. `with_noise` computes them twice, see `Canary.noise`.
     """
     lengths = np.array([len(ids) for ids in sequences])
     total, starts = int(lengths.sum()), np.cumsum(lengths) - lengths
@@ -115,7 +116,7 @@ def canary_of(
     if with_noise:
         with disturbed(model) as layers:
             others, _ = model.probed(ids, positions, chosen, predictors, packing)
-        if layers:  # of a model that does not name its layers nothing is known, which is not that nothing is rounded
+        if layers:  # for a model that does not name its layers the noise is unknown, which does not mean 0
             noise = float((others.float() - logprobs.float()).abs().mean()) / DISTURBED
     model.settle()
     return Canary(
@@ -131,9 +132,10 @@ def canary_of(
 
 @contextmanager
 def disturbed(model: PolicyModel) -> Iterator[int]:
-    """How many layers give numbers meanwhile of which each is off by up to DISTURBED times half of bfloat16's spacing:
-    as many times the rounding that is asked about, or that of the computation itself would be most of what is seen."""
-    kinds = set(model.hf._no_split_modules or ())  # FSDP2 puts a class of its own before that of what it shards
+    """Context in which each layer's outputs are off by up to DISTURBED times half of bfloat16's spacing; yields the
+    number of layers. The disturbance is that much larger than the rounding in question, because otherwise the rounding
+    of the computation itself would dominate the difference."""
+    kinds = set(model.hf._no_split_modules or ())  # FSDP2 inserts its own class before that of a sharded module
     layers = [module for module in model.hf.modules() if kinds & {each.__name__ for each in type(module).__mro__}]
     hooks = [layer.register_forward_hook(partial(_disturb, number)) for number, layer in enumerate(layers)]
     try:

@@ -1,4 +1,4 @@
-"""The optimizer behind the copy of the weights: it changes what is copied while the rest is being copied.
+"""Steps the optimizer behind the copy of the weights: parts that are copied are updated while the rest is copied.
 
 copy        part 0 | part 1 | part 2 | ...
 optimizer           part 0 | part 1 | part 2 | ...
@@ -16,11 +16,12 @@ from asyncrl.weights.publishing.sharding import memory_of
 
 
 def hold_back(optimizer: torch.optim.Optimizer, publisher: Publisher) -> None:
-    """Let no step change weights that are still being copied: a version is read beside the next forward and backward.
+    """Make every optimizer step wait for weights that are still being copied: a version is read during the next forward
+    and backward.
 
-    In the optimizer itself, so that nobody who lets it step can forget to wait. It has to step each parameter by itself
-    and pass over those without a gradient, as those of torch do: the step is the same bits in parts. Gradients of all
-    but the last part are gone after it.
+    The wait is in the optimizer itself, so that no caller can forget it. The optimizer must step each parameter
+    independently and skip those without a gradient, as torch's optimizers do; a step in parts then gives the same bits.
+    Afterwards only the gradients of the last part remain.
     """
     optimizer.register_step_pre_hook(_Behind(publisher))
 
@@ -39,13 +40,13 @@ class _Behind:
                 waiting = taken_gradients(optimizer)
             self._step(optimizer, waiting, free)
         for parameter, gradient in (waiting or {}).items():
-            parameter.grad = gradient  # for the step that this comes before
+            parameter.grad = gradient  # for the optimizer step that follows this hook
 
     def _step(
         self, optimizer: torch.optim.Optimizer, waiting: dict[nn.Parameter, Tensor], free: Iterable[Tensor]
     ) -> None:
-        """Of those parameters that are `free`."""
-        places = {memory_of(tensor) for tensor in free} - {0}  # what has no elements lies nowhere
+        """Step those parameters that are `free`."""
+        places = {memory_of(tensor) for tensor in free} - {0}  # tensors without elements have no memory
         ready = [parameter for parameter in waiting if memory_of(parameter) in places]
         if not ready:
             return
@@ -61,7 +62,7 @@ class _Behind:
 
 
 def taken_gradients(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, Tensor]:
-    """By parameter; none has one any more."""
+    """Take the gradients from the parameters; returns them by parameter."""
     found = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -1,4 +1,5 @@
-"""The probe tokens of a run's canary: pieces of its own prompts, chosen once; random where there are none here."""
+"""Chooses the probe tokens of a run's canary, once: pieces of its own prompts, or random tokens if none are
+available."""
 
 from __future__ import annotations
 
@@ -26,10 +27,10 @@ from asyncrl.weights.canary import MAX_PROBES, random_probes
 log = logging.getLogger(__name__)
 
 PROBES, PROBE_TOKENS = 16, 24
-"""Sequences and their length: the mean over so many tokens is within a tenth of what it is over more. Where the model
-has fewer positions there are more sequences, of about as many tokens."""
+"""Number of sequences and their length: the mean over this many tokens is within a tenth of the mean over more. If the
+model has fewer positions there are more sequences, with about as many tokens."""
 ROWS = 256
-"""That are looked at, at most: all prompts of a file may begin alike."""
+"""Limit on rows that are read: all prompts of a file may start alike."""
 IN_FILES = {"jsonl", "parquet", "saved"}
 """Kinds of `checks.sources.Place`."""
 
@@ -38,7 +39,7 @@ Probes = tuple[NDArray[np.int32], ...]
 
 
 def agreed_probes(config: Config, model: PolicyModel, device: torch.device) -> Probes:
-    """`probes_of_run` as rank 0 has it, which alone reads the data and says where they are from. Collective."""
+    """`probes_of_run` of rank 0, which alone reads the data and logs where they come from. Collective."""
     mine = ""
     if is_first():
         probes, why_random = probes_of_run(config, model)
@@ -48,8 +49,8 @@ def agreed_probes(config: Config, model: PolicyModel, device: torch.device) -> P
 
 
 def probes_of_run(config: Config, model: PolicyModel) -> tuple[Probes, str]:
-    """Pieces of its prompts, the same ones for its seed, and random tokens where they are too few; or nothing but
-    these, and why."""
+    """Pieces of the run's prompts, determined by its seed, filled up with random tokens; or random tokens only, and the
+    reason."""
     vocabulary, longest = _bounds(model)
     try:
         pieces = _pieces(_rows(config), _tokenizer(config.model.path), longest, config.seed)
@@ -62,20 +63,20 @@ def probes_of_run(config: Config, model: PolicyModel) -> tuple[Probes, str]:
 
 
 def probes_of(model: PolicyModel, seed: int) -> Probes:
-    """Random ones: within the model's vocabulary, and its longest sequence."""
+    """Random probes within the model's vocabulary and maximum sequence length."""
     vocabulary, longest = _bounds(model)
     return random_probes(vocabulary, seed, count=PROBES, length=longest)
 
 
 def _bounds(model: PolicyModel) -> tuple[int, int]:
-    """Size of the vocabulary, and the most tokens of a probe."""
+    """Size of the vocabulary, and the largest length of a probe."""
     settings = model.hf.config.get_text_config(decoder=True)
     longest = getattr(settings, "max_position_embeddings", None) or PROBE_TOKENS  # ALiBi has no last position
     return int(settings.vocab_size), min(PROBE_TOKENS, longest)
 
 
 def _rows(config: Config) -> Dataset:
-    """Those that lie in files here: for the rest, code of the user's would run, or a dataset be fetched."""
+    """Rows of sources in local files: others would run user code, or fetch a dataset."""
     here = [source for source in sources(config.data) if {place.kind for place in places(source)} <= IN_FILES]
     if not here:
         raise ConfigError("the learner reads only prompts in files")
@@ -91,8 +92,8 @@ def _tokenizer(model_path: str) -> PromptRenderer:
 
 
 def _pieces(rows: Dataset, tokenizer: PromptRenderer, longest: int, seed: int) -> Probes:
-    """From anywhere in a prompt: many begin alike, and all chats end so. Short prompts are joined, for an engine scores
-    each probe by a forward of its own. Raises DataError: there is none."""
+    """Pieces from anywhere within prompts: many start alike, and all chats end alike. Short prompts are joined, because
+    an engine scores each probe in a separate forward. Raises DataError if no prompt has two tokens."""
     drawn, found = random.Random(seed), dict[bytes, NDArray[np.int32]]()
     piece = np.empty(0, np.int32)
     try:
