@@ -1,2 +1,2 @@
-"""What is kept of a learner: checkpoints written, sealed, read again, copied elsewhere, and exported as Hugging Face
+"""Persistent state of a learner: checkpoints are written, sealed, loaded, copied elsewhere and exported as Hugging Face
 folders. Nothing here trains."""

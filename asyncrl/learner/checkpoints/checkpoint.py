@@ -1,11 +1,11 @@
-"""Checkpoints: models, optimizers, counters and the replay's snapshot, committed as one.
+"""Checkpoints: models, optimizers, counters and the replay server's snapshot, committed atomically.
 
 ckpt/step_50/   __0_0.distcp ... .metadata    models and optimizers (torch DCP; any number of ranks can load it)
                 state.json                    step, policy_version, counters
                 base.json                     with LoRA: the weights that the adapters belong to
-                replay.msgpack                what an empty replay server needs to go on
+                replay.msgpack                what an empty replay server needs to continue
                 manifest.json                 sizes and hashes; written last
-ckpt/latest     -> step_50                    moved after step_50 is whole
+ckpt/latest     -> step_50                    moved once step_50 is complete
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ log = logging.getLogger(__name__)
 KEYS = {"policy": ("model", "optimizer"), "critic": ("critic", "critic_optimizer")}
 """Names of the weights and moments of each trained role."""
 RESUMABLE = ("lr", "betas", "eps", "weight_decay")
-"""Of an optimizer, what the settings say and not the checkpoint."""
+"""Keys of an optimizer's parameter groups that come from the settings and not from the checkpoint."""
 PARTS = StateDictOptions(strict=False)
-"""The frozen base of adapters is not saved, hence missing at a load; the rest was compared by `check_fits`."""
+"""The frozen base of adapters is not saved, so it is missing on load; all else was compared by `check_fits`."""
 
 
 class Checkpoints:
@@ -94,47 +94,47 @@ class Checkpoints:
         within_s: float = 3600.0,
         verify: Verify = sealed.verify,
     ) -> None:
-        """Saves go on beside the steps with `background`, see `begin`.
+        """With `background`, saves run during training, see `begin`.
 
         Args:
-            keep: so many of the newest.
-            every: beside them those of each so many steps, for good; 0 is none.
-            within_s: longest that a save may take.
+            keep: number of newest checkpoints to keep.
+            every: also keep checkpoints at multiples of this many steps, for good; 0 is none.
+            within_s: limit on the seconds that a save may take.
         """
         self._folder, self._rank, self._keep, self._every = folder, rank, keep, every
         self._best = best or BestCheckpoint(folder)
         self._patience, self._errands = patience or Patience(), errands or Errands()
         self._run = origin_of(folder.parent)
         self._verify, self._verified = verify, None
-        """The one that was chosen and is not loaded yet: reading it all again would double the time of a resume."""
+        """A chosen checkpoint that is not loaded yet: verifying it again would double the time of a resume."""
         self._branch: tuple[Path, str, str] | None = None
-        """That is to begin: from where, by which `resume`, in which start of the run."""
+        """A branch that is to begin: from which checkpoint, by which `resume`, in which start of the run."""
         self._background, self._within_s = background, within_s + self._patience.limit_s
         self._under_way = BackgroundSave(self._within_s)
         self._copy, self._group, self._grouped = HostCopy(), None, False
         self._saved, self._held_back = list[int](), set[int]()
-        """Steps whose checkpoints are whole, and optimizers that wait for the copy, by their identity."""
+        """Steps with complete checkpoints, and ids of the optimizers that wait for the copy."""
 
     def save(self, state: LearnerState, roles: Roles, snapshot: dict[str, Any]) -> Path:
-        """Write the checkpoint of `state`; on return it is durable on every rank's view. See `begin`."""
+        """Write the checkpoint of `state`; on return it is durable and visible to every rank. See `begin`."""
         self.begin(state, roles, snapshot)
         self.finish()
         return self._folder / f"step_{state.step + 1}"
 
     def begin(self, state: LearnerState, roles: Roles, snapshot: dict[str, Any]) -> None:
-        """Start to write the checkpoint of `state`, once the one before is whole; `saved` says when this one is.
+        """Start to write the checkpoint of `state`, once the previous one is complete. `saved` reports completion.
 
-        In the background steps may follow at once: the optimizers wait until weights and moments are copied to host
-        memory. Without it this returns when the checkpoint is whole.
+        In the background, steps may follow at once: the optimizers wait until weights and moments are copied to host
+        memory. Otherwise this returns when the checkpoint is complete.
 
         Args:
-            snapshot: of the replay; read on rank 0.
+            snapshot: of the replay server; read on rank 0.
 
         Raises:
-            CheckpointError: this one, or the one before, could not be written (permissions, a broken disk). Earlier
+            CheckpointError: this one, or the previous one, could not be written (permissions, a broken disk). Earlier
                 checkpoints are untouched.
-            DiskFullError: there was no space for as long as the patience lasts.
-            RunFolderError: the folder is another run's by now.
+            DiskFullError: there was no space within the patience.
+            RunFolderError: the folder belongs to another run by now.
         """
         self.finish()
         target = self._folder / f"step_{state.step + 1}"
@@ -161,41 +161,41 @@ class Checkpoints:
             self.finish()
 
     def saved(self) -> list[int]:
-        """Steps whose checkpoints became durable since this was last asked. Raises as `begin`."""
+        """Steps whose checkpoints became durable since the last call. Raises as `begin`."""
         if not self._under_way.busy:
             self.finish()
         done, self._saved = self._saved, []
         return done
 
     def finish(self) -> None:
-        """Wait until what was begun is durable. Raises as `begin`."""
+        """Wait until the running save is durable. Raises as `begin`."""
         self._under_way.finish()
 
     def close(self, within_s: float) -> None:
-        """The learner ends, of whatever: what is being written is given so long. Never raises."""
+        """Wait at most `within_s` for the running save, when the learner ends for any reason. Never raises."""
         try:
             self._under_way.finish(within_s)
         except (AsyncRLError, OSError) as error:
             log.warning("the last checkpoint is not whole, a resume goes on from the one before: %s", error)
 
     def timings(self) -> dict[str, float]:
-        """`checkpoint/*` of the log, since this was last asked."""
+        """`checkpoint/*` metrics since the last call."""
         return self._under_way.timings() | self._errands.counts()
 
     def finish_errands(self, within_s: float = math.inf) -> None:
-        """At the end of a run, once all is saved: wait for copies and exports, bounded."""
+        """At the end of a run, after the last save: wait for copies and exports, for a limited time."""
         if self._rank == 0:
             self._errands.finish(min(within_s, self._within_s))
 
     def _hold_back(self, roles: Roles) -> None:
-        """Let no step change what is being copied. In the optimizer itself, so that nobody can forget to wait."""
+        """Make steps wait for the copy. The wait is in the optimizer itself, so that no caller can forget it."""
         for _, _, optimizer in roles.trained():
             if id(optimizer) not in self._held_back:
                 self._held_back.add(id(optimizer))
                 optimizer.register_step_pre_hook(lambda *_: self._under_way.wait_copied())
 
     def _write(self, target: Path, state: LearnerState, roles: Roles, tensors: dict[str, Any], packed: bytes) -> None:
-        """On the thread of the save; collective over the group of the saves."""
+        """Runs on the thread of the save; collective over the group of the saves."""
         aside, group = target.with_name(target.name + ".tmp"), self._group
         try:
             write_tensors(tensors, aside, self._remove_old, rank=self._rank, group=group, patience=self._patience)
@@ -213,7 +213,7 @@ class Checkpoints:
 
             however_long(commit if self._rank == 0 else lambda: None, HOST, group)
             if group is not None:
-                barrier(group)  # the others must not go on as if it had been saved where rank 0 failed
+                barrier(group)  # otherwise the others would continue as after a save although rank 0 failed
         except DiskFullError:
             raise
         except (OSError, CheckpointException) as error:
@@ -223,26 +223,26 @@ class Checkpoints:
             ) from error
 
     def begun(self, resume: str) -> bool:
-        """Whether this very start of the run has saved a checkpoint, or begun its branch. torchrun counts a restart
-        only where a rank died, and not where machines joined or left."""
+        """Whether this start of the run has already saved a checkpoint or begun its branch. torchrun counts a restart
+        only if a rank died, and not if machines joined or left."""
         start = owner_of(self._folder.parent) or ""
         if resume == "auto" or not start:
             return False
         if resume != "never":
             return branch_begun(self._folder, resume, start)
-        # A new run begins in an empty folder, so what lies here is its own.
+        # A new run begins in an empty folder, so all checkpoints in it are its own.
         return start == self._run and newest(self._folder)[0] is not None
 
     def choose(self, resume: str, restarted: bool) -> Path | None:
-        """The checkpoint to go on from: `never`, `auto` or a path, as in `resume`.
+        """Choose the checkpoint to continue from by `resume`: `never`, `auto` or a path.
 
         Args:
-            restarted: this rank is started again (see `begun`): with `never`, what this run saved comes before all
-                else. With a path it always does, once the branch from there has begun (`begin_branch`).
+            restarted: this rank was started again (see `begun`). Then with `never` the run's own checkpoints come
+                first; with a path they always do, once the branch from it has begun (`begin_branch`).
 
         Raises:
             CheckpointError: it is damaged, or the path holds none.
-            RunFolderError: by `auto`, and a branch has begun here that saved none yet.
+            RunFolderError: with `auto`, if a branch has begun here that has not saved yet.
         """
         if resume == "auto" or (resume == "never" and restarted):
             path = self.newest()
@@ -260,8 +260,8 @@ class Checkpoints:
         return path
 
     def begin_branch(self) -> None:
-        """On rank 0: what was chosen by its path is loaded, and fits. Not before: a path that does not would leave all
-        that lies here aside, and nothing to go on from."""
+        """On rank 0: begin the branch, once the checkpoint chosen by path is loaded and fits. Before that, a path that
+        does not fit would have put all checkpoints here aside, with nothing to continue from."""
         if self._branch is None:
             return
         (path, resume, start), self._branch = self._branch, None
@@ -270,15 +270,15 @@ class Checkpoints:
         self._best.begin()
 
     def newest(self) -> Path | None:
-        """The checkpoint `latest` points to, verified; where it is damaged the newest one before it that is whole, and
-        that is said aloud. None if there is none.
+        """The verified checkpoint that `latest` points to; if it is damaged, the newest complete one before it, with a
+        log line. None if there is none.
 
         Raises:
-            CheckpointError: there are some and none is whole; the message names the file.
+            CheckpointError: there are some but none is complete; the message names the file.
             CheckpointMismatchError: another run saved it.
         """
         path, damaged, said = newest_whole(self._folder, self._verify)
-        if said:  # a kill while it was being replaced
+        if said:  # a kill while `latest` was being replaced
             log.warning("%s", said)
         if path is None:
             return None
@@ -298,11 +298,11 @@ class Checkpoints:
         """Fill `roles` in place from a checkpoint saved with any number of ranks.
 
         Returns:
-            The learner's state and the replay's snapshot.
+            The learner's state and the replay server's snapshot.
 
         Raises:
             CheckpointError: a file is damaged or missing.
-            CheckpointMismatchError: the checkpoint is of another model. Nothing was filled.
+            CheckpointMismatchError: the checkpoint is of another model. `roles` are then unchanged.
         """
         self._verify_once(path, roles.policy.device)
         check_base(path, roles.policy.adapters)
@@ -320,18 +320,18 @@ class Checkpoints:
                 f"{path} does not fit the model: {said_of(error)}. Resume with the model.path (and critic.path) "
                 "it was trained with"
             ) from error
-        except RuntimeError as error:  # not of the checkpoint: ranks meet in between, and one of them is gone
+        except RuntimeError as error:  # not the checkpoint's fault: loading is collective, and another rank is gone
             raise CheckpointError(f"{path} could not be loaded, see the other learner ranks: {error}") from error
         _fill(roles, loaded)
         state = read_state(path / STATE_FILE)
-        if roles.kl_control is not None and state.kl_coef > 0:  # else there was no price before, and factors move none
+        if roles.kl_control is not None and state.kl_coef > 0:  # with a coefficient of 0, factors would keep it at 0
             roles.kl_coef = state.kl_coef
         for name, each in roles.spikes.items():
             each.restore(state.norms.get(name, ()), state.spikes.get(name, 0))
         return state, msgpack.unpackb((path / REPLAY_FILE).read_bytes(), strict_map_key=False)
 
     def _refuse_takeover(self) -> None:
-        """Raises RunFolderError."""
+        """Raises RunFolderError if the folder belongs to another run by now."""
         now = origin_of(self._folder.parent)
         if now != self._run:
             raise RunFolderError(
@@ -340,7 +340,7 @@ class Checkpoints:
             )
 
     def _verify_once(self, path: Path, device: torch.device) -> None:
-        """By rank 0, for all: every rank would else read all of it. Raises CheckpointError."""
+        """Rank 0 verifies for all ranks, so that not each of them reads every file. Raises CheckpointError."""
         damage = ""
         try:
             if self._rank == 0 and path != self._verified:
@@ -355,7 +355,7 @@ class Checkpoints:
     def _commit(self, aside: Path, target: Path) -> None:
         with self._best.held:
             if target.exists():
-                # Saved again after a resume from before it. Not by a name that `aside` has: that would delete the new.
+                # Saved again after a resume from an earlier one. With the name of `aside` the new one would be deleted.
                 self._best.replaced(target)
                 sealed.remove(target.rename(target.with_name(target.name + ".old.tmp")))
             sealed.move_into_place(aside, target)
@@ -366,7 +366,7 @@ class Checkpoints:
         self._remove_old()
 
     def _remove_old(self) -> None:
-        """With a save, and where one finds no space: what the last one left for a copy or an evaluation may go now."""
+        """At a save, and when one finds no space: delete old checkpoints, also those that were needed until now."""
         latest = self._folder / LATEST
         if not (latest.is_symlink() and latest.exists()):
             return
@@ -379,7 +379,7 @@ class Checkpoints:
 
 
 def _tensors(roles: Roles) -> dict[str, Any]:
-    """Everything of `roles` that training changed, as (sharded) tensors; the reference is read from its path."""
+    """All (sharded) tensors of `roles` that training changes; the reference is read from its path."""
     tensors: dict[str, Any] = {}
     for name, model, optimizer in roles.trained():
         weights, moments = get_state_dict(model, optimizer)
@@ -395,6 +395,6 @@ def _fill(roles: Roles, loaded: dict[str, Any]) -> None:
         given = [{key: group[key] for key in RESUMABLE} for group in optimizer.param_groups]
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=PARTS)
         for group, settings in zip(optimizer.param_groups, given, strict=True):
-            group.update(settings)  # Or the run would go on with those of the checkpoint, whatever a resume says.
+            group.update(settings)  # otherwise those of the checkpoint would apply, whatever the resume configures
     if roles.average is not None:
         set_model_state_dict(roles.average, loaded["average"])

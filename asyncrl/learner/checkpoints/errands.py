@@ -1,7 +1,7 @@
-"""What is done with a checkpoint once it is durable, beside training: a second copy, a model to load elsewhere.
+"""Background work on a checkpoint once it is durable: a second copy, and an exported model.
 
-Each errand is a process of its own, of low priority, with a deadline and another try: whatever it waits for, training
-does not, and a failure is counted and said, and ends nothing.
+Each errand is a process of its own, with low priority, a deadline and retries. Training never waits for it; a failure
+is counted and logged, and ends nothing.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ log = logging.getLogger(__name__)
 
 TRIES = 3
 PAUSE_S = 10.0
-"""Before another try; twice as long before the one after it."""
+"""Seconds before the first retry; twice as long before the second."""
 TOUCHED_S = 240.0
-"""For the answer whether copies may be put where they are wanted. A full store may take a minute to list; the ranks
-that wait for this one give up after ten."""
+"""Seconds to find out whether copies may be written to their target. A full store may take a minute to list; the ranks
+that wait for this one give up after ten minutes."""
 NICE = 10
 MANY = 4
-"""Exports under way, from which on it is said; and again of twice as many."""
+"""Number of pending exports from which a warning is logged; logged again at twice as many."""
 RANK_OF_TORCHRUN = ("TORCHELASTIC", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errand:
     kind: str
-    """`copies` or `exports`, as in the log."""
+    """`copies` or `exports`, as in the metrics."""
     what: str
-    """In words: `the copy of step_50 to s3://...`."""
+    """Description: `the copy of step_50 to s3://...`."""
     checkpoint: Path
     arguments: tuple[str, ...]
-    """Of Python."""
+    """Arguments of Python."""
 
 
 def _export(checkpoint: Path, steps: int) -> Errand:
@@ -52,7 +52,7 @@ def _export(checkpoint: Path, steps: int) -> Errand:
 
 
 class Errands:
-    """One after another, on a thread. Of rank 0.
+    """Runs errands one after another, on a thread, on rank 0.
 
     Waits for: the process of an errand, at most `within_s`. Unblocked by: its end.
 
@@ -61,7 +61,7 @@ class Errands:
         export_every: steps between exported models; 0 is none.
 
     Raises:
-        ConfigError: fsspec knows no such URL, or lacks the package for it.
+        ConfigError: fsspec does not support the URL, or lacks the package for it.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class Errands:
         self._told_at = MANY
 
     def begin(self, run: str) -> None:
-        """Before the first step of a run: it would else train for hours until its first copy tells.
+        """Check the target before the first step of a run; otherwise the first copy would fail after hours of training.
 
-        Waits for: a process that touches the place, at most `TOUCHED_S`.
+        Waits for: a process that writes to the target, at most `TOUCHED_S`.
 
         Raises:
-            ConfigError: nothing can be put there, or checkpoints of another run lie there.
+            ConfigError: the target cannot be written, or contains checkpoints of another run.
         """
         if not self._copy_to:
             return
@@ -97,15 +97,16 @@ class Errands:
             raise ConfigError(f"learner.copy_to={self._copy_to}: checkpoints cannot be copied there: {why}")
 
     def saved(self, checkpoint: Path, steps: int) -> None:
-        """It is durable, after so many steps: send off what is to be done with it."""
+        """Start the errands of a checkpoint that became durable, after `steps` steps."""
         errands = self._copies(checkpoint)
         if self._export_every and not steps % self._export_every:
             errands.append(_export(checkpoint, steps))
         self.send(errands)
 
     def resumed(self, checkpoint: Path) -> None:
-        """It is gone on from: a death may have come before its copy, and before exports of it and older ones, which it
-        kept here. What lies there whole is left as it is."""
+        """Start the errands of a checkpoint that the run continues from, because a crash may have come before its copy,
+        and before its export and those of older checkpoints, which were kept for that. Complete results are left as
+        they are."""
         errands = self._copies(checkpoint)
         if self._export_every:
             for path in finished(checkpoint.parent):
@@ -122,7 +123,7 @@ class Errands:
         return [Errand(kind="copies", what=what, checkpoint=checkpoint, arguments=arguments)]
 
     def send(self, errands: Sequence[Errand]) -> None:
-        """Returns at once."""
+        """Queue errands; returns at once."""
         with self._lock:
             for errand in errands:
                 self._leave_out_older(errand)
@@ -135,14 +136,16 @@ class Errands:
                 self._thread.start()
 
     def _leave_out_older(self, errand: Errand) -> None:
-        """Copies that have not begun when a newer one comes: slower than saves they would keep all checkpoints here."""
+        """Drop pending copies when a newer one comes: copies slower than saves would keep all checkpoints on this
+        disk."""
         for older in [each for each in self._open[1:] if each.kind == errand.kind == "copies"]:
             self._open.remove(older)
             self._counts["checkpoint/copies_failed"] += 1
             log.error("%s is left out: the one before it is still under way, and a newer one is due", older.what)
 
     def _tell_of_many(self) -> None:
-        """Exports are each wanted: slower than saves they keep ever more checkpoints here."""
+        """Warn about many pending exports. None is dropped, so exports slower than saves keep more and more
+        checkpoints."""
         many = sum(each.kind == "exports" for each in self._open)
         if many >= self._told_at:
             self._told_at = 2 * many
@@ -153,17 +156,17 @@ class Errands:
             )
 
     def needed(self) -> set[str]:
-        """Names of checkpoints that must stay for them."""
+        """Names of checkpoints that pending errands still need."""
         with self._lock:
             return {errand.checkpoint.name for errand in self._open}
 
     def counts(self) -> dict[str, float]:
-        """Done and failed since the start, by kind."""
+        """Errands done and failed since the start, by kind."""
         with self._lock:
             return dict(self._counts)
 
     def finish(self, within_s: float) -> None:
-        """Wait for what is open; what is not done by then is said and left."""
+        """Wait for pending errands; log those that are not done in time, and abandon them."""
         with self._lock:
             if self._open:
                 log.info("waiting for %s, at most %.0f s", "; ".join(each.what for each in self._open), within_s)
@@ -197,16 +200,16 @@ class Errands:
 
 
 def run_beside(arguments: Sequence[str], within_s: float, of: str = "a fixed limit") -> str:
-    """Run Python with `arguments`, at low priority. Returns why that failed, as one line; empty where it did not.
+    """Run Python with `arguments`, at low priority. Returns the reason for a failure, as one line; empty on success.
 
     Args:
-        of: the setting that `within_s` is, for the message.
+        of: the setting that `within_s` comes from, for the message.
     """
-    # Nobody would end one that hangs, once this process is gone; and the next learner starts others.
+    # Bound to this process: nobody else would end one that hangs, and the next learner starts its own.
     command = ["nice", "-n", str(NICE), *bound([sys.executable, *arguments])]
-    # Of the launcher's: a process that has them would take itself for a rank of it.
+    # Without the launcher's variables, with which a process would take itself for one of its ranks.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(RANK_OF_TORCHRUN)}
-    environment["CUDA_VISIBLE_DEVICES"] = ""  # the learner's memory is planned to the last byte
+    environment["CUDA_VISIBLE_DEVICES"] = ""  # the learner's GPU memory is planned without it
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=within_s, env=environment, check=False)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""What was trained as plain Hugging Face folders: config, safetensors, tokenizer, generation settings."""
+"""Exports trained models as plain Hugging Face folders: config, safetensors, tokenizer, generation settings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from asyncrl.storage.full_disk import Patience
 from asyncrl.storage.sealed import replacing
 
 COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
-"""Files of the source folder that belong to the tokenizer; copied as they are."""
+"""Files of the source folder that belong to the tokenizer; they are copied unchanged."""
 
 
 def export_hf(
@@ -41,10 +41,10 @@ def export_hf(
     """Write `target` so that `AutoModelForCausalLM.from_pretrained(target)` and vLLM load it. Collective.
 
     Weights are saved in `model.dtype`; a tied head is stored once. `target` appears only when it is complete. With
-    LoRA the adapters are merged into it, and lie beside it as `adapter/`, in peft's format.
+    LoRA the adapters are merged into it, and also saved next to it as `adapter/`, in peft's format.
 
     Args:
-        trained: steps, which `target` then says (`storage.checkpoints.trained_in`).
+        trained: number of steps, recorded in `target` (`storage.checkpoints.trained_in`).
     """
     whole = gathered(model)
     if rank != 0:
@@ -60,19 +60,19 @@ def export_hf(
 
 
 def adapter_of(target: Path) -> Path:
-    """Where adapters lie beside the model `target` that they are merged into."""
+    """Folder of the adapters that are merged into the model `target`, next to it."""
     return target.with_name("adapter" if target.name == EXPORT_DIR else f"{target.name}-adapter")
 
 
 def saved_dtype(model: PackedModel, config: ModelConfig) -> torch.dtype:
-    """That in which `model` computes."""
+    """The dtype in which `model` computes."""
     return compute_dtype(config.dtype, model.device)
 
 
 def export_critic(
     model: CriticModel, config: ModelConfig, target: Path, rank: int, patience: Patience | None = None
 ) -> None:
-    """Write `target`, the critic with its value head, so that `critic.path=target` starts from it. Collective."""
+    """Write the critic with its value head to `target`, so that `critic.path=target` starts from it. Collective."""
     whole = gathered(model)
     if rank == 0:
         plain = refilled(AutoModelForTokenClassification, model.hf, whole, saved_dtype(model, config))
@@ -80,7 +80,7 @@ def export_critic(
 
 
 def gathered(model: PackedModel) -> dict[str, torch.Tensor]:
-    """Whole weights by their Hugging Face names, on the CPU of rank 0; empty on the others. Collective."""
+    """Whole weights by Hugging Face name, on the CPU of rank 0; empty on the others. Collective."""
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     return {
         name.removeprefix(WRAPPER_PREFIX): tensor
@@ -95,7 +95,7 @@ def refilled(
     weights: dict[str, torch.Tensor],
     dtype: torch.dtype,
 ) -> PreTrainedModel:
-    """A model like `hf`, without what the learner changed in it, that holds `weights`."""
+    """A model like `hf`, without the learner's changes to it, that holds `weights`."""
     settings = copy.deepcopy(hf.config)
     settings._attn_implementation = own_attention(hf)  # ours exists in the learner only
     with torch.device("meta"):
@@ -109,10 +109,11 @@ def nbytes_of(weights: Mapping[str, torch.Tensor]) -> int:
 
 
 def written(target: Path, fill: Callable[[Path], None], nbytes: int, patience: Patience | None) -> None:
-    """Write `target`, on a full disk as soon as there is space.
+    """Write `target`; on a full disk, as soon as there is space.
 
     Raises:
-        CheckpointError: it cannot be written (permissions, a broken disk). DiskFullError: see `Patience`.
+        CheckpointError: it cannot be written (permissions, a broken disk).
+        DiskFullError: see `Patience`.
     """
 
     def write() -> None:
@@ -131,17 +132,17 @@ def written(target: Path, fill: Callable[[Path], None], nbytes: int, patience: P
 
 
 def write(plain: PreTrainedModel, tokenizer: str, folder: Path, trained: int | None = None) -> None:
-    """Raises OSError, SafetensorError."""
+    """Write model, tokenizer and step count to `folder`. Raises OSError, SafetensorError."""
     plain.save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
     for file in folder.glob("*.safetensors"):
-        file.chmod(0o644)  # safetensors writes for the owner alone; who may read config.json may read the weights
+        file.chmod(0o644)  # safetensors makes them readable for the owner only, unlike config.json
     if trained is not None:
         (folder / EXPORTED_FILE).write_text(json.dumps({"trained_steps": trained}) + "\n")
 
 
 def save_tokenizer(source: str, target: Path) -> None:
-    """Copy the tokenizer's files, or fetch and save it where `source` is a hub name."""
+    """Copy the tokenizer's files, or download and save it if `source` is a hub name."""
     if not Path(source).is_dir():
         AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(target)
         return

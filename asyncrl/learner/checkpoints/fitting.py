@@ -1,4 +1,4 @@
-"""Whether a checkpoint is of the model that is to be filled from it."""
+"""Checks whether a checkpoint belongs to the model that is to be filled from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from asyncrl.learner.roles import Roles
 from asyncrl.storage.checkpoints import EXPORT_DIR
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Of tensors, by their names in a checkpoint: `model.hf.lm_head.weight`, `optimizer.state.hf.lm_head.weight.step`."""
+"""Shapes of tensors by their names in a checkpoint: `model.hf.lm_head.weight`,
+`optimizer.state.hf.lm_head.weight.step`."""
 
 
 def shapes_in(path: Path) -> Shapes:
@@ -26,7 +27,7 @@ def shapes_in(path: Path) -> Shapes:
 
 
 def _shapes_of(values: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[int, ...]]:
-    """Of what is to be filled, under the names that DCP gives it."""
+    """Shapes of the tensors to be filled, under the names that DCP gives them."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, value in values.items():
         if isinstance(value, Tensor):
@@ -37,7 +38,8 @@ def _shapes_of(values: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[i
 
 
 def check_fits(path: Path, saved: Shapes, loaded: Mapping[str, Any]) -> None:
-    """DCP loads what is asked for and leaves the rest: a model of fewer layers would go on with a part of another."""
+    """Raises CheckpointMismatchError if tensors differ. DCP loads what is requested and ignores the rest: a model with
+    fewer layers would continue with part of another one."""
     wanted = _shapes_of(loaded)
     problems = [f"{_plain(name)} is in the checkpoint only" for name in saved if name not in wanted]
     problems += [f"{_plain(name)} is in the model only" for name in wanted if name not in saved]
@@ -54,13 +56,13 @@ def check_fits(path: Path, saved: Shapes, loaded: Mapping[str, Any]) -> None:
 
 
 def _plain(name: str) -> str:
-    """`model.norm.weight (model)`, `model.norm.weight.exp_avg (optimizer)`."""
+    """Readable name: `model.norm.weight (model)`, `model.norm.weight.exp_avg (optimizer)`."""
     part, _, rest = name.partition(".")
     return f"{rest.removeprefix('state.').removeprefix('hf.')} ({part})"
 
 
 def check_roles(path: Path, saved: Shapes, roles: Roles) -> None:
-    """Before the tensors, so that the setting at fault is named."""
+    """Compare the roles before the tensors, so that the message names the setting at fault."""
     parts = {name.partition(".")[0] for name in saved}
     fewer_bits = any(in_fewer_bits(optimizer) for _, _, optimizer in roles.trained())
     rows = (
@@ -83,7 +85,7 @@ def _in_fewer_bits(saved: Shapes) -> bool:
 
 
 def _exported(path: Path, *, critic: bool) -> str:
-    """Settings that begin with the weights of the run of checkpoint `path`; nothing before its last step wrote them."""
+    """Settings that start from the exported weights of the run of checkpoint `path`; empty before its last step."""
     run_dir = path.parent.parent
     folders = {"model.path": run_dir / EXPORT_DIR} | ({"critic.path": run_dir / "critic"} if critic else {})
     return " ".join(f"{key}={folder}" for key, folder in folders.items() if folder.is_dir())

@@ -1,4 +1,4 @@
-"""Where a learner begins: at its checkpoint, or at the initial weights; told to the replay before anything else."""
+"""Determines where a learner starts, from its checkpoint or from initial weights, and tells the replay server first."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Equal on all ranks."""
+    """Start of training; equal on all ranks."""
 
     step: int
-    """First step to train, from 0: as many were trained before."""
+    """First step to train, from 0; equal to the number of steps trained before."""
     policy_version: int
-    """Number under which the weights in hand are to be published."""
+    """Version under which the loaded weights will be published."""
     parent: int
-    """Version these same weights had before; NO_VERSION for initial weights."""
+    """Version that these weights had before; NO_VERSION for initial weights."""
     skipped_steps: int = 0
 
 
@@ -58,18 +58,19 @@ def begin(
     copies: Mapping[str, Any] | None = None,
     run: str = "",
 ) -> Start:
-    """Load the checkpoint, if any, and tell the replay from where to serve again. Collective.
+    """Load the checkpoint, if any, and tell the replay server from where to serve again. Collective.
 
-    The replay answers no other call of a learner that has not done this; no publisher could announce itself.
+    The replay server answers no other call of a learner before this one; no publisher could announce itself.
 
     Args:
-        known_version: the largest that the run folder names: a replay whose journal is gone may not know it.
-        settings: digest of those that this learner trains by.
-        branch: the checkpoint was chosen by hand.
-        updates: optimizer steps per batch, in each of which the ranks meet.
-        early: groups that are trained on together before the batch is full.
-        copies: digests of what every machine has its own copy of; workers with others are refused, or told of.
-        run: what it is called through all its resumes.
+        known_version: the largest version named in the run folder: a replay server whose journal is gone may not
+            know it.
+        settings: digest of the settings that this learner trains with.
+        branch: the checkpoint was chosen by path.
+        updates: optimizer steps per batch; in each of them gradients are reduced over the ranks.
+        early: number of groups that are trained on together before the batch is full.
+        copies: digests of what every machine has a copy of; workers with different ones are refused, or reported.
+        run: name of the run, the same through all its resumes.
     """
     step, version, skipped, snapshot = None, NO_VERSION, 0, None
     if resume_from is not None:
@@ -82,18 +83,18 @@ def begin(
         step, version, skipped = state.step, state.policy_version, state.skipped_steps
     numbers = torch.zeros(2, dtype=torch.int64, device=device)
     if rank == 0:
-        checkpoints.begin_branch()  # before the replay goes back: a death between must find no newer checkpoint than it
+        checkpoints.begin_branch()  # before the replay server goes back: a crash in between must leave no newer one
         restored = replay.restore(
             step=step, policy_version=version, snapshot=snapshot, settings=settings, branch=branch, run=run
         )
-        # The replay refuses what does not fit: groups with other tokens would crash the embedding of every rank.
+        # The replay server refuses groups that do not fit: unknown tokens would crash the embedding on every rank.
         vocabulary = roles.policy.hf.get_input_embeddings().num_embeddings
         reference = FROM_ROLLOUT if roles.reference_comes else ""
         board = {"vocabulary": vocabulary, REFERENCE: reference, UPDATES: updates, EARLY: early, **(copies or {})}
         replay.announce(board | {ROUTERS: row_of_routers(roles.policy.routers)})
         fresh = restored.next_version
         if fresh <= known_version:
-            fresh = known_version + 2  # the next one may have been published, and nobody left to write it down
+            fresh = known_version + 2  # the next one may have been published without being written down anywhere
             log.warning(
                 "the run folder names policy_version %d and the replay knows of none above %d, so its journal is gone: "
                 "going on with %d, for a version is never used twice",
@@ -107,20 +108,20 @@ def begin(
 
 
 def highest_version(run_dir: Path) -> int:
-    """The largest policy_version that anything in a run folder names; NO_VERSION where nothing does."""
+    """The largest policy_version named anywhere in a run folder; NO_VERSION if there is none."""
     versions = [NO_VERSION]
     for name in (METRICS_FILE, LEDGER_FILE):
         rows = (row_of(line) for line in tail(run_dir / name))
         versions += [row["policy_version"] for row in rows if row and isinstance(row.get("policy_version"), int)]
     for path in finished(run_dir / CHECKPOINT_DIR):
-        with contextlib.suppress(CheckpointError):  # damaged, and not the one to go on from
+        with contextlib.suppress(CheckpointError):  # damaged, so not the one to continue from
             versions.append(position_of(path)[1])
     return max(versions)
 
 
 def kept_rows(run_dir: Path, start: Start) -> int:
-    """The step up to which rows of before belong to what is gone on from: another line, of larger versions, may have
-    trained its last steps again and was left since (`begin_branch`)."""
+    """The step up to which existing rows belong to the line that is continued: another line, with larger versions, may
+    have trained its last steps again before it was abandoned (`begin_branch`)."""
     rows = (row for row in read_lines(run_dir / METRICS_FILE).rows if not is_evaluation(row))
     of_others = [row["step"] - 1 for row in rows if row.get("policy_version", NO_VERSION) > start.parent]
     return min([start.step, *of_others])

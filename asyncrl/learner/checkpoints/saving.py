@@ -1,7 +1,7 @@
-"""A checkpoint is written beside the steps: from a copy in host memory, on a thread, its ranks in a group of their own.
+"""Writes a checkpoint during training: from a copy in host memory, on a thread, with a process group of its own.
 
 begin --> thread: copy ... | write, hash, sync, seal, commit ... saved
-          optimizer's step waits for the copy                    the next save, and the end, wait for this
+          the optimizer step waits for the copy                  the next save, and the end, wait for this
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from asyncrl.learner.parallel.sharding import local
 from asyncrl.weights.publishing.copying import CopyStream
 
 HOST = torch.device("cpu")
-"""Where the ranks of a save meet."""
+"""Device with which the ranks of a save communicate."""
 
 
 def own_group(within_s: float) -> dist.ProcessGroup | None:
-    """Where the ranks of a save meet: over gloo, whatever training uses, and in no order with its collectives. None for
-    one rank. Collective.
+    """The process group of saves: gloo, whatever training uses, and not ordered with training's collectives. None for a
+    single rank. Collective.
 
     Args:
-        within_s: what a rank may take longer than the others.
+        within_s: limit on the seconds that a rank may take longer than the others.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
@@ -42,15 +42,15 @@ def own_group(within_s: float) -> dist.ProcessGroup | None:
 
 
 class HostCopy:
-    """(Sharded) tensors copied to host memory. The memory is kept for the next copy: fresh pages cost more than the
-    bytes that are put on them."""
+    """Copies (sharded) tensors to host memory. The memory is kept for the next copy, because allocating fresh pages
+    takes longer than filling them."""
 
     def __init__(self) -> None:
         self._held: dict[str, Any] = {}
 
     @torch.no_grad()
     def take(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """The same nested dictionary, valid until the next `take`."""
+        """Copy a nested dictionary of tensors; the copy is valid until the next `take`."""
         self._held = _copied(tensors, self._held)
         return self._held
 
@@ -77,13 +77,13 @@ def _alike(held: Tensor, value: Tensor) -> bool:
 
 
 class BackgroundSave:
-    """One save at a time.
+    """Runs one save at a time.
 
-    Waits for: the disk and the other ranks, on its thread; whoever calls `wait_copied` or `finish` waits for that.
+    Waits for: the disk and the other ranks, on its thread; callers of `wait_copied` and `finish` wait for the thread.
     Unblocked by: the end of the copy, or of the save, or the deadline.
 
     Args:
-        within_s: longest that a save may take.
+        within_s: limit on the seconds that a save may take.
     """
 
     def __init__(self, within_s: float) -> None:
@@ -97,17 +97,17 @@ class BackgroundSave:
         self._took = dict.fromkeys(("checkpoint/save_s", "checkpoint/copy_wait_s", "checkpoint/wait_s"), 0.0)
 
     def start(self, name: str, copied: Callable[[], None], write: Callable[[], None], device: torch.device) -> None:
-        """Run `copied`, then `write`, on a thread; the save before was finished.
+        """Run `copied`, then `write`, on a thread. The previous save must be finished.
 
         Args:
-            name: of what is saved, for messages.
-            copied: reads what steps change.
-            device: of that. What is enqueued on a GPU until now comes first.
+            name: what is saved, for messages.
+            copied: reads the tensors that steps change.
+            device: device of these. `copied` runs after the work that is queued on a GPU now.
         """
         self._name, self._started = name, time.monotonic()
         self._copied.clear()
         work = (partial(self._stream.after_now(device), copied), write)
-        # A daemon: a disk that hangs must not keep a learner from ending that has nothing more to do.
+        # A daemon thread, so that a disk that hangs does not keep a learner from ending when nothing else is left.
         self._thread = threading.Thread(target=self._main, args=work, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -123,7 +123,7 @@ class BackgroundSave:
             self._copied.set()
 
     def wait_copied(self) -> None:
-        """Until nothing reads the weights and moments any more. Raises CheckpointError after the deadline."""
+        """Wait until weights and moments are no longer read. Raises CheckpointError after the deadline."""
         if self._thread is None or self._copied.is_set():
             return
         began = time.monotonic()
@@ -138,15 +138,16 @@ class BackgroundSave:
         return self._thread is not None and self._thread.is_alive()
 
     def timings(self) -> dict[str, float]:
-        """What the last save took, and what steps have waited for its copy, and for its end, since this was asked."""
+        """Seconds since the last call: of the last save, and of waits of steps for its copy and for its end."""
         took, self._took = self._took, dict.fromkeys(self._took, 0.0)
         return {name: seconds for name, seconds in took.items() if seconds}
 
     def finish(self, within_s: float | None = None) -> None:
-        """Until what was started is saved.
+        """Wait until the running save is complete.
 
         Raises:
-            CheckpointError: it could not be written, or takes too long. DiskFullError, RunFolderError: as of `write`.
+            CheckpointError: it could not be written, or takes too long.
+            DiskFullError, RunFolderError: raised by `write`.
         """
         if self._thread is None:
             return
@@ -161,7 +162,7 @@ class BackgroundSave:
         self._thread, failure, self._failure = None, self._failure, None
         if isinstance(failure, AsyncRLError):
             raise failure
-        if isinstance(failure, (RuntimeError, EOFError)):  # ranks meet in between, and one of them is gone
+        if isinstance(failure, (RuntimeError, EOFError)):  # a collective failed because another rank is gone
             raise CheckpointError(
                 f"{self._name} could not be written, see the other learner ranks: {failure}"
             ) from failure

@@ -1,6 +1,7 @@
-"""A checkpoint becomes whole: every rank proves the files that it wrote, and rank 0 that it sees all of them.
+"""Completes a checkpoint: every rank hashes the files that it wrote, and rank 0 checks that it sees all of them.
 
-Reading a checkpoint once more to hash it takes as long as it is large; done by one rank, all others wait for it.
+Hashing means reading a checkpoint again, which takes time in proportion to its size; if one rank hashed everything, all
+others would wait for it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from asyncrl.learner.parallel.collectives import however_long, text_of_rank_zero
 from asyncrl.storage import sealed
 
 SEEN_WITHIN_S = 60.0
-"""What a rank wrote is seen by the others within this: a network file system caches what a folder holds for as long."""
+"""Seconds within which other ranks see what a rank wrote: a network file system caches directory listings as long."""
 LOOK_EVERY_S = 0.2
 PROBE = ".probe_"
 ONE_FOLDER = (
@@ -31,7 +32,7 @@ ONE_FOLDER = (
 
 
 def refuse_unshared(folder: Path, rank: int, device: torch.device, *, within_s: float = SEEN_WITHIN_S) -> None:
-    """Whether what rank 0 writes into `folder` is seen by every rank. Collective.
+    """Check that every rank sees what rank 0 writes into `folder`. Collective.
 
     Raises:
         RunFolderError: on every rank, naming those that do not see it.
@@ -41,7 +42,7 @@ def refuse_unshared(folder: Path, rank: int, device: torch.device, *, within_s: 
     probe, token = folder / f"{PROBE}{uuid.uuid4().hex}", uuid.uuid4().hex
     if rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.glob(f"{PROBE}*"):  # of a start that was killed
+        for old in folder.glob(f"{PROBE}*"):  # left by a start that was killed
             old.unlink(missing_ok=True)
         probe.write_text(token)
     try:
@@ -66,14 +67,14 @@ def prove_own(
     *,
     within_s: float = SEEN_WITHIN_S,
 ) -> sealed.Entries:
-    """Sync and hash what each rank wrote into `folder`, at the same time; on rank 0 compare it with the metadata of
-    DCP and with the files. Collective, and as long as it takes.
+    """Sync and hash on each rank, in parallel, the files that it wrote into `folder`; on rank 0 compare them with DCP's
+    metadata and with the files that it sees. Collective, without a limit on its duration.
 
     Returns:
-        The entries of all ranks' files for the manifest; on rank 0 alone.
+        The entries of all ranks' files for the manifest; on rank 0 only.
 
     Raises:
-        CheckpointError: on every rank: a file could not be read, or is not there for rank 0.
+        CheckpointError: on every rank: a file could not be read, or rank 0 does not see it.
     """
     told = texts_of_ranks(however_long(lambda: _own(folder, rank), device, group), device, group)
     entries: sealed.Entries = {}
@@ -89,7 +90,7 @@ def prove_own(
 
 
 def _own(folder: Path, rank: int) -> str:
-    """JSON of the entries of this rank's files, or of what is wrong with them."""
+    """JSON of the entries of this rank's files, or of an error message."""
     try:
         return json.dumps(sealed.entries_of(folder, sorted(folder.glob(f"__{rank}_*"))))
     except OSError as error:
@@ -97,7 +98,7 @@ def _own(folder: Path, rank: int) -> str:
 
 
 def _missing(folder: Path, entries: Mapping[str, sealed.Entry], within_s: float) -> str:
-    """What the metadata names and no rank wrote, or rank 0 does not see; empty if the checkpoint is whole."""
+    """Describes a file in the metadata that no rank wrote, or that rank 0 does not see; empty if all are there."""
     promised = promised_bytes(FileSystemReader(folder).read_metadata())
     unwritten = [name for name, end in promised.items() if name not in entries or entries[name]["bytes"] < end]
     if unwritten:
@@ -111,7 +112,7 @@ def _missing(folder: Path, entries: Mapping[str, sealed.Entry], within_s: float)
 
 
 def promised_bytes(metadata: Metadata) -> dict[str, int]:
-    """File -> bytes that it must have at least, by what is said to lie in it."""
+    """Map each file to the smallest size in bytes with which it can contain what the metadata places in it."""
     ends: dict[str, int] = {}
     for part in (metadata.storage_data or {}).values():
         ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
@@ -119,7 +120,8 @@ def promised_bytes(metadata: Metadata) -> dict[str, int]:
 
 
 def _in_time(happened: Callable[[], bool], within_s: float) -> bool:
-    """waits for: what another machine wrote. unblocked by: its file system, or the deadline."""
+    """Whether `happened` returns true in time. waits for: another machine's write. unblocked by: its file system, or
+    the deadline."""
     for _ in _ticks(within_s):
         if happened():
             return True

@@ -1,4 +1,4 @@
-"""What a checkpoint says of the learner beside its tensors: `state.json`."""
+"""`state.json`: the learner's state in a checkpoint, except its tensors."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from asyncrl.storage.objects import read_object
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerState:
-    """Where the learner stood."""
+    """State of the learner at a checkpoint."""
 
     step: int
-    """Last step that was trained (from 0)."""
+    """Last trained step (from 0)."""
     policy_version: int
     """Version of the saved weights."""
     skipped_steps: int
     """Optimizer steps skipped for non-finite numbers so far."""
     kl_coef: float = 0.0
-    """Price of the KL in the reward, for the next step."""
+    """KL coefficient of the reward for the next step."""
     norms: dict[str, list[float]] = field(default_factory=dict)
-    """By model, of the gradients that the next one is compared with (`optimizer.spikes`)."""
+    """By model: the gradient norms that the next one is compared with (`optimizer.spikes`)."""
     spikes: dict[str, int] = field(default_factory=dict)
-    """By model, the updates skipped for them so far."""
+    """By model: the number of updates skipped as spikes so far."""
     run: str = ""
-    """Whose it is: the run of the folder it was saved in, the same through all resumes (`origin_of`)."""
+    """The run that saved it, the same through all its resumes (`origin_of`)."""
 
 
 def read_state(file: Path) -> LearnerState:
-    """Raises CheckpointDamagedError, CheckpointMismatchError."""
+    """Read `state.json`. Raises CheckpointDamagedError, CheckpointMismatchError."""
     try:
         values = read_object(file)
     except (OSError, ValueError) as error:
@@ -48,7 +48,7 @@ def read_state(file: Path) -> LearnerState:
 
 
 def refuse_stranger(checkpoint: Path, run: str, way_out: str) -> None:
-    """What lies in the folder of `run` but another run saved. Raises CheckpointMismatchError."""
+    """Raises CheckpointMismatchError if `checkpoint`, in the folder of `run`, was saved by another run."""
     saved_by = read_state(checkpoint / STATE_FILE).run
     if saved_by and run and saved_by != run:
         raise CheckpointMismatchError(

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint go into its files, on a full disk as soon as there is space."""
+"""Writes the tensors of a checkpoint into its files; on a full disk, as soon as there is space."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ def write_tensors(
     group: dist.ProcessGroup | None,
     patience: Patience,
 ) -> None:
-    """Collective over `group` (None: this rank alone), and so is every new attempt on a full disk: all ranks see the
-    failure of one.
+    """Write `tensors` to the folder `aside`. Collective over `group` (None: this rank alone), including every retry on
+    a full disk: all ranks see the failure of one.
 
     Args:
-        make_room: called on rank 0 while the disk is full: what is there without need is to go.
+        make_room: called on rank 0 while the disk is full, to delete what is not needed.
 
     Raises:
-        CheckpointException: a rank could not write. DiskFullError: no space for as long as the patience lasts.
+        CheckpointException: a rank could not write.
+        DiskFullError: there was no space within the patience.
     """
     nbytes, full = _bytes_of(tensors), FullDisk(patience)
     while True:
@@ -49,12 +50,12 @@ def write_tensors(
             full.over()
             return
         if rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)  # half a checkpoint: the space may be missed elsewhere
+            shutil.rmtree(aside, ignore_errors=True)  # an incomplete checkpoint, whose space may be needed elsewhere
             _wait_for_space(full, aside, nbytes, patience, make_room)
 
 
 def said_of(error: BaseException) -> str:
-    """What each rank that failed has to say: of a CheckpointException torch shows their tracebacks."""
+    """The messages of all ranks that failed; torch's own text of a CheckpointException has their tracebacks."""
     if not isinstance(error, CheckpointException):
         return str(error)
     return "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in error.failures.items())
@@ -63,8 +64,8 @@ def said_of(error: BaseException) -> str:
 def _wait_for_space(
     full: FullDisk, aside: Path, nbytes: int, patience: Patience, make_room: Callable[[], None]
 ) -> None:
-    """Until it may fit: a whole checkpoint written once a second would be a load of its own. A quota shows in no
-    number, so it is tried once a minute all the same."""
+    """Wait until it may fit, because writing a whole checkpoint every second would be a load of its own. A quota does
+    not show in the free space, so another attempt is made once a minute in any case."""
     until = patience.clock() + SAY_S
     full.note(aside, nbytes)
     while patience.clock() < until:
@@ -81,6 +82,6 @@ def _make_empty(folder: Path) -> None:
 
 
 def _bytes_of(values: Mapping[str, Any]) -> int:
-    """Of all tensors in it, the shards of the other ranks too."""
+    """Bytes of all tensors in it, including other ranks' shards."""
     nested = sum(_bytes_of(value) for value in values.values() if isinstance(value, Mapping))
     return nested + sum(value.numel() * value.element_size() for value in values.values() if isinstance(value, Tensor))
