@@ -1,2 +1,2 @@
-"""The ranks of a learner as processes: how torchrun starts them, where they meet, how they are asked to stop, and the
-one restart after a step that was too large. No model here."""
+"""The processes of a learner's ranks: how torchrun starts them, their rendezvous, how they are asked to stop, and the
+one restart after running out of memory. No model here."""

@@ -1,7 +1,7 @@
-"""Ranks that import what they need while their torchrun does. It needs a second to import torch and starts them after
-that; where it is told how many they are to be, on one machine, they can begin at once.
+"""Starts ranks early, so that they import their modules while torchrun does. torchrun takes a second to import torch
+and starts ranks afterwards; if their number is known, on a single machine, they can start at once.
 
-What they are to be told they read from standard input, as it becomes known: the variables that torchrun sets.
+They read the variables that torchrun sets from standard input, once these are known.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections.abc import Mapping, Sequence
 from asyncrl.learner.processes.launcher import AHEAD, LAUNCHER
 
 MODULES = ("asyncrl.learner", "asyncrl.sft")
-"""Of ours those that are `launcher.as_rank` and nothing before."""
+"""Our modules that call `launcher.as_rank` before anything else."""
 
 
 def ranks_and_command(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[int, tuple[str, ...]]:
-    """How many ranks this torchrun starts and the command of each, from its `arguments`; none where that shows later,
-    or where it sets what has to stand before they import torch."""
+    """Number of ranks that this torchrun starts, and the command of each, from its `arguments`. 0 if this becomes known
+    only later, or if torchrun sets variables that are needed before the ranks import torch."""
     place = arguments.index("-m") if "-m" in arguments[:-1] else len(arguments)
     wanted = [text.partition("=")[2] for text in arguments[:place] if text.startswith("--nproc-per-node=")]
     known = "--nnodes=1" in arguments[:place] and len(wanted) == 1 and wanted[0].isdecimal()
@@ -32,15 +32,15 @@ def ranks_and_command(arguments: Sequence[str], environment: Mapping[str, str]) 
 
 
 class Ahead:
-    """The ranks that one torchrun has started before it was ready; each is taken once."""
+    """Ranks that one torchrun started before it was ready itself; each is taken once."""
 
     def __init__(self, ranks: int, command: Sequence[str]) -> None:
         self._command = tuple(command)
         self._begun = {rank: self._start(rank, ranks) for rank in range(ranks)}
 
     def take(self, rank: int, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
-        """The process of this rank, which goes on with `environment`; None where it is to be started anew: it has ended
-        or was taken before, or its command is another one."""
+        """The process of this rank, which continues with `environment`. None if a new one must be started: it has ended
+        or was taken before, or its command is different."""
         process = self._begun.pop(rank, None)
         if process is None:
             return None
@@ -50,7 +50,7 @@ class Ahead:
             process.wait()
             process.stdin.close()
             return None
-        with contextlib.suppress(BrokenPipeError):  # it has ended just now, as torchrun will see
+        with contextlib.suppress(BrokenPipeError):  # it has just ended, which torchrun will notice
             process.stdin.write(json.dumps(dict(environment)).encode() + b"\n")
             process.stdin.close()
         return process

@@ -1,4 +1,4 @@
-"""What a rank knows of the torchrun that started it, and the one thing it can tell it: to stop."""
+"""What a rank knows of the torchrun that started it, and the signals that it can send to it."""
 
 from __future__ import annotations
 
@@ -31,58 +31,58 @@ from asyncrl.family import die_with_parent
 from asyncrl.standstill import watched_supervisors
 
 LAUNCHER = "ASYNCRL_LAUNCHER"
-"""Environment variable, set by our torchrun: its pid. A rank imports for seconds before it can ask who its parent is,
-and of a torchrun that was killed in them it would take whoever adopted it for the one that started it."""
+"""Environment variable with the pid of our torchrun, which sets it. A rank imports for seconds before it can read its
+parent's pid; if torchrun was killed meanwhile, it would mistake the process that adopted it for its torchrun."""
 ADVANCED = signal.SIGUSR1
-"""To our torchrun: whoever is started again goes on from further ahead than this start did. It counts its restarts anew
-then."""
+"""Signal to our torchrun: a restart would continue from a later point than this start did. It then resets its count of
+restarts."""
 ENDED = signal.SIGUSR2
-"""To our torchrun: the rank has come to its end. Exit code 0 alone does not say so: a library, or code of the user's,
-may have called `os._exit`."""
+"""Signal to our torchrun: the rank has finished its work. Exit code 0 alone does not show it, because a library or user
+code may have called `os._exit`."""
 AHEAD = "ASYNCRL_AHEAD"
-"""Environment variable of a rank that was started before our torchrun knew all that it is to be told (`ahead`)."""
+"""Environment variable of a rank that was started before torchrun knew all of its variables (`ahead`)."""
 HOPELESS = (
     *(CheckpointDamagedError, CheckpointMismatchError, ConfigError, DataError, DiskFullError, EpisodeError),
     *(NonFiniteError, OwnCodeError, RefusedPeerError, RewardError, RunFolderError),
 )
-"""What would end the ranks in the same way after every restart."""
+"""Errors that would end the ranks in the same way after every restart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher:
-    """The process that started this rank. Made when the rank starts: later its parent may be another."""
+    """The process that started this rank. Create it when the rank starts: its parent may be another process later."""
 
     pid: int
     start: str
-    """Names this start of the ranks, equal on all of one machine. Empty: torchrun did not start them."""
+    """Identifies this start of the ranks, equal for all on a machine. Empty: torchrun did not start them."""
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Launcher:
-        """From what torchrun sets; of a torchrun other than ours the parent of now."""
+        """Read it from torchrun's variables; for another torchrun than ours the pid is that of the current parent."""
         run = environment.get("TORCHELASTIC_RUN_ID", "")
         pid = int(environment.get(LAUNCHER) or os.getppid())
         restarts = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
         return cls(pid=pid, start=f"{pid}-{restarts}-{run}"[:80] if run else "")
 
     def stop(self) -> bool:
-        """Make torchrun end the ranks and not start them again; it knows no exit code that says so.
+        """Make torchrun end the ranks and not restart them; no exit code has this effect.
 
-        Any rank may tell, the first of a machine does. Two signals would do no harm, but each further one interrupts
-        torchrun while it ends the ranks, and may leave some behind.
+        Any rank may call this; the first on a machine sends the signal. A second signal would do no harm by itself, but
+        each further one interrupts torchrun while it ends the ranks, and may leave some behind.
 
         Returns:
-            Whether this rank has told. It then outlives SIGTERM, to close what it opened: torchrun waits 30 s for it.
+            Whether this rank sent the signal. It then ignores SIGTERM, to close its resources: torchrun waits 30 s.
         """
-        if not self.start or self.pid == 1 or os.getppid() != self.pid:  # torchrun is gone: the parent is another
+        if not self.start or self.pid == 1 or os.getppid() != self.pid:  # torchrun is gone: the parent has changed
             return False
         first = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             first.bind(f"\0asyncrl-learner-stop-{self.start}")
-        except OSError as error:  # elsewhere than on Linux there are no such names: then every rank tells
+        except OSError as error:  # only Linux has such names; elsewhere every rank sends the signal
             if error.errno == errno.EADDRINUSE:
                 first.close()
                 return False
-        first.detach()  # the name lasts as long as this process
+        first.detach()  # the name exists as long as this process
         previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
             os.kill(self.pid, signal.SIGTERM)
@@ -93,10 +93,10 @@ class Launcher:
 
 
 def told() -> None:
-    """In a rank: returns when its variables are those that torchrun sets.
+    """Called by a rank that was started ahead: return once its environment has the variables that torchrun sets.
 
-    waits for: its torchrun, which imports torch meanwhile; unblocked by: the variables, or its end, and then this
-    process ends
+    waits for: its torchrun, which imports torch meanwhile. unblocked by: the variables, or the end of torchrun, after
+    which this process ends.
     """
     if os.environ.pop(AHEAD, "") != "1":
         return
@@ -114,7 +114,7 @@ def told() -> None:
 
 
 def tell(number: int) -> None:
-    """Our torchrun, where that has started this rank: another knows of no such signal, and would end of it."""
+    """Send a signal to our torchrun, if it started this rank: another one does not handle it and would be killed."""
     pid = os.environ.get(LAUNCHER, "")
     if pid == str(os.getppid()):
         with contextlib.suppress(ProcessLookupError):
@@ -122,13 +122,13 @@ def tell(number: int) -> None:
 
 
 def to_the_end(work: Callable[[ExitStack], None], failed: Callable[[AsyncRLError], None] | None = None) -> int:
-    """Exit code 0, once `work` is done and what it put into the stack is closed.
+    """Run `work`, then close what it put into the stack. Returns exit code 0.
 
     Args:
-        failed: called with the error that ended it, before anything is closed.
+        failed: called with the error that ended `work`, before anything is closed.
 
     Raises:
-        AsyncRLError: that one.
+        AsyncRLError: the error that ended `work`.
     """
     with ExitStack() as opened:
         try:
@@ -141,21 +141,21 @@ def to_the_end(work: Callable[[ExitStack], None], failed: Callable[[AsyncRLError
 
 
 def as_rank(main: Callable[[Callable[[AsyncRLError], None]], int], name: str) -> int:
-    """Exit code of `main` as a process of its own: an error is said, and exit code 1.
+    """Run `main` as a process and return its exit code; an error is printed and gives exit code 1.
 
     Args:
-        main: called with what is to be called with the error that ends it, before it closes anything.
-        name: of the module, for the error.
+        main: called with a function that it must call with the error that ends it, before it closes anything.
+        name: name of the module, for the error message.
     """
     told()
     launcher = Launcher.of(os.environ)
     if launcher.start:
-        # Nobody would start it again, or stop it: it would train on beside the next run in its folder.
+        # Otherwise, without anyone to restart or stop it, it would train on beside the next run in its folder.
         die_with_parent(launcher.pid)
 
     def failed(error: AsyncRLError) -> None:
         print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        if isinstance(error, HOPELESS):  # told later, another rank could end of it first, and all be started again
+        if isinstance(error, HOPELESS):  # at once, because another rank might end first, and all would be restarted
             launcher.stop()
 
     try:

@@ -1,11 +1,11 @@
-"""A step that does not fit the device: once, all ranks start again from the checkpoint with half the micro-batch.
+"""Handles a step that does not fit the device: once, all ranks restart from the checkpoint with half the micro-batch.
 
-A rank that runs out of memory in the middle of a step has left the others in collectives of that step: nobody can go
-back to its beginning together. So the rank notes the budget and ends; torchrun starts all again, rank 0 reads the note
-for all, and the same batches are trained in smaller pieces. Where half is too much as well, the run ends and says which
-setting helps most.
+A rank that runs out of memory in the middle of a step has left the others in collectives of that step, so the ranks
+cannot repeat the step together. Instead the rank notes the budget and ends, torchrun restarts all ranks, rank 0 reads
+the note for all, and the same batches are trained in smaller pieces. If half is too much as well, the run ends and
+names the setting that helps most.
 
-logs/out_of_memory.json   the budget that was too much, and of what
+logs/out_of_memory.json   the budget that was too large, and the settings it applied to
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _note(run_dir: Path) -> Path:
 
 
 def _of(config: Config) -> list[object]:
-    """What memory of a step depends on, as far as settings say it: with others the note does not hold."""
+    """The settings that the memory of a step depends on: the note does not apply with others."""
     checkpointing: list[object] = [config.model.activation_checkpointing, config.model.checkpoint_every]
     if config.model.checkpoint_keep != "nothing":
         checkpointing.append(config.model.checkpoint_keep)
@@ -50,7 +50,7 @@ def _of(config: Config) -> list[object]:
 
 
 def _noted(note: Path, config: Config) -> int:
-    """The budget that was too much with these settings; 0 where none was."""
+    """The budget that was too large with these settings; 0 if there is none."""
     try:
         said = read_object(note)
         return int(said["budget"]) if said["of"] == _of(config) else 0
@@ -59,7 +59,7 @@ def _noted(note: Path, config: Config) -> int:
 
 
 def heed_note(config: Config, run_dir: Path, rank: int, device: torch.device) -> None:
-    """Halve the budget of a micro-batch in `config` where a step with it did not fit. Collective."""
+    """Halve the budget of a micro-batch in `config` if a step with it did not fit. Collective."""
     mine = _noted(_note(run_dir), config) if rank == 0 else 0
     noted = int(text_of_rank_zero(str(mine), device))
     if not noted or config.learner.max_tokens_per_microbatch < noted:
@@ -76,18 +76,18 @@ def heed_note(config: Config, run_dir: Path, rank: int, device: torch.device) ->
 
 @contextmanager
 def one_more_try(config: Config, run_dir: Path, rank: int) -> Iterator[None]:
-    """Around a step.
+    """Context of a step.
 
     Raises:
-        StepMemoryError: it did not fit, and is to be tried again with half the micro-batch.
-        ConfigError: it did not fit with half of it either.
+        StepMemoryError: the step did not fit; it is repeated with half the micro-batch after a restart.
+        ConfigError: it did not fit with half the micro-batch either.
     """
     try:
         yield
     except torch.OutOfMemoryError as error:
         budget, note = config.learner.max_tokens_per_microbatch, _note(run_dir)
         why = str(error).split(". ")[0]
-        # The other ranks may have run out in the same step: theirs is the same news.
+        # Other ranks may have run out of memory in the same step: their note has the same budget.
         if _noted(note, config) > budget:
             raise ConfigError(
                 f"rank {rank} ran out of memory in a step with half the micro-batch too ({budget} tokens): {why}. What "
@@ -104,7 +104,7 @@ def one_more_try(config: Config, run_dir: Path, rank: int) -> Iterator[None]:
 
 
 def lowers_most(config: Config) -> str:
-    """The setting, in words."""
+    """The setting that lowers memory most, in words."""
     budget = config.learner.max_tokens_per_microbatch
     if not config.model.activation_checkpointing:
         return "model.activation_checkpointing=true keeps the activations of one layer instead of all"

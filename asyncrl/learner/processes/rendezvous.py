@@ -1,9 +1,9 @@
-"""Where the nodes of torchrun meet, and the ranks: stores that listen on one address, in which nothing is pickled.
+"""Rendezvous of torchrun's nodes and of the ranks: stores that listen on one address, and in which nothing is pickled.
 
-torch's own ways listen on every interface, and its `c10d` unpickles what it finds in the store: whoever reaches the
-port runs code. Here the set of nodes is fixed. Node 0 listens on the endpoint's host alone; all go from round to round
-together, and the ranks of every round meet in a store of their own, so that none of them finds the addresses of dead
-ones. One node needs no store for itself, only one for its ranks.
+torch's own ones listen on every interface, and its `c10d` unpickles what it reads from the store: anyone who reaches
+the port can run code. Here the set of nodes is fixed. Node 0 listens only on the endpoint's host. All nodes go from
+round to round together, and the ranks of every round have a store of their own, so that they do not find addresses of
+dead ranks. A single node needs no store for itself, only one for its ranks.
 """
 
 # torch documents its stores at `torch.distributed` but does not list them in `__all__`.
@@ -39,15 +39,15 @@ _LEAVE_S = 10.0
 
 
 class BoundRendezvous(RendezvousHandler):
-    """A fixed set of nodes, of which node 0 hosts every store.
+    """A fixed set of nodes; node 0 hosts every store.
 
-    A node whose ranks died opens the next round; the others see that at their next look (`num_nodes_waiting`), stop
-    their ranks and follow. A node that was started again in the place of a dead one does the same.
+    A node whose ranks died opens the next round. The others notice it at their next check (`num_nodes_waiting`), stop
+    their ranks and follow. A node that replaces a dead one does the same.
 
     Args:
         host: address of node 0 on the interface to listen on.
-        port: at which the nodes meet; not used by a single one. The ranks' port is another, a free one.
-        timeout_s: for all nodes to come together.
+        port: port of the nodes' store; not used by a single node. The ranks' store has another, free port.
+        timeout_s: limit on the seconds until all nodes have arrived.
     """
 
     def __init__(self, *, host: str, port: int, node: int, nodes: int, run_id: str, timeout_s: float) -> None:
@@ -56,7 +56,7 @@ class BoundRendezvous(RendezvousHandler):
         self._run_id, self._timeout_s = run_id, timeout_s
         self._meeting: dist.Store | None = dist.HashStore() if nodes == 1 else None
         self._ranks: dist.TCPStore | None = None
-        """Kept for as long as its round: it lives in this process."""
+        """Kept during its round: the store lives in this process."""
         self._round = 0
 
     def get_backend(self) -> str:
@@ -64,15 +64,16 @@ class BoundRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """The ranks only connect to their store: one that hosted it would take it along when it is killed."""
+        """True: the ranks only connect to their store. If a rank hosted it, the store would be lost when it is
+        killed."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Consumes: rounds. Waits for: every node, `timeout_s`. Unblocked by: the last of them.
 
         Raises:
-            RendezvousConnectionError: node 0 cannot listen, or nobody does there.
-            RendezvousTimeoutError: a node did not come.
+            RendezvousConnectionError: node 0 cannot listen, or does not answer.
+            RendezvousTimeoutError: a node did not arrive.
         """
         deadline = time.monotonic() + self._timeout_s
         store = self._meeting = self._meeting or self._open_meeting()
@@ -84,14 +85,14 @@ class BoundRendezvous(RendezvousHandler):
                     f"{self._host}:{self._port}. Start each with its own number, and the same endpoint"
                 )
             time.sleep(_POLL_S)
-            if self._current(store) != self._round:  # a node was started again while the others waited for it
+            if self._current(store) != self._round:  # a node was restarted while the others waited for it
                 self._enter(store)
         port = int(store.get(f"{_ROUND}/{self._round}/port"))
         shared = dist.PrefixStore(f"{_ROUND}/{self._round}/shared", store)
         return RendezvousInfo(shared, self._node, self._nodes, RendezvousStoreInfo(self._host, port))
 
     def num_nodes_waiting(self) -> int:
-        """Anything but 0 makes torchrun start the ranks again. Raises RuntimeError when node 0 is gone."""
+        """Any value but 0 makes torchrun restart the ranks. Raises RuntimeError if node 0 is gone."""
         return int(self._meeting is not None and self._current(self._meeting) != self._round)
 
     def is_closed(self) -> bool:
@@ -107,8 +108,8 @@ class BoundRendezvous(RendezvousHandler):
         return True
 
     def leave(self) -> None:
-        """At the end of the work of all. Waits for: the other nodes, where this one hosts what they still read that in;
-        `_LEAVE_S`."""
+        """Call when all ranks have finished. On node 0, which hosts the store, waits for: the other nodes, which still
+        read from it; `_LEAVE_S`."""
         with suppress(dist.DistError):
             left, deadline = self._left(1), time.monotonic() + _LEAVE_S
             while self._node == 0 and left < self._nodes and time.monotonic() < deadline:
@@ -116,8 +117,8 @@ class BoundRendezvous(RendezvousHandler):
                 left = self._left(0)
 
     def _enter(self, store: dist.Store) -> None:
-        """Take the seat in the newest round; in the next one, if it has been taken: by this node, whose ranks have
-        died since, or by one that this node replaces."""
+        """Take this node's seat in the newest round. If it is taken, by this node, whose ranks have died since, or by
+        the node that this one replaces, take it in the next round."""
         current = self._current(store)
         if store.check([f"{_ROUND}/{current}/{self._node}"]):
             store.compare_set(_ROUND, str(current), str(current + 1))
@@ -159,10 +160,10 @@ class BoundRendezvous(RendezvousHandler):
 
 
 def make_rendezvous(parameters: RendezvousParameters) -> BoundRendezvous:
-    """From torchrun's options: `--rdzv-endpoint=HOST:PORT`, with several nodes `--rdzv-conf=rank=N` as well.
+    """Create it from torchrun's options: `--rdzv-endpoint=HOST:PORT`, with several nodes also `--rdzv-conf=rank=N`.
 
     Raises:
-        ValueError: a wildcard, no port where several nodes need one, a number of nodes that may vary.
+        ValueError: a wildcard address, no port with several nodes, or a variable number of nodes.
     """
     host, port = parse_rendezvous_endpoint(parameters.endpoint.strip(), default_port=0)
     nodes, node = parameters.max_nodes, parameters.get_as_int("rank", 0) or 0

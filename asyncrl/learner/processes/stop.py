@@ -1,4 +1,4 @@
-"""How a learner is asked to save a checkpoint and end: by a file in the run folder, or by Ctrl-C to its torchrun."""
+"""Requests to save a checkpoint and stop: by a file in the run folder, or by Ctrl-C in the terminal of torchrun."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def never() -> bool:
 
 
 class StopRequest:
-    """Call it: has this rank been asked?
+    """Callable: whether this rank was asked to stop.
 
-    The file reaches a rank in whatever state it is, also one that torchrun has just started again; SIGINT is what
-    torchrun passes on of a Ctrl-C in its terminal. SIGTERM is left alone: with it torchrun ends the ranks that outlived
-    another one, and they are to end at once.
+    The file reaches a rank in any state, even if torchrun has just restarted it. SIGINT is what torchrun forwards for a
+    Ctrl-C in its terminal. SIGTERM keeps its effect: torchrun sends it to the remaining ranks after one has died, and
+    they should end at once.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -37,14 +37,14 @@ class StopRequest:
 
     def _notice(self, _number: int, _frame: FrameType | None) -> None:
         self._interrupted = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a second one ends at once
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a second one ends the process at once
 
     def __call__(self) -> bool:
         return self._interrupted or self._file.exists()
 
 
 def agreed(asked: bool, device: torch.device) -> bool:
-    """What rank 0 was called with, on every rank. Collective."""
+    """Rank 0's argument, on every rank. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return asked
     flag = torch.tensor([int(asked)], device=device)
