@@ -1,1 +1,1 @@
-"""What is told of a step: rows, samples, times, profiles. Nothing here changes what is trained."""
+"""What is reported of a step: rows, samples, times, profiles. Nothing here changes training."""

@@ -1,10 +1,10 @@
-"""How long gathering weights and reducing gradients took: FSDP2's own collectives, each with a clock around it.
+"""Measures how long gathering weights and reducing gradients takes, with a clock around each of FSDP2's collectives.
 
-Of the sum over the copies of a model (HSDP) FSDP2 tells when it is there; it begins when its shards are reduced.
+For the all-reduce over the copies of a model (HSDP), FSDP2 only reports the end; it starts when the shards are reduced.
 
-On a GPU the clock is two events on the stream that waits for the collective, read when the step is over: nothing waits
-for them meanwhile. They measure from when a rank has come to a collective until it has what it asked for, so waiting
-for a slower rank counts, and so does what is hidden behind computing.
+On a GPU the clock is two events on the stream that waits for the collective, read after the step, so that nothing waits
+for them earlier. They measure from a rank's arrival at a collective to its result. This includes waiting for a slower
+rank, and time that is hidden behind computation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GATHER, REDUCE = "perf/gather_s", "perf/reduce_s"
 
 
 class CollectiveClock:
-    """Seconds of the collectives since they were last taken."""
+    """Seconds spent in collectives since they were last taken."""
 
     def __init__(self, device: torch.device, names: Iterable[str] = (GATHER, REDUCE)) -> None:
         self._on_gpu = device.type == "cuda"
@@ -42,7 +42,7 @@ class CollectiveClock:
         self.count(name, began)
 
     def now(self) -> float | torch.cuda.Event:
-        """Of the stream that this is called on."""
+        """Current time; on a GPU an event on the current stream."""
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -50,7 +50,7 @@ class CollectiveClock:
         return event
 
     def count(self, name: str, began: float | torch.cuda.Event) -> None:
-        """What has passed since `began`, which is a `now`."""
+        """Add the time since `began`, which is the result of `now`."""
         ended = self.now()
         if isinstance(began, torch.cuda.Event) and isinstance(ended, torch.cuda.Event):
             self._open.append((name, began, ended))
@@ -58,7 +58,7 @@ class CollectiveClock:
             self._seconds[name] += ended - began
 
     def take(self) -> dict[str, float]:
-        """Seconds by name, which begin at 0 again. On a GPU it waits for the collectives that were begun."""
+        """Seconds by name since the last call. On a GPU it waits for the collectives that have started."""
         for name, began, ended in self._open:
             ended.synchronize()
             self._seconds[name] += began.elapsed_time(ended) / 1000
@@ -67,10 +67,10 @@ class CollectiveClock:
         return taken
 
     def watch(self, model: nn.Module) -> None:
-        """Let the collectives of `model` go by this clock."""
+        """Measure the collectives of `model` with this clock."""
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                with contextlib.suppress(ValueError):  # shards over several meshes have no one collective
+                with contextlib.suppress(ValueError):  # modules sharded over several meshes have no single collective
                     module.set_custom_all_gather(TimedAllGather(self))
                     reduce_scatter = TimedReduceScatter(self)
                     module.set_custom_reduce_scatter(reduce_scatter)
@@ -79,7 +79,7 @@ class CollectiveClock:
 
 
 def clock_of(roles: Roles, world: int, device: torch.device) -> CollectiveClock:
-    """Of all models' collectives; one rank has none, and its clock says nothing."""
+    """A clock of all models' collectives; a single rank has none, and its clock reports nothing."""
     clock = CollectiveClock(device, names=(GATHER, REDUCE) if world > 1 else ())
     for model in roles.models() if world > 1 else ():
         clock.watch(model)
@@ -87,7 +87,7 @@ def clock_of(roles: Roles, world: int, device: torch.device) -> CollectiveClock:
 
 
 def names_of(parameter: Tensor) -> tuple[str, ...]:
-    """Of the dimensions of the ranks that share it."""
+    """Names of the mesh dimensions over which it is shared."""
     return (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
 
 
@@ -112,7 +112,8 @@ class TimedReduceScatter(DefaultReduceScatter):
         return work
 
     def added_up(self, _: Tensor) -> None:
-        """Over the copies, too. Where a copy is one rank nothing is reduced before, and nobody tells the beginning."""
+        """Hook after the all-reduce over the copies. If a copy is one rank, nothing was reduced before it, so its start
+        is unknown and it is not counted."""
         if self._reduced is not None:
             self._clock.count(REDUCE, self._reduced)
         self._reduced = None

@@ -1,4 +1,4 @@
-"""`learner.profile=FIRST:LAST`: what the steps of a run spend their time on, as torch's profiler sees it."""
+"""`learner.profile=FIRST:LAST`: traces train steps with torch's profiler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 def steps_of(setting: str) -> range:
-    """Train steps as metrics count them, from 1; none for an empty setting. Raises ValueError."""
+    """Train steps to profile, counted from 1 as in metrics; none for an empty setting. Raises ValueError."""
     if not setting:
         return range(0)
     first, last = map(int, setting.split(":"))
@@ -22,7 +22,8 @@ def steps_of(setting: str) -> range:
 
 
 class Profile:
-    """A trace of some steps, for chrome://tracing or Perfetto; on a GPU also its memory, for pytorch.org/memory_viz."""
+    """A trace of some steps, for chrome://tracing or Perfetto; on a GPU also of its memory, for
+    pytorch.org/memory_viz."""
 
     def __init__(self, setting: str, run_dir: Path, rank: int, device: torch.device) -> None:
         self._steps, self._device = steps_of(setting), device
@@ -31,7 +32,7 @@ class Profile:
         self._first = 0
 
     def begin(self, step: int) -> None:
-        """Before a step; a run that resumes among the steps begins there."""
+        """Call before a step. A run that resumes within the range starts its trace there."""
         if self._open is not None or step not in self._steps:
             return
         activities = [ProfilerActivity.CPU]
@@ -43,20 +44,20 @@ class Profile:
         self._open.start()
 
     def end(self, step: int, *, last: bool) -> None:
-        """After it. With the last of the steps, or of the run, the files are written, named by the steps in them: of a
-        run that ended among them and was resumed there are two."""
+        """Call after a step. After the last step of the range, or of the run, the files are written, named by the steps
+        in them. A run that ended within the range and was resumed has two traces."""
         if self._open is None or not (last or step == self._steps[-1]):
             return
         done, self._open = self._open, None
         done.stop()
-        step = max(step, self._first)  # asked to stop, with a part of the first one done
+        step = max(step, self._first)  # asked to stop during the first step
         trace = self._folder / f"steps_{self._first}_{step}_rank_{self._rank}.json"
         try:
             trace.parent.mkdir(exist_ok=True)
             done.export_chrome_trace(str(trace))
             if self._device.type == "cuda":
                 torch.cuda.memory._dump_snapshot(str(trace.with_suffix(".pickle")))
-        except (OSError, RuntimeError) as error:  # worth a word, and not the run
+        except (OSError, RuntimeError) as error:  # not a reason to end the run
             log.warning("the profile could not be written to %s: %s", trace, error)
         else:
             log.info("profile of steps %d to %d: %s", self._first, step, trace)

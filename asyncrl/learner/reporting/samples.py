@@ -1,5 +1,5 @@
-"""Rows of `samples.jsonl`: some completions of a step, with the weights that sampled them, how old those were, and
-which of their tokens were learned."""
+"""Rows of `samples.jsonl`: some completions of a step, with the policy versions that sampled them, their staleness, and
+which of their tokens were trained on."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from asyncrl.types import StepPlan, Trajectory, TrajectoryGroup
 log = logging.getLogger(__name__)
 
 LEARNED, READ, STALE = "learned", "read", "stale"
-"""What a token of a completion is: in the loss; of an observation; or too old for the loss."""
+"""State of a token of a completion: in the loss; part of an observation; or too old for the loss."""
 
 
 class Samples:
-    """
+    """Makes rows of `samples.jsonl`.
+
     Args:
-        model: whose tokenizer spells parts of completions. It is loaded when the first completion has several.
-        sources: with a mixture, to say which source a prompt is of.
+        model: path of the tokenizer that decodes parts of completions. Loaded for the first completion with several.
+        sources: with a mixture, maps a prompt to its source.
     """
 
     def __init__(self, model: str, sources: SourceNames | None = None) -> None:
@@ -35,7 +36,7 @@ class Samples:
         self._missing = False
 
     def rows(self, plan: StepPlan, groups: Sequence[TrajectoryGroup], most: int) -> list[dict[str, Any]]:
-        """The first completion of each group, then the second ...: at most `most`."""
+        """Rows for the first completion of each group, then the second ...: at most `most`."""
         depth = max((len(group.trajectories) for group in groups), default=0)
         places = [(group, i) for i in range(depth) for group in groups if i < len(group.trajectories)]
         return [self._row(plan, group, i) for group, i in places[:most]]
@@ -57,7 +58,7 @@ class Samples:
         }
 
     def _origin(self, plan: StepPlan, trajectory: Trajectory, text: str) -> dict[str, Any]:
-        """Versions, ages, and `segments` where not every token of the completion was learned."""
+        """Versions, staleness, and `segments` if not all tokens of the completion were trained on."""
         versions = np.unique(trajectory.policy_versions[trajectory.loss_mask]).tolist()
         if not versions:
             return {}
@@ -80,14 +81,14 @@ class Samples:
         if self._seam is None and not self._missing:
             try:
                 self._seam = Seam(AutoTokenizer.from_pretrained(self._model, trust_remote_code=False))
-            except Exception as error:  # the libraries raise nothing narrower (a KeyError, a bare Exception)
+            except Exception as error:  # the libraries have no narrower type (they raise a KeyError, a bare Exception)
                 self._missing = True
                 log.warning("samples.jsonl cannot say which parts were learned: no tokenizer here: %s", error)
         return "" if self._seam is None else self._seam.decode(ids.tolist(), special=True)
 
 
 def fates(plan: StepPlan, trajectory: Trajectory) -> list[tuple[str, NDArray[np.int32]]]:
-    """The completion as unbroken runs of tokens of one fate, in turn: what they are, and their ids."""
+    """Split the completion into runs of tokens with the same state: `(state, ids)` in order."""
     too_old = [version for version, age in plan.staleness.items() if age > plan.max_staleness]
     stale = np.isin(trajectory.policy_versions, too_old) & trajectory.loss_mask
     known = np.where(stale, 2, np.where(trajectory.loss_mask, 0, 1))[trajectory.prompt_length :]

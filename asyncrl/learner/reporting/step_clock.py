@@ -1,4 +1,4 @@
-"""Where the seconds of a step went."""
+"""Measures the seconds of the parts of a step."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from asyncrl.spans import lap
 
 SPANS = {"wait_batch": "wait for a batch", "early": "train before the batch is full", "log": "write the row"}
-"""What laps are called in a trace, where they are not called alike."""
+"""Names of laps in a trace, if they differ."""
 
 
 @dataclass(slots=True)
 class StepClock:
-    """Where the seconds went: the laps of a step are all of it, and the steps all of the time. The row of a step and
-    its checkpoint count for the step that comes after it."""
+    """Splits time into laps: the laps of a step add up to all of it, and the steps to the whole time. Writing the row
+    of a step, and its checkpoint, count towards the next step."""
 
     now: Callable[[], float] = time.perf_counter
     laps: dict[str, float] = field(default_factory=dict)
@@ -28,14 +28,14 @@ class StepClock:
         lap("start")
 
     def lap(self, name: str) -> None:
-        """Everything since the last lap was `name`; what is of one name is added up."""
+        """Count everything since the last lap as `name`; laps of the same name are summed."""
         now = self.now()
         self.laps[name] = self.laps.get(name, 0.0) + now - self.mark
         self.mark = now
         lap(SPANS.get(name, name))
 
     def next(self) -> dict[str, float]:
-        """`time/*` in seconds, of the step that ended with the last lap; the next one began then."""
+        """`time/*` in seconds of the step that ended with the last lap, which starts the next step."""
         row = {f"time/{name}": seconds for name, seconds in self.laps.items()} | {"time/step": self.mark - self.started}
         self.laps, self.started = {}, self.mark
         return row

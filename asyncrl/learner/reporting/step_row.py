@@ -1,4 +1,4 @@
-"""What rank 0 writes of a step and of the evaluations that came with it, and which checkpoint is the best by that."""
+"""What rank 0 writes about a step and the evaluations that came with it, and how the best checkpoint is chosen."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class StepLog(Protocol):
-    """Where rank 0 writes rows (`asyncrl.telemetry.metrics.log.MetricsLog`)."""
+    """Log that rank 0 writes rows to (`asyncrl.telemetry.metrics.log.MetricsLog`)."""
 
     def write(self, step: int, policy_version: int, row: Mapping[str, float]) -> None: ...
 
@@ -29,20 +29,21 @@ class StepLog(Protocol):
 
 
 def write_evaluations(log: StepLog, summaries: Iterable[EvalSummary], metrics: Mapping[str, str]) -> None:
-    """A row each, at the step of the oldest weights that it measured.
+    """Write one row per evaluation, at the step of the oldest weights that it measured.
 
     Args:
-        metrics: what the mean of each set is called, see `reward.metric`.
+        metrics: name of each set's mean, see `reward.metric`.
     """
     for summary in summaries:
-        # One version per step, and none is asked for that an earlier learner published.
+        # Each step publishes one version, and no evaluation is requested of a version that an earlier learner
+        # published.
         step = summary.step + summary.version_min - summary.policy_version
         log.write(step, summary.version_min, evaluation_metrics(summary, metrics[summary.eval_set]))
         log.samples(step, [to_line(sample) for sample in summary.samples], summary.eval_set)
 
 
 def evaluation_metrics(summary: EvalSummary, metric: str) -> dict[str, float]:
-    """`eval/<name>/*`; the mean is called `metric`, other figures as they are."""
+    """`eval/<name>/*`; the mean has the name `metric`, other metrics keep theirs."""
     name = f"eval/{summary.eval_set}"
     row = {
         f"{name}/count": float(summary.count),
@@ -51,7 +52,7 @@ def evaluation_metrics(summary: EvalSummary, metric: str) -> dict[str, float]:
         f"{name}/version_max": float(summary.version_max),
         f"{name}/superseded": float(summary.superseded),
     }
-    if summary.count:  # with every row failed nothing is known of the policy: that is no reward of 0
+    if summary.count:  # if every row failed, nothing is known of the policy: this is not a reward of 0
         known = (("", summary.mean), ("_low", summary.low), ("_high", summary.high))
         row |= {f"{name}/{metric}{end}": value for end, value in known if value is not None}
     return row | {f"{name}/{figure}": value for figure, value in summary.figures.items()}
@@ -65,7 +66,7 @@ def tell_best(
     summaries: Iterable[EvalSummary],
     metrics: Mapping[str, str],
 ) -> None:
-    """What `learner.keep_best` is by now: of the step just trained, and of evaluations that came with it."""
+    """Report the current values of `learner.keep_best`: of the trained step, and of evaluations that came with it."""
     found = [
         (
             each.step,
