@@ -1,6 +1,6 @@
 """Supervised warm-up of the quickstart's agents: `python -m asyncrl.learner.warmup.agent FOLDER RECIPE-JSON`.
 
-As `base_model`, on the conversations of `asyncrl.data.quick_agents`: what the tool says is not learned.
+Like `base_model`, on the conversations of `asyncrl.data.quick_agents`; the tool's output is not trained on.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Conversations:
 
     @property
     def vocabulary(self) -> int:
-        """Its size, in eights."""
+        """Size of the vocabulary, rounded up to a multiple of 8."""
         return -(-(VOCAB_SIZE + len(self._agent.phrases)) // 8) * 8
 
     def batch(self, rng: random.Random, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,7 +40,7 @@ class Conversations:
 
     @torch.no_grad()
     def accuracy(self, model: Qwen2ForCausalLM, *, greedy: bool) -> float:
-        """Of the one way that is right: its probability, or whether each of its tokens is the likeliest."""
+        """Mean probability of the right conversation; if `greedy`, how often all of its tokens are the most likely."""
         ids, labels = self._probes
         logprobs = model(input_ids=ids[:, :-1]).logits.log_softmax(-1)
         wanted = labels[:, 1:]

@@ -21,22 +21,22 @@ from asyncrl.data.warmup_recipe import WarmupRecipe
 
 IGNORED = -100
 PROBES = 256
-"""Words the sampled accuracy is measured on: a standard error of 2 points around 10 %."""
+"""Words on which the sampled accuracy is measured: a standard error of 2 points around 10 %."""
 ANSWER_TOKENS = 10
 
 
 class WarmupTask(Protocol):
     def batch(self, rng: random.Random, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids and labels, both [size, longest]; labels are IGNORED on all that the model does not write."""
+        """Token ids and labels, both [size, longest]; labels are IGNORED on all that the model does not generate."""
         ...
 
     def accuracy(self, model: Qwen2ForCausalLM, *, greedy: bool) -> float:
-        """Share of answers that are right."""
+        """Fraction of right answers."""
         ...
 
 
 class Modes:
-    """Words, answered in one of several ways."""
+    """Words, with one of several kinds of answers."""
 
     def batch(self, rng: random.Random, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         return make_batch(rng, size)
@@ -76,9 +76,9 @@ def make_batch(rng: random.Random, size: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def padded(rows: list[list[int]], labels: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both as [rows, longest]."""
+    """Pad both to [rows, longest]."""
     longest = max(map(len, rows))
-    # Right padding: attention is causal, so the padded end changes nothing before it and needs no mask.
+    # Padding on the right: attention is causal, so the padding changes nothing before it and needs no mask.
     ids = torch.tensor([row + [PAD_ID] * (longest - len(row)) for row in rows])
     targets = torch.tensor([row + [IGNORED] * (longest - len(row)) for row in labels])
     return ids, targets
@@ -87,10 +87,10 @@ def padded(rows: list[list[int]], labels: list[list[int]]) -> tuple[torch.Tensor
 def train(
     model: Qwen2ForCausalLM, recipe: WarmupRecipe, rng: random.Random, task: WarmupTask | None = None
 ) -> tuple[int, float, float]:
-    """Steps taken, sampled and greedy accuracy. Ends when samples are right often enough.
+    """Train until samples are right often enough. Returns the steps taken, and sampled and greedy accuracy.
 
     Args:
-        task: other than the modes.
+        task: default `Modes`.
     """
     task = task or Modes()
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.0)
@@ -114,7 +114,8 @@ def train(
 
 @torch.no_grad()
 def accuracy(model: Qwen2ForCausalLM, *, greedy: bool) -> float:
-    """Share of PROBES training words answered by their reversal, words of one length decoded together."""
+    """Fraction of PROBES training words that are answered with their reversal; words of equal length are decoded
+    together."""
     generator = torch.Generator().manual_seed(0)
     rng = random.Random("warm-up probes")
     by_length: dict[int, list[str]] = {}

@@ -20,7 +20,7 @@ from asyncrl.data.judged import judged_example
 from asyncrl.data.warmup_recipe import RewardRecipe
 
 PROBES = 512
-"""Answers the accuracy is measured on: a standard error of one point around 95 %."""
+"""Answers on which the accuracy is measured: a standard error of one point around 95 %."""
 
 
 def make_batch(rng: random.Random, size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -33,10 +33,11 @@ def make_batch(rng: random.Random, size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def train(model: PreTrainedModel, recipe: RewardRecipe, rng: random.Random) -> float:
-    """Logistic regression on the model's one output, learning rate falling to 0. Returns the accuracy on new answers.
+    """Logistic regression on the model's single output, with a learning rate that falls to 0. Returns the accuracy on
+    new answers.
 
     Raises:
-        SystemExit: fewer than `min_accuracy` are judged rightly.
+        SystemExit: the accuracy is below `min_accuracy`.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 - step / recipe.steps)

@@ -1,9 +1,9 @@
 """The models of `experiment=smoke/NAME`: `python -m asyncrl.learner.warmup.smoke_models FOLDER`, one process, CPU.
 
-model/        answers whatever it is asked with one of a few numbers, in every form that the recipes' rewards read
-caller/       the same, but that it first writes a program and a query, a number each
-teacher/      as model/, with the first of the numbers alone
-classifier/   one output over the model's body, a head at random: something a reward model can be
+model/        answers every prompt with one of a few numbers, in every form that the recipes' rewards read
+caller/       the same, but first writes a program and a query, one number each
+teacher/      like model/, with only the first of the numbers
+classifier/   one output over the model's body, with a random head: usable as a reward model
 """
 
 from __future__ import annotations
@@ -29,30 +29,31 @@ LONGEST_PROMPT = 200
 PROBES = 32
 MIN_READABLE = 0.5
 TURN = "\nassistant: "
-"""Of the byte tokenizer's chat template: what stands before an answer."""
+"""What comes before an answer in the byte tokenizer's chat template."""
 
 
 FORMS = ("#### {}\n", "Answer: {}\n", "<answer>{}</answer>")
-"""Of GSM8K, of DAPO-Math, and of whatever asks for tags: what a completion says one after the other."""
+"""The forms of GSM8K, of DAPO-Math, and of tasks that ask for tags; a completion contains one after the other."""
 
 
 Ways = tuple[tuple[str, tuple[str, ...]], ...]
-"""(what stands before a completion, its forms), one as often as another."""
+"""(what comes before a completion, its forms); each is equally frequent."""
 ANSWERING: Ways = ((TURN, FORMS),)
 CALLING: Ways = (
-    (TURN, ("<code>{}</code>", "<search>{}</search>")),  # whichever the environment knows ends the reply
+    (TURN, ("<code>{}</code>", "<search>{}</search>")),  # the one that the environment supports ends the reply
     ("</information>\n", FORMS),
     ("</interpreter>\n", FORMS),
 )
 
 
 def completion(rng: random.Random, answers: Sequence[int], forms: Sequence[str]) -> str:
-    """Each number drawn by itself: to say one twice is more than so small a model learns in seconds."""
+    """A completion whose numbers are drawn independently: repeating one is more than so small a model learns in
+    seconds."""
     return "".join(form.format(rng.choice(answers)) for form in forms)
 
 
 def make_batch(rng: random.Random, answers: Sequence[int], ways: Ways) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and labels, both [BATCH, T]: prompts of any bytes and of one length, so that nothing is padded."""
+    """Ids and labels, both [BATCH, T]: prompts of random bytes, all of the same length, so that nothing is padded."""
     length = rng.randrange(1, LONGEST_PROMPT)
     before, forms = rng.choice(ways)
     prompts = [[*rng.choices(range(32, 127), k=length), *before.encode()] for _ in range(BATCH)]
@@ -64,10 +65,10 @@ def make_batch(rng: random.Random, answers: Sequence[int], ways: Ways) -> tuple[
 
 
 def train(model: Qwen2ForCausalLM, answers: Sequence[int], steps: int, ways: Ways = ANSWERING) -> None:
-    """In place.
+    """Train `model` in place.
 
     Raises:
-        SystemExit: fewer than MIN_READABLE of its samples are one of the completions.
+        SystemExit: less than MIN_READABLE of its samples are one of the completions.
     """
     rng = random.Random(f"smoke-{steps}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
@@ -88,7 +89,7 @@ def train(model: Qwen2ForCausalLM, answers: Sequence[int], steps: int, ways: Way
 
 @torch.no_grad()
 def share_readable(model: Qwen2ForCausalLM, answers: Sequence[int], before: str, forms: Sequence[str]) -> float:
-    """Of samples to one prompt that ends in `before`: how many are a completion, to the last token."""
+    """Fraction of the samples to one prompt ending in `before` that are exactly one of the completions."""
     prompt = [*b"user: how many?", *before.encode()]
     length = len(completion(random.Random(0), answers, forms))
     ids = torch.tensor([prompt] * PROBES)
