@@ -1,7 +1,7 @@
 """`policy_loss` and its parts; see docs/losses.md.
 
 The names are loaded on first use: `asyncrl.config` imports `asyncrl.losses.config`, and with eager imports here the
-replay server and `asyncrl --help` would load torch, seconds and hundreds of megabytes they have no use for.
+replay server and `asyncrl --help` would load torch, which takes seconds and hundreds of megabytes, without using it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Aggregation: the factor by which each token's loss is multiplied before all are added up.
+"""Aggregation: the factor that each token's loss is multiplied by before all are summed.
 
-Every factor is made of counts over the whole optimizer batch, so the losses of its micro-batches, on whatever rank,
-simply add up. Never a mean of means.
+Every factor is made of counts over the whole optimizer batch, so the losses of its micro-batches, on any rank, simply
+add up. There is never a mean of means.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncrl.losses.settings import LossConfig
 def token_factors(
     tokens: Tokens, config: LossConfig, denominators: Denominators | None
 ) -> Float[Tensor, " T"] | Float[Tensor, ""]:
-    """Factor of each token, or one for all; the caller still masks. Counts are those of `tokens.mask`."""
+    """Factor of each token, or a single one for all; the caller applies the mask. Counts are those of `tokens.mask`."""
     mode = config.aggregation
     one = torch.ones((), dtype=tokens.cur.dtype, device=tokens.cur.device)
     if mode == "token_sum":
@@ -43,8 +43,8 @@ def token_factors(
 
 
 def divisor(config: LossConfig, denominators: Denominators) -> float:
-    """By what losses, and their gradients, are to be divided that were computed with a count of 1 in place of each of
-    these `denominators`: every factor has one of them below it, or none."""
+    """Divisor of losses, and of their gradients, that were computed with a count of 1 in place of each of these
+    `denominators`: every factor contains one of them, or none."""
     mode = resolve(config).aggregation
     by = {"token_sum": 1.0, "token_mean": denominators.tokens, "prompt_mean": denominators.groups}
     return max(by.get(mode or "", denominators.sequences), 1.0)
@@ -53,10 +53,10 @@ def divisor(config: LossConfig, denominators: Denominators) -> float:
 def kept_factors(
     tokens: Tokens, keep: Bool[Tensor, " T"], config: LossConfig, kept: Kept | None
 ) -> Float[Tensor, " T"] | Float[Tensor, ""]:
-    """`token_factors` that count the tokens of `keep` alone.
+    """`token_factors` that count only the tokens of `keep`.
 
     Args:
-        kept: the same of the whole optimizer batch; None counts this call's.
+        kept: counts of kept tokens over the whole optimizer batch; None counts those of this call.
     """
     groups = tokens.raw.group_ids
     per_group = None if kept is None or groups is None else kept.group_tokens.to(groups.device)[groups.long()]
@@ -67,5 +67,5 @@ def kept_factors(
 
 
 def count_of(parts: Segments, given: float | None) -> Tensor | float:
-    """Parts with at least one loss token; at least 1, so that a batch with none gives 0 and not NaN."""
+    """Number of parts with at least one loss token; at least 1, so that a batch without any gives 0 and not NaN."""
     return (parts.tokens > 0).sum().clamp(min=1) if given is None else max(given, 1.0)

@@ -14,16 +14,17 @@ from asyncrl.errors import ConfigError
 def ema_update(average: Iterable[Tensor], current: Iterable[Tensor], decay: float) -> None:
     """average <- decay * average + (1 - decay) * current, in place, parameter by parameter.
 
-    After every optimizer step; the average then lies about decay / (1 - decay) steps behind. Weights are averaged, not
-    log-probs. The first average is a copy of the initial policy, so no bias is corrected.
+    Call it after every optimizer step; the average then lags by about decay / (1 - decay) steps. Weights are averaged,
+    not log-probs. The average starts as a copy of the initial policy, so no bias correction is needed.
 
     Args:
-        average, current: parameters of the two models in the same order, plain or sharded alike; `average` in float32,
-            or steps smaller than its rounding would be lost.
+        average, current: parameters of the two models in the same order, plain or sharded alike. `average` must be in
+            float32, because changes smaller than its rounding would be lost.
         decay: in [0, 1); 0 makes the average the current policy.
 
     Raises:
-        ConfigError: decay out of range. ValueError: the two have different numbers of parameters.
+        ConfigError: decay out of range.
+        ValueError: the two have different numbers of parameters.
     """
     if not 0.0 <= decay < 1.0:
         raise ConfigError(f"the decay of the averaged policy must be at least 0 and below 1; got {decay}")

@@ -1,23 +1,23 @@
-"""Score centering (Marek and Ryabinin, 2609.20807): the score's mean under the sampler, taken out of the gradient.
+"""Score centering (Marek and Ryabinin, 2609.20807): subtracts the score's mean under the sampler from the gradient.
 
-Under the sampler q the score s_v = grad log p_v has a mean that is not 0 as soon as q is not p, whatever the advantage:
-it pushes the policy along with every token. With w_v the weight that the loss gives token v (so that its gradient is
--A w_v s_v), the centered gradient of a sampled token a is
+Under the sampler q the score s_v = grad log p_v has a nonzero mean whenever q is not p, whatever the advantage; it
+pushes the policy with every token. Let w_v be the weight that the loss gives token v (so that its gradient is
+-A w_v s_v). The centered gradient of a sampled token a is
 
     -A (w_a s_a - sum_v q_v w_v s_v)
 
-The sum runs over the vocabulary; the engine recorded the k likeliest tokens H of q. As in the paper the rest is taken
-to be spread as p spreads it, q_v = alpha p_v with alpha = (1 - Q_H) / (1 - P_H). Since sum_v p_v s_v = 0 over the whole
-vocabulary, the rest is a sum over H again:
+The sum runs over the vocabulary; the engine recorded the k most likely tokens H of q. As in the paper, the rest is
+assumed to be distributed as under p, q_v = alpha p_v with alpha = (1 - Q_H) / (1 - P_H). Since sum_v p_v s_v = 0 over
+the whole vocabulary, the rest becomes a sum over H again:
 
     sum_v q_v w_v s_v  =  sum_{v in H} (q_v w_v - alpha w_rest p_v) s_v
 
-Chosen where the paper leaves it open: w is not written down for each loss but is the derivative of its surrogate (and
-behavior weight) at a made-up token of probabilities p_v and q_v, so every loss of single tokens composes. The rest
-counts as one token of probabilities 1 - P_H and 1 - Q_H: its ratio is 1 / alpha, as the paper has it, and bounds on a
-difference of probabilities see the largest that is possible there. The coefficients are detached. The term adds nothing
-to the value of the loss, so that it stays comparable. What `vtrace` has in its advantage counts as the advantage. Token
-losses that are regularisers (`behavior_kl`, `kl_coef`) are not centered.
+Choices where the paper leaves it open: w is not derived for each loss by hand, but is the derivative of its surrogate (and
+behavior weight) at an artificial token with probabilities p_v and q_v, so every loss of single tokens can be combined
+with it. The rest counts as one token with probabilities 1 - P_H and 1 - Q_H: its ratio is 1 / alpha, as in the paper,
+and bounds on a difference of probabilities see the largest possible one. The coefficients are detached. The term adds
+nothing to the value of the loss, so that it stays comparable. The importance weight that `vtrace` has in its advantage
+counts as part of the advantage. Regularisers (`behavior_kl`, `kl_coef`) are not centered.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from asyncrl.losses.surrogates import SURROGATES, Shaped
 from asyncrl.losses.weights import behavior_weight
 
 FLOOR_ROUNDINGS = 16
-"""Probability that is left outside H is at least so many roundings of 1: less is noise, and alpha is a quotient."""
+"""The probability left outside H is at least this many roundings of 1: less is noise, and alpha is a quotient."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of each row of `TopK`, its tokens and behind them the rest as one token."""
+    """Log-probs of the tokens of each row of `TopK`, followed by the rest as one token."""
 
     learner: Float[Tensor, "C k1"]
     behavior: Float[Tensor, "C k1"]
     there: Float[Tensor, "C k1"]
-    """1, and 0 where the engine recorded fewer."""
+    """1, or 0 for tokens that the engine did not record."""
 
     @classmethod
     def of(cls, topk: TopK, dtype: torch.dtype) -> Spread:
@@ -66,8 +66,8 @@ class Spread:
 
 
 def centered(shaped: Shaped, tokens: Tokens, config: LossConfig, row: Preset, edge: str) -> Shaped:
-    """`shaped`, its loss with the behavior weight on it, with the gradient centered. With a proximal policy: only where
-    that is the current one (`check_loss`).
+    """Center the gradient of `shaped`, whose loss includes the behavior weight. With a proximal policy, this is
+    possible only if it is the current one (`check_loss`).
 
     Raises:
         ConfigError: `LossInputs.topk` is missing.
@@ -84,7 +84,7 @@ def centered(shaped: Shaped, tokens: Tokens, config: LossConfig, row: Preset, ed
     alpha = (spread.behavior[:, -1:] - spread.learner[:, -1:]).exp()
     head = spread.behavior[:, :-1].exp() * slopes[:, :-1] - alpha * slopes[:, -1:] * spread.learner[:, :-1].exp()
     head = head * spread.there[:, :-1]
-    # First of all: what was not recorded may be -inf under a truncated policy, and no 0 mends that.
+    # Before anything else: tokens that were not recorded may have -inf under a truncated policy, and 0 * -inf is NaN.
     cur = torch.where(spread.there[:, :-1] > 0, topk.learner_logprobs.to(dtype), 0.0)
     term = -(head * (cur - cur.detach())).sum(1)
     covered = (spread.behavior[:, :-1].exp() * spread.there[:, :-1]).sum(1)
@@ -99,7 +99,7 @@ def centered(shaped: Shaped, tokens: Tokens, config: LossConfig, row: Preset, ed
 def slopes_of(
     spread: Spread, advantages: Float[Tensor, " C"], tokens: Tokens, config: LossConfig, row: Preset, edge: str
 ) -> Float[Tensor, "C k1"]:
-    """d loss / d log p of each made-up token, had it been sampled: -A w."""
+    """d loss / d log p of each artificial token if it had been sampled: -A w."""
     count, width = spread.learner.shape
     with torch.enable_grad():
         cur = spread.learner.flatten().clone().requires_grad_()
@@ -127,7 +127,7 @@ def slopes_of(
 
 
 def weight_log_ratio(tokens: Tokens, row: Preset) -> Float[Tensor, " T"]:
-    """What the behavior weight is taken of: B, or E where the surrogate has no ratio of its own to complete it."""
+    """Log-ratio of the behavior weight: B, or E if the surrogate has no ratio of its own that completes it."""
     if row.surrogate == "reinforce":
         return tokens.cur.detach() - tokens.mu
     new, old = edge_ends(tokens, "B")

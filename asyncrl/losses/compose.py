@@ -1,8 +1,8 @@
 """`policy_loss`: aggregate(rejection * weight * surrogate) + KL terms, with diagnostics over the raw ratios.
 
 One call is one micro-batch. With global `denominators` the losses and gradients of all micro-batches and ranks add up
-to those of the whole batch, however it was split; losses that look at all tokens of a batch are given what a first pass
-over it found (`kept`).
+to those of the whole batch, however it was split. Losses that depend on all tokens of a batch get the result of a first
+pass over it (`kept`).
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ from asyncrl.losses.weights import behavior_weight
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """The loss of one call and what is worth knowing about it."""
+    """The loss of one call, with its parts and diagnostics."""
 
     loss: Float[Tensor, ""]
     sums: Sums = field(default_factory=Sums)
     parts: dict[str, Tensor] = field(default_factory=dict)
-    """`loss/policy`, `loss/kl`, `loss/behavior_kl`, `loss/entropy`: they add up over calls like the loss itself."""
+    """`loss/policy`, `loss/kl`, `loss/behavior_kl`, `loss/entropy`; they can be summed over calls like the loss."""
 
     @property
     def metrics(self) -> dict[str, Tensor]:
-        """Of this call alone, detached scalars. To combine calls, add up the two above and `summarize()` those."""
+        """Metrics of this call alone, detached scalars. To combine calls, sum the two fields above and `summarize()`
+        them."""
         return summarize(self.sums) | self.parts
 
 
@@ -57,14 +58,14 @@ def policy_loss(
     `entropy_coef` also to `entropy`, with `centering` to those of `topk`).
 
     Args:
-        inputs: [T] tensors; float32 or float64 decides the arithmetic (bfloat16 is raised to float32).
-        config: from `preset()` or straight from Hydra.
+        inputs: [T] tensors; float32 or float64 determines the precision (bfloat16 is converted to float32).
+        config: from `preset()` or directly from Hydra.
         denominators: counts over the whole optimizer batch; None counts this call's own tokens.
-        diagnostics: False leaves `metrics` with the loss parts only.
-        kept: with `denominators` and a loss that `needs_first_pass`, what that pass found (`asyncrl.losses.kept`).
+        diagnostics: False leaves only the loss parts in `metrics`.
+        kept: with `denominators` and a loss that `needs_first_pass`, the result of that pass (`asyncrl.losses.kept`).
 
     Raises:
-        ConfigError: a refused setting, or an input the loss needs and did not get.
+        ConfigError: a refused setting, or a missing input that the loss needs.
     """
     row, config = _resolved(config)
     tokens = dataclasses.replace(with_anchor(make_safe(inputs), row), whole=kept)
@@ -90,7 +91,7 @@ def policy_loss(
             )
         factors = kept_factors(tokens, keep, config, kept)
     parts = {"loss/policy": add_up(loss if keep is tokens.mask else torch.where(keep, loss, 0.0), factors)}
-    # Rejected tokens stay in the KL terms, so they stay in what those are divided by.
+    # Rejected tokens stay in the KL terms, so they also stay in the denominator of these.
     parts |= kl_parts(tokens, row, config, edge, of_all)
     total = torch.stack(list(parts.values())).sum() if len(parts) > 1 else parts["loss/policy"]
     parts = {name: part.detach() for name, part in parts.items()}
@@ -103,7 +104,7 @@ def policy_loss(
 def kept_tokens(
     tokens: Tokens, config: LossConfig, reasons: Mapping[str, Tensor], held: Mapping[str, Tensor]
 ) -> Bool[Tensor, " T"]:
-    """Loss tokens that no rejection leaves out; with `renormalize` also none that the weight sets to 0."""
+    """Loss tokens that are not rejected; with `renormalize` also without those whose weight is 0."""
     renormalized = config.denominator == "renormalize" and config.weight in ("mask", "zero")
     keep = tokens.mask
     for left_out in (*reasons.values(), *(held.values() if renormalized else ())):
@@ -112,12 +113,12 @@ def kept_tokens(
 
 
 def add_up(values: Float[Tensor, " T"], factors: Tensor) -> Float[Tensor, ""]:
-    """Sum of values * factors; one factor for all is applied to the sum, which spares two passes over the tokens."""
+    """Sum of values * factors. A single factor is applied to the sum, which saves two passes over the tokens."""
     return values.sum() * factors if factors.ndim == 0 else (values * factors).sum()
 
 
 def kl_parts(tokens: Tokens, row: Preset, config: LossConfig, edge: str, factors: Tensor) -> dict[str, Tensor]:
-    """The regularisers that are switched on, over all loss tokens, rejected ones included."""
+    """The active regularisers, over all loss tokens, including rejected ones."""
     parts: dict[str, Tensor] = {}
     if config.kl_coef:
         parts["loss/kl"] = config.kl_coef * add_up(reference_kl(tokens, row, config, edge), factors)
@@ -129,7 +130,7 @@ def kl_parts(tokens: Tokens, row: Preset, config: LossConfig, edge: str, factors
 
 
 def entropy_of(tokens: Tokens, config: LossConfig) -> Float[Tensor, " T"]:
-    """Of the loss tokens; 0 elsewhere, whatever stands there."""
+    """Entropy of the loss tokens; 0 elsewhere, whatever the input contains."""
     if tokens.raw.entropy is None:
         raise ConfigError(
             f"loss.entropy_coef={config.entropy_coef} needs entropy in LossInputs and got None; pass that of the "
@@ -154,7 +155,7 @@ def reference_kl(tokens: Tokens, row: Preset, config: LossConfig, edge: str) -> 
 
 
 def with_anchor(tokens: Tokens, row: Preset) -> Tokens:
-    """Give the presets that make their own proximal policy that policy, and check that the others got theirs."""
+    """Compute the proximal policy of presets that define their own, and check that other presets were given theirs."""
     if row.anchor == "none" or (row.anchor == "proximal" and tokens.prox is not None):
         return tokens
     if row.anchor == "proximal":
@@ -168,7 +169,7 @@ def with_anchor(tokens: Tokens, row: Preset) -> Tokens:
 
 
 def surrogate_edge(tokens: Tokens, row: Preset, config: LossConfig) -> str:
-    """The edge of the surrogate: as configured; else U where there is a proximal policy, and E where there is none.
+    """The edge of the surrogate: as configured, otherwise U if there is a proximal policy, and E if not.
 
     Empty for `reinforce`, which has no ratio.
     """
@@ -187,7 +188,7 @@ _RESOLVED: dict[tuple, tuple[Preset, LossConfig]] = {}
 
 
 def _resolved(config: LossConfig) -> tuple[Preset, LossConfig]:
-    """`resolve()`, remembered by value: it costs more than the loss of a small micro-batch."""
+    """`resolve()`, cached by value: it takes longer than the loss of a small micro-batch."""
     values = (getattr(config, name) for name in KEYS)
     key = (config.preset, *(repr(value) if isinstance(value, dict) else value for value in values))
     if key not in _RESOLVED:

@@ -1,8 +1,8 @@
 """The loss settings: torch-free, so that a config is composed and refused where no torch is loaded.
 
 `LossConfig` (`settings.py`) is what Hydra fills, what `preset()` returns and what `policy_loss` takes. Every key but
-`preset` may be None, which means the preset's own value; `resolve()` fills them in and refuses what the preset would
-ignore.
+`preset` may be None, which means the preset's own value; `resolve()` fills these in and refuses settings that the
+preset would ignore.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from asyncrl.losses.settings import KEYS, LossConfig
 
 
 def find_preset(name: str) -> Preset:
-    """Raises ConfigError listing the valid names."""
+    """The preset of this name. Raises ConfigError listing the valid names."""
     if name == OWN.name:
         return OWN
     if name not in PRESETS:
@@ -25,11 +25,11 @@ def find_preset(name: str) -> Preset:
 
 
 def preset(name: str, **overrides: Any) -> LossConfig:
-    """The settings of a named loss with every key it uses filled in; `overrides` replace the preset's values.
+    """The settings of a named loss with every key that it uses filled in; `overrides` replace the preset's values.
 
     Raises:
-        ConfigError: unknown preset (listing all), unknown key or one the preset does not use (listing those it
-            uses), or a value out of range.
+        ConfigError: unknown preset (listing all), unknown key or one that the preset does not use (listing those that
+            it uses), or a value out of range.
     """
     row = find_preset(name)
     unknown = sorted(set(overrides) - set(KEYS))
@@ -40,7 +40,7 @@ def preset(name: str, **overrides: Any) -> LossConfig:
 
 
 def resolve(config: LossConfig) -> LossConfig:
-    """A copy with the preset's value in every key that is used; unused keys stay None. Checks everything.
+    """A copy with the preset's value in every key that is used; unused keys stay None. Validates everything.
 
     Raises:
         ConfigError: see `preset`.
@@ -72,11 +72,11 @@ ESTIMATORS = {
     "reinforce_pp": ("reinforce_pp", "none"),
     "reinforce_pp_baseline": ("reinforce_pp", "mean"),
 }
-"""Presets that are an advantage more than a loss: `(advantage.estimator, advantage.baseline)` that makes them so."""
+"""Presets that are defined by their advantage estimator: the `(advantage.estimator, advantage.baseline)` they need."""
 
 
 def scales_learning_rate(config: LossConfig) -> bool:
-    """Whether the learning rate follows the effective sample size of the sequence ratios (VCPO)."""
+    """Whether the learning rate is scaled by the effective sample size of the sequence ratios (VCPO)."""
     return config.preset == "vcpo"
 
 
@@ -89,7 +89,7 @@ def check_loss(config: LossConfig, updates_per_batch: int, averaged_anchor: bool
         averaged_anchor: the proximal policy is a moving average of the weights (`learner.proximal_ema`).
 
     Raises:
-        ConfigError: rule, value and way out; also everything `resolve` refuses.
+        ConfigError: names the rule, the value and the way out; also for everything that `resolve` refuses.
     """
     row, config = find_preset(config.preset), resolve(config)
     if config.centering and (averaged_anchor or updates_per_batch > 1) and proximal_source(config, 2) != "none":
@@ -106,7 +106,7 @@ def check_loss(config: LossConfig, updates_per_batch: int, averaged_anchor: bool
             "set loss.centering=false"
         )
     if row is OWN and (not averaged_anchor or config.edge == "U"):
-        return  # what its ratios are of is its own affair
+        return  # the function itself decides on its ratios
     if config.edge == "U" and config.weight == "none" and row.surrogate != "m2po_areal":
         raise ConfigError(
             f"loss.edge=U with loss.weight=none (preset {row.name!r}) drops the correction from the behavior to the "
@@ -135,7 +135,7 @@ TRUST_REGION = ("clip_low", "clip_high", "dual_clip", "delta", "sat_quantile", "
 
 
 def proximal_source(config: LossConfig, updates_per_batch: int) -> str:
-    """Where the learner gets `LossInputs.proximal_logprobs`.
+    """Source of the learner's `LossInputs.proximal_logprobs`.
 
     `none`: leave it None. `current`: `learner_logprobs.detach()`, which with one update per batch is what a separate
     forward pass would give. `recompute`: a forward pass before the first update on the batch.
@@ -148,14 +148,14 @@ def proximal_source(config: LossConfig, updates_per_batch: int) -> str:
 
 
 def needs_first_pass(config: LossConfig) -> bool:
-    """Whether `policy_loss` asks for `kept` beside global denominators."""
+    """Whether `policy_loss` needs `kept` together with global denominators."""
     resolved = resolve(config)
     whole = find_preset(config.preset).batch_statistic or resolved.weight == "self_normalize"
     return whole or resolved.denominator == "renormalize" or bool(resolved.sat_quantile)
 
 
 def required_inputs(config: LossConfig) -> frozenset[str]:
-    """Names of the optional `LossInputs` this loss cannot do without, proximal log-probs aside."""
+    """Names of the optional `LossInputs` that this loss needs, except proximal log-probs."""
     row, config = find_preset(config.preset), resolve(config)
     needs = {
         "ref_logprobs": bool(config.kl_coef),

@@ -1,7 +1,7 @@
-"""What the ratios look like before anything was clipped or dropped: per edge, and by token age.
+"""Statistics of the ratios before anything is clipped or dropped: per edge, and by token age.
 
-Everything is returned as `Sums`, which add up over micro-batches and ranks; `summarize()` turns them into the metrics a
-user reads (a mean of effective sample sizes would not be the effective sample size).
+Everything is returned as `Sums`, which add up over micro-batches and ranks; `summarize()` turns them into metrics (a
+mean of effective sample sizes would not be the effective sample size).
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ MAX_AGES = 64
 TOKEN_MOMENTS = ("offset", "offset_square", "log_square", "kl_k1", "kl_k3", "abs_error")
 """Means over the loss tokens of r - 1, (r - 1)^2, (log r)^2, -log r, r - 1 - log r, |r - 1|.
 
-All are 0 where log r is, so tokens outside the mask drop out by themselves; and near r = 1 nothing cancels.
+All are 0 if log r is 0, so tokens outside the mask contribute nothing, and near r = 1 there is no cancellation.
 """
 
 _BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 LOG_RATIO_EDGES = (-LOG_RATIO_LIMIT, *(-each for each in reversed(_BOUNDS)), *_BOUNDS, LOG_RATIO_LIMIT)
-"""Of the bins that log-ratios are counted in, nats; what lies beyond the ends is in the first or last bin."""
+"""Edges of the bins in which log-ratios are counted, in nats; values beyond the ends are in the first or last bin."""
 
 
 @dataclass(slots=True)
 class Sums:
-    """What is known of one call. Each number stands where it says what becomes of it; all but the maxima add up."""
+    """Statistics of one call. The field that holds a number says how it is combined; all but the maxima are summed."""
 
     means: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Name -> (numerator, denominator); the metric is their quotient."""
     tokens: dict[str, Float[Tensor, " 7"]] = field(default_factory=dict)
-    """Place -> the `TOKEN_MOMENTS`, each added up, and the number of tokens. For its metrics see `token_metrics`."""
+    """Place -> the `TOKEN_MOMENTS`, each summed, and the number of tokens. For the metrics see `token_metrics`."""
     ages: dict[str, Float[Tensor, " 21"]] = field(default_factory=dict)
-    """Age in versions -> `tokens` of the edge E at that age, how many of them were clipped, and how many are in each
-    bin of `LOG_RATIO_EDGES`."""
+    """Age in versions -> `tokens` of the edge E at that age, the number of clipped ones, and the number in each bin of
+    `LOG_RATIO_EDGES`."""
     sequences: dict[str, Float[Tensor, " 6"]] = field(default_factory=dict)
-    """Place -> what `sequence_metrics` takes apart."""
+    """Place -> the sums of `sequence_sums`, from which `sequence_metrics` are computed."""
     maxima: dict[str, Tensor] = field(default_factory=dict)
 
 
 @torch.no_grad()
 def edge_log_ratios(tokens: Tokens) -> dict[str, Float[Tensor, " T"]]:
-    """Raw log-ratio of every edge the inputs allow."""
+    """Raw log-ratio of every edge that the inputs allow."""
     cur = tokens.cur.detach()
     edges = {"E": cur - tokens.mu}
     if tokens.prox is not None:
@@ -58,7 +58,7 @@ def edge_log_ratios(tokens: Tokens) -> dict[str, Float[Tensor, " T"]]:
 
 
 SEQUENCE_LIMIT = 300.0
-"""Of the log-ratio of a whole sequence: squares of its exponential still fit a float64."""
+"""Limit on the log-ratio of a whole sequence: the square of its exponential still fits into float64."""
 
 
 def token_moments(log_ratio: Float[Tensor, " T"]) -> list[Float[Tensor, " T"]]:
@@ -70,7 +70,7 @@ def token_moments(log_ratio: Float[Tensor, " T"]) -> list[Float[Tensor, " T"]]:
 
 @torch.no_grad()
 def diagnose(tokens: Tokens, shaped: Shaped, held: Mapping[str, Tensor]) -> Sums:
-    """`held` are token masks by reason: weights cut and tokens rejected."""
+    """Statistics of one call. `held` maps reasons to token masks: weights out of bounds, and rejected tokens."""
     mask = tokens.mask.to(tokens.cur.dtype)
     count = mask.sum()
     sums = Sums()
@@ -96,13 +96,13 @@ def diagnose(tokens: Tokens, shaped: Shaped, held: Mapping[str, Tensor]) -> Sums
 
 
 def sequence_sums(tokens: Tokens, log_ratio: Float[Tensor, " T"]) -> Float[Tensor, " 6"]:
-    """Over the sequences with a loss token, float64: the sequence product, its square, both again as effective sample
-    sizes take them, the gap in log-perplexity, and how many sequences these are."""
+    """Sums over the sequences with a loss token, float64: the product of the token ratios, its square, both again with
+    the wider limit used for effective sample sizes, the gap in log-perplexity, and the number of these sequences."""
     parts = tokens.sequences
     present = (parts.tokens > 0).to(log_ratio.dtype)
     total = parts.sum(log_ratio)
     weight = total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp() * present
-    # Wider than the clamp: at it, sequences that are all far away would weigh the same and look like full samples.
+    # Wider than the clamp, at which all distant sequences would have equal weights and a full effective sample size.
     wide = total.double().clamp(-SEQUENCE_LIMIT, SEQUENCE_LIMIT).exp() * present
     gap = -total / parts.tokens.clamp(min=1)
     each = (weight, weight.square(), wide, wide.square(), gap, present)
@@ -112,9 +112,10 @@ def sequence_sums(tokens: Tokens, log_ratio: Float[Tensor, " T"]) -> Float[Tenso
 def held_sums(
     sums: Sums, tokens: Tokens, shaped: Shaped, held: Mapping[str, Tensor], mask: Tensor, count: Tensor
 ) -> Tensor | None:
-    """Fractions of loss tokens clipped by the surrogate, by side, and cut or rejected, by reason and sign of A.
+    """Add the fractions of loss tokens clipped by the surrogate, by side, and of those in `held`, by reason and sign of
+    A.
 
-    Returns 1 at each loss token clipped on either side; None for a surrogate that clips nothing.
+    Returns 1 at each loss token clipped on either side; None for a surrogate that does not clip.
     """
     either: Tensor | None = None
     if shaped.sides is not None:
@@ -133,7 +134,7 @@ def held_sums(
 
 
 def age_sums(sums: Sums, tokens: Tokens, columns: Float[Tensor, "8 T"], log_ratio: Float[Tensor, " T"]) -> None:
-    """The edge E by token age: at which age does data stop helping? `columns`: the moments, mask, clipped."""
+    """The edge E by token age, which shows at what age data stops helping. `columns`: the moments, mask, clipped."""
     assert tokens.raw.staleness is not None
     age = (tokens.raw.staleness.long() * tokens.mask).clamp(0, MAX_AGES)
     bounds = tokens.raw.bounds
@@ -151,15 +152,15 @@ def age_sums(sums: Sums, tokens: Tokens, columns: Float[Tensor, "8 T"], log_rati
 
 @cache
 def _inner_edges(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Once: from the host they would be waited for at each call."""
+    """Cached, because each copy from the host would synchronise with the device."""
     return torch.tensor(LOG_RATIO_EDGES[1:-1], dtype=dtype).to(device, non_blocking=True)
 
 
 def summarize(sums: Sums) -> dict[str, Tensor]:
-    """Readable metrics of sums that were added up: means, and what is a function of means.
+    """Metrics of summed statistics: means, and functions of means.
 
-    Beside those that stand in `sums` by name: `kl/behavior` is the k3 estimate of KL(behavior || learner), and
-    `token_share` the part of all loss tokens that are of an age.
+    In addition to those that `sums` names: `kl/behavior` is the k3 estimate of KL(behavior || learner), and
+    `token_share` the fraction of all loss tokens that have an age.
     """
     metrics = {name: numerator / denominator.clamp(min=1) for name, (numerator, denominator) in sums.means.items()}
     for place, moments in sums.tokens.items():
@@ -177,13 +178,13 @@ def summarize(sums: Sums) -> dict[str, Tensor]:
 
 
 def ratio_counts(numbers: Sequence[float]) -> Sequence[float]:
-    """Of a row of `Sums.ages` how many tokens are in each bin of `LOG_RATIO_EDGES`."""
+    """The number of tokens in each bin of `LOG_RATIO_EDGES`, from a value of `Sums.ages`."""
     return numbers[len(TOKEN_MOMENTS) + 2 :]
 
 
 def token_metrics(moments: Float[Tensor, " 7"]) -> dict[str, Tensor]:
-    """Of the ratios r of tokens: `chi2_token` is mean r^2 - 1, `ess_token` the effective sample size over their number,
-    (mean r)^2 / mean r^2, `rms_log_ratio` the root of mean (log r)^2."""
+    """Metrics of the token ratios r: `chi2_token` is mean r^2 - 1, `ess_token` the effective sample size divided by the
+    number of tokens, (mean r)^2 / mean r^2, `rms_log_ratio` the root of mean (log r)^2."""
     offset, offset_square, log_square, kl_k1, kl_k3, abs_error = moments[:-1] / moments[-1].clamp(min=1)
     square = (1 + 2 * offset + offset_square).clamp(min=torch.finfo(moments.dtype).tiny)
     return {
@@ -198,7 +199,7 @@ def token_metrics(moments: Float[Tensor, " 7"]) -> dict[str, Tensor]:
 
 
 def sequence_metrics(moments: Float[Tensor, " 6"]) -> dict[str, Tensor]:
-    """Of the ratios of sequences, products of those of their tokens: see `token_metrics` for what the names mean."""
+    """Metrics of the sequence ratios, which are the products of their tokens' ratios; names as in `token_metrics`."""
     mean, square, wide, wide_square, gap = moments[:-1] / moments[-1].clamp(min=1)
     effective = wide.square() / wide_square.clamp(min=torch.finfo(moments.dtype).tiny)
     return {"seq_mean": mean, "chi2_seq": square - 1, "ess_seq": effective, "log_ppl_gap": gap}

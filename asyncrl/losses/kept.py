@@ -1,4 +1,4 @@
-"""The first of two passes of a loss that looks at all tokens of an optimizer batch, or divides by what it keeps."""
+"""The first of two passes, for a loss that depends on all tokens of an optimizer batch or divides by what it keeps."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from asyncrl.losses.weights import behavior_weight, capped_weight
 def first_pass(
     inputs: Sequence[LossInputs], config: LossConfig, gather: Callable[[Tensor], Tensor] = lambda mine: mine
 ) -> Kept:
-    """What of an optimizer batch is kept, and what its loss asks of all its tokens.
+    """Counts of the kept tokens of an optimizer batch, and the statistics that its loss takes over all tokens.
 
     Args:
-        inputs: its micro-batches; of one rank, where `gather` adds the others'.
-        gather: [n] of this rank -> those of all ranks, end to end.
+        inputs: its micro-batches; those of one rank, if `gather` adds the others'.
+        gather: maps this rank's [n] to the concatenation over all ranks.
     """
     row, config = find_preset(config.preset), resolve(config)
     batches = [with_anchor(make_safe(batch), row) for batch in inputs]
@@ -56,7 +56,7 @@ NOTHING = Denominators(tokens=0.0, sequences=0.0, groups=0.0)
 
 
 def _statistics(batches: Sequence[Tokens], config: LossConfig, row: Preset, gather: Callable[[Tensor], Tensor]) -> Kept:
-    """Without the counts, which depend on it."""
+    """The statistics; the counts depend on them and are filled in later."""
     whole = Kept(NOTHING, batches[0].cur.new_zeros(0), math.inf)
     bound = config.m2_tau or 0.0
     if row.surrogate == "m2po_areal":
@@ -68,7 +68,7 @@ def _statistics(batches: Sequence[Tokens], config: LossConfig, row: Preset, gath
             edge = surrogate_edge(tokens, row, config)
             new, old = edge_ends(tokens, edge)
             found.append((new - old)[outward_of(tokens, edge)])
-        outward = gather(torch.cat(found))  # in the precision of the loss: the released clip range is found in it
+        outward = gather(torch.cat(found))  # in the loss's precision, in which the released clip range is determined
         if row.surrogate == "m2po_paper":
             whole = dataclasses.replace(whole, m2_limit=m2po_limit(outward.double().square(), bound))
         else:
@@ -87,7 +87,7 @@ def _statistics(batches: Sequence[Tokens], config: LossConfig, row: Preset, gath
 
 
 def _by_sequence(tokens: Tokens, keep: Bool[Tensor, " T"]) -> Float[Tensor, "sequences 2"]:
-    """Group and kept tokens of each sequence."""
+    """Group and number of kept tokens of each sequence."""
     parts = dataclasses.replace(tokens, mask=keep, _parts={}).sequences
     groups = torch.zeros(parts.count, dtype=torch.int64, device=keep.device)
     if tokens.raw.group_ids is not None:

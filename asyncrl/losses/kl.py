@@ -41,16 +41,16 @@ def kl_estimate(learner: Float[Tensor, " T"], ref: Float[Tensor, " T"], kind: st
 
 @dataclass(slots=True)
 class AdaptiveKL:
-    """Coefficient of the KL that follows a target (Ziegler et al. 1909.08593), as in verl, SkyRL and OpenRLHF.
+    """KL coefficient that adapts to a target (Ziegler et al. 1909.08593), as in verl, SkyRL and OpenRLHF.
 
-    Its three numbers are its whole state: a checkpoint that keeps `coefficient` resumes it.
+    Its three numbers are its whole state: it is resumed by saving `coefficient` in a checkpoint.
     """
 
     coefficient: float
     target: float
-    """Wanted KL to the reference, in the unit of what `update` is given: per sequence in the paper, or per token."""
+    """Target KL to the reference, in the unit of `update`'s argument: per sequence as in the paper, or per token."""
     horizon: float
-    """Samples over which an error of 20 % moves the coefficient by 20 %."""
+    """Number of samples over which an error of 20 % changes the coefficient by 20 %."""
 
     def __post_init__(self) -> None:
         if self.target <= 0 or self.horizon <= 0:
@@ -60,11 +60,11 @@ class AdaptiveKL:
         """Multiply the coefficient by 1 + clip(kl/target - 1, -0.2, 0.2) * samples / horizon.
 
         Args:
-            kl: measured in this step; a non-finite one changes nothing.
+            kl: KL measured in this step; a non-finite one changes nothing.
             samples: sequences of the step (or tokens, if `horizon` counts those).
         """
         if not math.isfinite(kl):
             return
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
-        # More samples than five horizons below the target would turn the coefficient negative: a reward for leaving.
+        # With more samples than five horizons below the target it would become negative: a reward for diverging.
         self.coefficient *= max(1.0 + error * samples / self.horizon, 0.0)

@@ -1,6 +1,6 @@
 """The second-moment trust regions of M2PO: which tokens to drop, or where to clip, so that mean (log r)^2 is bounded.
 
-Both look at all tokens of a batch. Of the micro-batches of one they take the limit that a first pass over it found
+Both depend on all tokens of a batch. For a batch split into micro-batches they use the limit from a first pass over it
 (`asyncrl.losses.kept`).
 """
 
@@ -16,9 +16,10 @@ from torch import Tensor
 def m2po_keep(
     log_ratio: Float[Tensor, " T"], among: Bool[Tensor, " T"], bound: float, strict: bool = False
 ) -> Bool[Tensor, " T"]:
-    """False at the tokens of `among` with the largest (log r)^2, dropped one by one until the rest average <= bound.
+    """Keep mask: False at the tokens of `among` with the largest (log r)^2, which are dropped one by one until the rest
+    average <= bound.
 
-    `strict` is AReaL's rule: until they average < bound, but never the last one.
+    With `strict`, AReaL's rule: until they average < bound, but never the last one.
     """
     squares = log_ratio.double().square()
     order = torch.argsort(torch.where(among, squares, math.inf))
@@ -32,7 +33,7 @@ def m2po_keep(
 
 
 def m2po_limit(squares: Float[Tensor, " N"], bound: float, strict: bool = False) -> float:
-    """The largest (log r)^2 that `m2po_keep` keeps of these, in any order; infinite if it keeps all, -1 if none."""
+    """Largest of these (log r)^2, in any order, that `m2po_keep` keeps; infinite if it keeps all, -1 if none."""
     ascending = squares.double().sort().values
     means = ascending.cumsum(0) / torch.arange(1, len(ascending) + 1, device=squares.device)
     kept = max(int((means < bound).sum()), 1) if strict else int((means <= bound).sum())
@@ -42,11 +43,12 @@ def m2po_limit(squares: Float[Tensor, " N"], bound: float, strict: bool = False)
 
 
 def m2po_clip_range(log_ratio: Float[Tensor, " T"], outward: Bool[Tensor, " T"], bound: float) -> tuple[float, float]:
-    """(low, high) ratio bounds e^-t, e^t: t is the largest outward |log r| at which capping still averages < bound.
+    """(low, high) ratio bounds e^-t, e^t: t is the largest outward |log r| with which the capped values average <
+    bound.
 
-    As released: t is one of the data's own values, not the exact root, minus 1e-12 in its square, and its exponential
-    is rounded to float32. That rounding decides on which side of the bound that very token falls. (0, inf) where the
-    outward tokens already average <= bound.
+    As in the released code: t is one of the data's own values and not the exact root, minus 1e-12 in its square, and
+    its exponential is rounded to float32. This rounding decides on which side of the bound that token itself falls. (0,
+    inf) if the outward tokens already average <= bound.
     """
     squares = log_ratio[outward].square().sort().values
     count = squares.numel()

@@ -1,10 +1,11 @@
-"""A loss of the user's own, `loss=own loss.function=file.py:name`, and what is tried of it before a run.
+"""A user-defined loss, `loss=own loss.function=file.py:name`, and its trial before a run.
 
     def my_loss(inputs: LossInputs, **args) -> Tensor [T], or (Tensor [T], {"name": Tensor [T]})
 
-It returns the loss of each token. The loop masks, rejects, adds up and divides: by the counts of the whole optimizer
-batch over all ranks (`loss.aggregation`), so that the sum over micro-batches is the loss of the whole, however it was
-split. That holds as long as the loss of a token depends on its own sequence alone, which `try_loss` asks for.
+It returns the loss of each token. The training loop applies mask and rejection, sums and divides: by the counts of the
+whole optimizer batch over all ranks (`loss.aggregation`), so that the sum over micro-batches is the loss of the whole
+batch, however it was split. This requires that the loss of a token depends only on its own sequence, which `try_loss`
+checks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _LOADED: dict[tuple[str, str], Callable[..., Any]] = {}
 
 
 def load_own_loss(config: LossConfig) -> Callable[[LossInputs], Any]:
-    """The function, or the object of the class, with `loss.args`; loaded once per process.
+    """The function, or an instance of the class, with `loss.args`; loaded once per process.
 
     Raises:
         ConfigError: it cannot be loaded, or does not take these arguments.
@@ -42,11 +43,11 @@ def load_own_loss(config: LossConfig) -> Callable[[LossInputs], Any]:
 
 
 def own_loss(tokens: Tokens, config: LossConfig) -> Shaped:
-    """What the function makes of `tokens`: float32 or float64, 0 outside the loss mask, unscored tokens with a ratio
-    of 1, gradient through `learner_logprobs` alone.
+    """Call the function on `tokens`: float32 or float64, 0 outside the loss mask, tokens without a recorded log-prob
+    with a ratio of 1, gradient through `learner_logprobs` only.
 
     Raises:
-        OwnCodeError: it raised, or returned what is no loss per token.
+        OwnCodeError: it raised, or did not return a loss per token.
     """
     given = dataclasses.replace(
         tokens.raw,
@@ -76,10 +77,10 @@ def own_loss(tokens: Tokens, config: LossConfig) -> Shaped:
     for name, values in _named_numbers(numbers, named):
         if not isinstance(values, Tensor) or values.shape != count:
             raise OwnCodeError(f"{named}: its number {name!r} must be a tensor {list(count)}; got {_said(values)}")
-    # A token outside the mask has no loss, whatever was made of its zeros.
+    # A token outside the mask has no loss, whatever the function computed from its zeros.
     shares = torch.where(tokens.mask, loss.to(tokens.cur.dtype), 0.0)
     if not shares.requires_grad:
-        # A constant is a fine loss of some micro-batch. Without a backward there, this rank would miss the collectives
+        # A constant is a valid loss of some micro-batch. Without a backward there, this rank would miss the collectives
         # in which the others wait for its gradients.
         shares = shares + 0.0 * tokens.cur
     return Shaped(shares, numbers={f"own/{name}": values for name, values in _named_numbers(numbers, named)})
@@ -101,14 +102,15 @@ def _said(value: Any) -> str:
 
 
 def try_loss(config: LossConfig, *, proximal: bool, reference: bool) -> None:
-    """Call the loss on a made-up batch, whole and sequence by sequence.
+    """Call the loss on an artificial batch, whole and sequence by sequence.
 
     Args:
-        proximal, reference: which log-probs a run would give it.
+        proximal, reference: whether a run would give it these log-probs.
 
     Raises:
-        ConfigError: it cannot be loaded. OwnCodeError: it raises, returns what is no loss per token, is not finite, has
-            no gradient, or the loss of a token depends on other sequences than its own.
+        ConfigError: it cannot be loaded.
+        OwnCodeError: it raises, does not return a loss per token, is not finite, has no gradient, or the loss of a
+            token depends on other sequences than its own.
     """
     named = f"loss.function={config.function}"
     batch = made_up(proximal=proximal, reference=reference)
@@ -134,11 +136,11 @@ def try_loss(config: LossConfig, *, proximal: bool, reference: bool) -> None:
                     "sequence_ids alone, and put what compares sequences into advantage.function"
                 )
     nothing = dataclasses.replace(_part_of(batch, mask.nonzero()[:1, 0]), loss_mask=torch.zeros(1, dtype=torch.bool))
-    _value_and_slope(nothing, config, named)  # what a rank without trajectories runs, to join the others' collectives
+    _value_and_slope(nothing, config, named)  # the batch of a rank without trajectories, which only joins collectives
 
 
 def made_up(*, proximal: bool, reference: bool) -> LossInputs:
-    """Four sequences of two prompts, of 2 to 9 tokens with an observation in one of them."""
+    """An artificial batch: four sequences of two prompts, with 2 to 9 tokens and an observation in one of them."""
     lengths = torch.tensor([5, 9, 2, 7])
     count, draw = int(lengths.sum()), torch.Generator().manual_seed(0)
     cur = -3 * torch.rand(count, generator=draw) - 0.05
@@ -170,7 +172,7 @@ def _part_of(batch: LossInputs, place: Tensor) -> LossInputs:
 
 
 def _value_and_slope(batch: LossInputs, config: LossConfig, named: str) -> tuple[Tensor, Tensor]:
-    """Loss of each token, and the gradient of their sum by the log-prob of each."""
+    """Loss of each token, and the gradient of the sum with respect to each log-prob."""
     cur = batch.learner_logprobs.clone().requires_grad_()
     loss = own_loss(make_safe(dataclasses.replace(batch, learner_logprobs=cur)), config).loss
     if not loss.requires_grad:

@@ -1,6 +1,6 @@
-"""The table of named losses. Torch-free. Formulas, papers and what each is for: the table in docs/losses.md.
+"""The table of named losses. Torch-free. For formulas, papers and purposes see the table in docs/losses.md.
 
-A row names a surrogate (the function of the same word in `surrogates.py`) and the values in which it differs from
+A row names a surrogate (the function of the same name in `surrogates.py`) and the values that differ from
 `COMMON_DEFAULTS`. A new algorithm made of existing parts is one more row here and in docs/losses.md, one YAML in
 configs/loss/ and one reference in tests/losses/references.py; a test names whichever is missing.
 """
@@ -23,7 +23,7 @@ class Preset:
     anchor: str = "none"
     """`none`: works without proximal log-probs; `proximal`: needs them; `loglinear`: makes its own from staleness."""
     batch_statistic: bool = False
-    """What it keeps or clips depends on all tokens of a batch: a first pass over its micro-batches finds it."""
+    """Whether it keeps or clips depending on all tokens of a batch, so that it needs a first pass over the batch."""
 
 
 COMMON_DEFAULTS: dict[str, Any] = {
@@ -47,7 +47,7 @@ COMMON_DEFAULTS: dict[str, Any] = {
     "entropy_coef": 0.0,
     "constant_length": 1024.0,
 }
-"""What a preset does where its row says nothing."""
+"""Values of keys that a preset's row does not set."""
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 DECOUPLED = {"edge": "U", **CLIP}
@@ -77,7 +77,7 @@ PRESETS: dict[str, Preset] = {
         Preset("gmpo", "gmpo", {"clip_low": 0.4, "clip_high": 0.4, "aggregation": "seq_mean_token_mean"}),
         Preset("sapo", "sapo", {"tau_pos": 1.0, "tau_neg": 1.05, "aggregation": "seq_mean_token_mean"}),
         Preset("vespo", "vespo", BEHAVIOR),
-        # Made for stale data: behavior weights, rejection, and trust regions around the behavior policy.
+        # For stale data: behavior weights, rejection, and trust regions around the behavior policy.
         Preset("decoupled_ppo", "clip", {**DECOUPLED, "weight": "zero"}, anchor="proximal"),
         Preset("a3po", "clip", {**DECOUPLED, "weight": "zero"}, anchor="loglinear"),
         Preset("tis", "clip", {**DECOUPLED, "weight": "truncate", "weight_high": 2.0}, anchor="proximal"),
@@ -140,4 +140,4 @@ PRESETS: dict[str, Preset] = {
 """Every named loss."""
 
 OWN = Preset("own", "own")
-"""The loss of the user's own: no row of the table, since nobody here can have checked it."""
+"""The user-defined loss. It is not in the table, because it cannot be checked here."""

@@ -1,6 +1,6 @@
-"""Edges and levels: which log-ratio an operator acts on, over how many tokens it is taken.
+"""Edges and levels: which log-ratio an operator acts on, and over which tokens it is taken.
 
-Everything stays in log space until one clamped `exp`. At tokens outside the loss mask every log-ratio is exactly 0.
+All values stay in log space until a single clamped `exp`. At tokens outside the loss mask every log-ratio is exactly 0.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.losses.inputs import Kept, LossInputs
 
 LOG_RATIO_LIMIT = 20.0
-"""|log-ratio| allowed into `exp`: e^20 squared still fits fp32. Beyond it the gradient is 0."""
+"""Limit on |log-ratio| in `exp`: e^20 squared still fits into fp32. Beyond it the gradient is 0."""
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class Segments:
 
     @property
     def tokens(self) -> Float[Tensor, " count"]:
-        """Loss tokens in each part."""
+        """Number of loss tokens in each part."""
         if self._tokens is None:
             self._tokens = self.sum(self.mask.to(self.dtype))
         return self._tokens
@@ -51,10 +51,10 @@ class Segments:
 def segments_of(
     ids: Int[Tensor, " T"], mask: Bool[Tensor, " T"], dtype: torch.dtype, above: int | None = None
 ) -> Segments:
-    """Partition by `ids`; parts may be empty of loss tokens. Dense ids (the usual case) need no sort.
+    """Partition by `ids`; parts may have no loss tokens. Dense ids (the usual case) need no sort.
 
     Args:
-        above: all ids are below it; None: they are looked at.
+        above: all ids are below it; None: read it from the ids.
     """
     if above is not None or ids.numel() == 0:
         return Segments(ids.long(), above or 1, mask, dtype)
@@ -67,7 +67,7 @@ def segments_of(
 
 @dataclass(slots=True)
 class Tokens:
-    """`LossInputs` made safe: float32 or float64, 0 outside the loss mask, unscored log-probs with a ratio of 1."""
+    """Sanitised `LossInputs`: float32 or float64, 0 outside the loss mask, a ratio of 1 without a recorded log-prob."""
 
     raw: LossInputs
     mask: Bool[Tensor, " T"]
@@ -77,7 +77,7 @@ class Tokens:
     ref: Float[Tensor, " T"] | None
     advantages: Float[Tensor, " T"]
     whole: Kept | None = None
-    """Of the optimizer batch that these tokens are a part of; None where they are all."""
+    """Statistics of the optimizer batch that these tokens are part of; None if they are all of it."""
     _parts: dict[str, Segments] = field(default_factory=dict)
 
     @property
@@ -96,13 +96,13 @@ class Tokens:
 
     @property
     def turns(self) -> Segments:
-        """Unbroken runs of loss tokens inside one sequence."""
+        """Contiguous runs of loss tokens within one sequence."""
         if "turns" not in self._parts:
             ids, mask = self.raw.sequence_ids, self.mask
             starts = mask.clone()
             starts[1:] &= ~mask[:-1] | (ids[1:] != ids[:-1])
             index = (starts.long().cumsum(0) - 1).clamp(min=0)
-            # As many parts as there can be: how many there are, a GPU would have to be waited for.
+            # The largest possible number of parts: reading the actual one would synchronise with the GPU.
             self._parts["turns"] = Segments(index, max(1, index.numel()), mask, self.cur.dtype)
         return self._parts["turns"]
 
@@ -113,10 +113,11 @@ class Tokens:
 
 
 def make_safe(inputs: LossInputs) -> Tokens:
-    """Mask and sanitise once, so that nothing downstream can meet a NaN of a token that does not count.
+    """Mask and sanitise once, so that later code never sees a NaN of a token that does not count.
 
-    `where` comes before any arithmetic: after it, a NaN or overflow outside the mask would still poison the gradient
-    (0 * inf). A NaN in `learner_logprobs` inside the mask is kept: it means a broken model and must reach the guard.
+    `where` comes before any arithmetic: if it came after, a NaN or overflow outside the mask would still make the
+    gradient NaN (0 * inf). A NaN in `learner_logprobs` inside the mask is kept: it means a broken model and must reach
+    the guard.
     """
     mask = inputs.loss_mask
     dtype = torch.float64 if inputs.learner_logprobs.dtype == torch.float64 else torch.float32
@@ -129,7 +130,7 @@ def make_safe(inputs: LossInputs) -> Tokens:
 
 
 def _anchor(logprobs: Tensor, mask: Tensor, cur: Tensor) -> Tensor:
-    """Constants; the current ones, as constants, where there is nothing to compare with."""
+    """Detached log-probs; the current ones, detached, where none are recorded."""
     logprobs = logprobs.detach().to(cur.dtype)
     return torch.where(mask & (logprobs > -torch.inf), logprobs, cur.detach())
 
@@ -151,10 +152,10 @@ def edge_ends(tokens: Tokens, edge: str) -> tuple[Float[Tensor, " T"], Float[Ten
 
 
 def at_level(tokens: Tokens, log_ratio: Float[Tensor, " T"], level: str) -> Float[Tensor, " T"]:
-    """Log-ratio of the token's `level`, clamped so that `exp` of it is safe. Differentiable.
+    """Log-ratio at the token's `level`, clamped so that its `exp` is safe. Differentiable.
 
-    `token` its own; `sequence` the product; `geometric` the mean; `segment` the mean over the turn; `gspo_token` the
-    value of the sequence's mean with the token's own gradient.
+    `token`: its own; `sequence`: the product; `geometric`: the mean; `segment`: the mean over the turn; `gspo_token`:
+    the value of the sequence's mean with the token's own gradient.
     """
     if level == "sequence":
         parts = tokens.sequences
@@ -169,7 +170,7 @@ def at_level(tokens: Tokens, log_ratio: Float[Tensor, " T"], level: str) -> Floa
 
 
 def probability(logprobs: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """exp, at most 1: an engine's rounding can put a log-prob above 0, and garbage there must not overflow."""
+    """exp, at most 1: an engine's rounding can make a log-prob positive, and invalid values must not overflow."""
     return logprobs.clamp(max=0).exp()
 
 

@@ -1,4 +1,4 @@
-"""Rejection: which loss tokens are left out altogether, and for which reason."""
+"""Rejection: which loss tokens are left out of the loss entirely, and why."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncrl.losses.surrogates import binary_kl
 
 
 def rejections(tokens: Tokens, config: LossConfig) -> dict[str, Bool[Tensor, " T"]]:
-    """Rejected tokens by reason; only the reasons that are switched on. Tokens outside the mask may be marked."""
+    """Rejected tokens by reason; only for active reasons. Tokens outside the mask may be marked."""
     reasons: dict[str, Tensor] = {}
     if config.opsm_delta is not None:
         reasons["opsm"] = opsm(tokens, config.opsm_delta)
@@ -38,7 +38,7 @@ def rejections(tokens: Tokens, config: LossConfig) -> dict[str, Bool[Tensor, " T
 
 
 def anchor_log_ratio(tokens: Tokens) -> Float[Tensor, " T"]:
-    """Detached log-ratio against the behavior policy: on B where there is a proximal policy, else on E."""
+    """Detached log-ratio to the behavior policy: on B if there is a proximal policy, otherwise on E."""
     return (tokens.cur.detach() if tokens.prox is None else tokens.prox) - tokens.mu
 
 
@@ -50,7 +50,7 @@ def opsm(tokens: Tokens, delta: float) -> Bool[Tensor, " T"]:
 
 
 def by_statistic(tokens: Tokens, config: LossConfig) -> Bool[Tensor, " T"]:
-    """Tokens whose statistic, over `reject_scope`, leaves [reject_low, reject_high].
+    """Tokens whose statistic, over `reject_scope`, is outside [reject_low, reject_high].
 
     The statistics, with r = anchor/behavior: `ratio` r (its mean over a sequence is the geometric one, its sum the
     product), `k1` -log r, `k2` (log r)^2 / 2, `k3` r - 1 - log r, `tv` |p - q|, `binary_kl`.
@@ -70,7 +70,7 @@ def by_statistic(tokens: Tokens, config: LossConfig) -> Bool[Tensor, " T"]:
 
 
 def token_statistic(tokens: Tokens, name: str, log_ratio: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """The statistic of each token; `ratio` stays in log space until its scope is known."""
+    """The statistic of each token; `ratio` stays in log space until it is taken over its scope."""
     if name == "ratio":
         return log_ratio
     if name == "k1":

@@ -1,4 +1,4 @@
-"""Which values a loss setting may have, and which settings a loss reads. Torch-free; used by `config.py`."""
+"""Allowed values of loss settings, and which settings a loss reads. Torch-free; used by `config.py`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "denominator": ("keep", "renormalize"),
     "kl": KL_KINDS,
 }
-"""Allowed values of the keys that are words."""
+"""Allowed values of the keys that take words."""
 
 SURROGATE_KEYS: dict[str, tuple[str, ...]] = {
     "clip": ("edge", "level", "clip_low", "clip_high", "dual_clip", "delta", "sat_quantile"),
@@ -48,7 +48,7 @@ SURROGATE_KEYS: dict[str, tuple[str, ...]] = {
     "reinforce": (),
     "own": ("function", "args", "edge"),
 }
-"""Keys each surrogate reads. `reinforce` has no ratio, hence no edge."""
+"""Keys that each surrogate reads. `reinforce` has no ratio, hence no edge."""
 
 CENTERED = frozenset(
     {
@@ -56,19 +56,19 @@ CENTERED = frozenset(
         *("divergence_tv", "divergence_kl", "divergence_blind"),
     }
 )
-"""Surrogates whose gradient at a token is a function of that token alone, so that its mean under the sampler can be
-told. At a level or a weight of whole sequences, or with a rejection of single tokens, it is not."""
+"""Surrogates whose gradient at a token depends only on that token, so that its mean under the sampler can be computed.
+This does not hold at a level or a weight of whole sequences, or with a rejection of single tokens."""
 
 GATED_BY_SIGN = frozenset({"clip", "divergence_tv", "divergence_kl"})
-"""Surrogates that give no gradient to a token that is too far out in the direction of its advantage. Centered, they
-push it further; on the edge U, where one update per batch leaves nothing to stop, they do not."""
+"""Surrogates that give no gradient to a token that is too far out in the direction of its advantage. With centering
+they push it further out; not on the edge U, where one update per batch leaves nothing to stop."""
 
 DETACHED_SURROGATES = frozenset({"detached", "tapered", "band", "divergence_tv", "divergence_kl"})
-"""Their ratio is a weight without gradient, so that they alone make sense on the edge B."""
+"""Surrogates whose ratio is a weight without gradient; only these make sense on the edge B."""
 
 
 def used_keys(row: Preset, merged: LossConfig) -> set[str]:
-    """Keys that change the loss of `merged`, a config whose defaults are filled in."""
+    """Keys that affect the loss of `merged`, a config with its defaults filled in."""
     keys = {"aggregation", "weight", "opsm_delta", "reject", "veto", "max_age", "denominator"}
     keys |= {"kl", "kl_coef", "behavior_kl", "entropy_coef"} | set(SURROGATE_KEYS[row.surrogate])
     if row.surrogate in CENTERED:
@@ -83,7 +83,7 @@ def used_keys(row: Preset, merged: LossConfig) -> set[str]:
 
 
 def check_values(row: Preset, config: LossConfig) -> None:
-    """Words and ranges of a resolved config. Raises ConfigError with the rule, the value and the way out."""
+    """Check words and ranges of a resolved config. Raises ConfigError with the rule, the value and the way out."""
     for key, choices in CHOICES.items():
         value = getattr(config, key)
         if value is not None and value not in choices:
@@ -107,7 +107,7 @@ def check_values(row: Preset, config: LossConfig) -> None:
 
 
 def check_edges(row: Preset, config: LossConfig) -> None:
-    """Refuse combinations whose parts cancel, double count or have no gradient."""
+    """Refuse combinations whose parts cancel, count twice or have no gradient."""
     if config.edge == "B" and row.surrogate not in DETACHED_SURROGATES:
         raise ConfigError(
             f"loss.edge=B has no gradient, and preset {row.name!r} differentiates its ratio; use edge=U or edge=E"
@@ -124,7 +124,7 @@ def check_edges(row: Preset, config: LossConfig) -> None:
 
 
 def check_own(row: Preset, config: LossConfig) -> None:
-    """A function of the user's is named; whether it can be used is tried before a run (`asyncrl.losses.own`)."""
+    """Check that a function is named; whether it works is tried before a run (`asyncrl.losses.own`)."""
     if row.surrogate != "own":
         return
     if not config.function or ":" not in config.function:
@@ -134,7 +134,7 @@ def check_own(row: Preset, config: LossConfig) -> None:
 
 
 def check_centering(row: Preset, config: LossConfig) -> None:
-    """The weight of every token that could have been sampled must be known from its two probabilities."""
+    """Refuse centering unless a token's weight follows from its two probabilities, for all tokens of the vocabulary."""
     if not config.centering:
         return
     reasons = {

@@ -1,7 +1,7 @@
-"""The surrogates: loss of each token as a function of the ratio and the advantage. One function per shape.
+"""The surrogates: the loss of each token as a function of ratio and advantage. One function per shape.
 
-Each returns `Shaped`: the loss per token (before weights, rejection and aggregation) and which tokens were held back,
-by side. `cur`, `old` are the log-probs at the two ends of the edge, `p`, `q` their probabilities.
+Each returns `Shaped`: the loss per token (before weights, rejection and aggregation) and which tokens were clipped, by
+side. `cur`, `old` are the log-probs at the two ends of the edge, `p`, `q` their probabilities.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Shaped:
     loss: Float[Tensor, " T"]
     """0 outside the loss mask."""
     sides: Callable[[], Sides] | None = None
-    """Which tokens' updates were stopped or capped, (downwards, upwards); computed only for the diagnostics."""
+    """Tokens whose updates were stopped or capped, (downwards, upwards); computed only for diagnostics."""
     numbers: Mapping[str, Float[Tensor, " T"]] = field(default_factory=dict)
-    """Whose means over the loss tokens are metrics, by their names."""
+    """Metric names -> per-token values, whose means over the loss tokens are the metrics."""
 
 
 def ratio_of(tokens: Tokens, config: LossConfig, edge: str) -> Float[Tensor, " T"]:
@@ -41,20 +41,20 @@ def ratio_of(tokens: Tokens, config: LossConfig, edge: str) -> Float[Tensor, " T
 
 
 def value(number: float | None) -> float:
-    """A setting that `resolve()` has filled in."""
+    """A setting that `resolve()` has filled in, so that it is not None."""
     assert number is not None
     return number
 
 
 def pick(where: Bool[Tensor, " T"], yes: float, no: float, like: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """`torch.where` of two numbers in the dtype of `like`; by itself it would round them to float32."""
+    """`torch.where` of two numbers in the dtype of `like`; `torch.where` alone would round them to float32."""
     return torch.where(where, like.new_tensor(yes), like.new_tensor(no))
 
 
 def clip(tokens: Tokens, config: LossConfig, edge: str) -> Shaped:
     """max(-A r, -A clip(r)), with the optional caps: dual (A < 0: at most -A c) and two-sided (r at most delta).
 
-    With `sat_quantile` the range of the tokens in the tail is narrower (`adaptive.py`).
+    With `sat_quantile` the range of outlying tokens is narrower (`adaptive.py`).
     """
     low, high = value(config.clip_low), value(config.clip_high)
     ratio = ratio_of(tokens, config, edge)
@@ -78,9 +78,10 @@ def log_ratio_of(tokens: Tokens, config: LossConfig, edge: str) -> Float[Tensor,
 def clip_between(
     tokens: Tokens, config: LossConfig, ratio: Tensor, low: float | Tensor, high: float | Tensor
 ) -> Shaped:
-    """The max of the two products written by the sign of A: -A min(r, high) where A > 0, -A max(r, low) where A < 0.
+    """The maximum of the two products, by the sign of A: -A min(r, high) where A > 0, -A max(r, low) where A < 0.
 
-    Same values and gradients as `torch.maximum`, at a third of its time: its backward is the slowest part of PPO.
+    Same values and gradients as `torch.maximum` in a third of the time: the backward of `torch.maximum` is the slowest
+    part of PPO.
     """
     advantages = tokens.advantages
     caps = [cap for cap in (config.dual_clip, config.delta) if cap is not None]
@@ -124,14 +125,14 @@ def band(tokens: Tokens, config: LossConfig, edge: str) -> Shaped:
 
 
 def divergence_tv(tokens: Tokens, config: LossConfig, edge: str) -> Shaped:
-    """DPPO-TV: tokens that would move further than the bound in probability give nothing."""
+    """DPPO-TV: tokens that would move further than the bound in probability contribute nothing."""
     new, old = edge_ends(tokens, edge)
     gap = probability(new.detach()) - probability(old)
     return _gated(tokens, config, edge, gap < -value(config.divergence_low), gap > value(config.divergence_high))
 
 
 def divergence_kl(tokens: Tokens, config: LossConfig, edge: str) -> Shaped:
-    """DPPO-KL: as TV, measured by the KL between (token, all others) under the two policies."""
+    """DPPO-KL: like TV, measured by the KL between (token, all others) under the two policies."""
     new, old = edge_ends(tokens, edge)
     new = new.detach()
     distance = binary_kl(new, old)
@@ -141,7 +142,7 @@ def divergence_kl(tokens: Tokens, config: LossConfig, edge: str) -> Shaped:
 
 
 def _gated(tokens: Tokens, config: LossConfig, edge: str, far_low: Tensor, far_high: Tensor) -> Shaped:
-    """-A sg[min(r, cap)] cur where the update does not lead further out."""
+    """-A sg[min(r, cap)] cur, for tokens whose update does not lead further out."""
     held_high = far_high & (tokens.advantages > 0)
     held_low = far_low & (tokens.advantages < 0)
     ratio = ratio_of(tokens, config, edge).detach().clamp(max=value(config.ratio_cap))
@@ -150,7 +151,7 @@ def _gated(tokens: Tokens, config: LossConfig, edge: str, far_low: Tensor, far_h
 
 
 def divergence_blind(tokens: Tokens, config: LossConfig, edge: str) -> Shaped:
-    """IPO of prime-rl: -A r, differentiable, on tokens inside the bound whatever the sign of A."""
+    """IPO of prime-rl: -A r, differentiable, for tokens inside the bound, whatever the sign of A."""
     new, old = edge_ends(tokens, edge)
     gap = probability(new.detach()) - probability(old)
     low, high = gap < -value(config.divergence_low), gap > value(config.divergence_high)
@@ -159,9 +160,9 @@ def divergence_blind(tokens: Tokens, config: LossConfig, edge: str) -> Shaped:
 
 
 def binary_kl(new: Float[Tensor, " T"], old: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """q log(q/p) + (1-q) log((1-q)/(1-p)) with p = exp(new), q = exp(old). No gradient wanted.
+    """q log(q/p) + (1-q) log((1-q)/(1-p)) with p = exp(new), q = exp(old). Not meant to be differentiated.
 
-    1e-8 keeps the logarithm of a certain token finite (verl's constant).
+    1e-8 keeps the logarithm finite for a token with probability 1 (verl's constant).
     """
     p, q = probability(new), probability(old)
     return q * (old - new) + (1 - q) * torch.log((1 - q + 1e-8) / (1 - p + 1e-8))
@@ -170,7 +171,7 @@ def binary_kl(new: Float[Tensor, " T"], old: Float[Tensor, " T"]) -> Float[Tenso
 def gmpo(tokens: Tokens, config: LossConfig, edge: str) -> Shaped:
     """-A exp(mean_t of the log-ratio clipped on the side the advantage pushes to); A is its mean over the sequence."""
     new, old = edge_ends(tokens, edge)
-    # Token by token: one hopeless token must not push the whole mean out of the range of `exp`.
+    # Clamped per token, so that a single extreme token does not push the whole mean out of the range of `exp`.
     log_ratio = (new - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     sign = tokens.advantages.sign()
     low, high = -value(config.clip_low), value(config.clip_high)
@@ -224,7 +225,7 @@ def dro(tokens: Tokens, config: LossConfig, edge: str) -> Shaped:
 
 
 def outward_of(tokens: Tokens, edge: str) -> Bool[Tensor, " T"]:
-    """Loss tokens that the update would move further from the old policy."""
+    """Loss tokens that the update would move further away from the old policy."""
     new, old = edge_ends(tokens, edge)
     return tokens.mask & ((new - old).detach() * tokens.advantages > 0)
 
@@ -244,7 +245,7 @@ def m2po_paper(tokens: Tokens, config: LossConfig, edge: str) -> Shaped:
 
 
 def m2po_release(tokens: Tokens, config: LossConfig, edge: str) -> Shaped:
-    """PPO-clip whose range is found from the batch, as in the authors' code."""
+    """PPO-clip with a range determined from the batch, as in the authors' code."""
     new, old = edge_ends(tokens, edge)
     given = tokens.whole and tokens.whole.m2_range
     low, high = given or m2po_clip_range((new - old).detach(), outward_of(tokens, edge), value(config.m2_tau))
@@ -275,4 +276,4 @@ SURROGATES: dict[str, Callable[[Tokens, LossConfig, str], Shaped]] = {
     "m2po_areal": clip,
     "reinforce": reinforce,
 }
-"""`m2po_areal` is the clip; its mask on B is a rejection (`rejection.py`)."""
+"""`m2po_areal` is the clip; its mask on the edge B is a rejection (`rejection.py`)."""

@@ -43,7 +43,7 @@ def self_normalized(tokens: Tokens, weight: Float[Tensor, " T"], level: str) -> 
 
 
 def summed(tokens: Tokens, weight: Float[Tensor, " T"], level: str) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Sum and number (float64) of the weights: of tokens, or of sequences where there is one weight per sequence."""
+    """Sum and count (float64) of the weights of tokens, or of sequences if there is one weight per sequence."""
     counted = torch.where(tokens.mask, weight, torch.zeros_like(weight))
     if level in ("sequence", "geometric"):
         parts = tokens.sequences
@@ -54,7 +54,7 @@ def summed(tokens: Tokens, weight: Float[Tensor, " T"], level: str) -> tuple[Flo
 def capped_weight(
     tokens: Tokens, config: LossConfig, log_ratio: Float[Tensor, " T"]
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Of `weight=self_normalize`: sum and number of what is divided by their mean."""
+    """For `weight=self_normalize`: sum and count of the weights, which are divided by their mean."""
     level = config.weight_level or "token"
     assert config.weight_high is not None
     return summed(tokens, at_level(tokens, log_ratio, level).exp().clamp(max=config.weight_high), level)

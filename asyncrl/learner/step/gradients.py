@@ -123,8 +123,8 @@ def divide(model: PolicyModel, sums: Accumulated, by: float) -> None:
 
 @torch.no_grad()
 def kept_of(config: Config, model: PolicyModel, batches: Sequence[MicroBatch]) -> Kept:
-    """Decide which tokens of a minibatch the loss keeps, with an additional forward: no gradient can be computed before
-    the denominator of the kept tokens is known. Collective."""
+    """What the loss must know of a whole minibatch, from an additional forward: no gradient can be computed before the
+    denominator of its tokens is known. Collective."""
     inputs = [loss_inputs(config, model, batch) for batch in batches]
     model.settle()
     return first_pass(inputs, config.loss, gather_over_data)
