@@ -12,12 +12,12 @@ the whole vocabulary, the rest becomes a sum over H again:
 
     sum_v q_v w_v s_v  =  sum_{v in H} (q_v w_v - alpha w_rest p_v) s_v
 
-Choices where the paper leaves it open: w is not derived for each loss by hand, but is the derivative of its surrogate (and
-behavior weight) at an artificial token with probabilities p_v and q_v, so every loss of single tokens can be combined
-with it. The rest counts as one token with probabilities 1 - P_H and 1 - Q_H: its ratio is 1 / alpha, as in the paper,
-and bounds on a difference of probabilities see the largest possible one. The coefficients are detached. The term adds
-nothing to the value of the loss, so that it stays comparable. The importance weight that `vtrace` has in its advantage
-counts as part of the advantage. Regularisers (`behavior_kl`, `kl_coef`) are not centered.
+Choices where the paper leaves it open: w is not derived for each loss by hand, but is the derivative of its surrogate
+(and behavior weight) at an artificial token with probabilities p_v and q_v, so every loss of single tokens can be
+combined with it. The rest counts as one token with probabilities 1 - P_H and 1 - Q_H: its ratio is 1 / alpha, as in the
+paper, and bounds on a difference of probabilities see the largest possible one. The coefficients are detached. The term
+adds nothing to the value of the loss, so that it stays comparable. The importance weight that `vtrace` has in its
+advantage counts as part of the advantage. Regularisers (`behavior_kl`, `kl_coef`) are not centered.
 """
 
 from __future__ import annotations
