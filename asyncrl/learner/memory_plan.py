@@ -215,8 +215,8 @@ class Sizes:
         """Estimate of what a recomputed layer keeps.
 
         Args:
-                keep: `model.checkpoint_keep`: beside its input the output of attention (its log-sum-exps, one number
-                    per head, are left out), or also the outputs of its seven matrix products.
+            keep: `model.checkpoint_keep`: beside its input the output of attention (its log-sum-exps, one number per
+                head, are left out), or also the outputs of its seven matrix products.
         """
         numbers = tokens * self.hidden
         if keep != "nothing":
@@ -250,8 +250,7 @@ def stacked(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
 
 
 def whole_numbers(shapes: Mapping[str, Shape]) -> int:
-    """Parameters that are whole on a rank during the computation: those outside layers, one layer, and the prefetched
-    next one."""
+    """Parameters that are whole on a rank at a time: those outside layers, one layer, and the prefetched next one."""
     groups: dict[str, int] = {}
     for name, shape in shapes.items():
         found = re.search(r"^.*?\.\d+\.", name)

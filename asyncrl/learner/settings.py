@@ -18,16 +18,14 @@ class CriticConfig:
     warmup_steps: int = 0
     """First steps in which only the critic is trained."""
     value_clip: float = 0.0
-    """How far the updates of a batch may move a value before its loss is clipped (no further gradient); 0 is no
-    limit."""
+    """How far the updates of a batch may move a value before its loss has no further gradient; 0 is no limit."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ReferenceConfig:
     path: str = ""
     """The policy that the KL is measured against (`loss.kl_coef`, `advantage.kl_coef`); empty is `model.path`. With
-    `rollout`, its log-probs come with the trajectories, attached by the environment, and the learner loads no such
-    model."""
+    `rollout`, its log-probs come with the trajectories, attached by the environment, and no model is loaded."""
 
     @property
     def from_rollout(self) -> bool:
@@ -163,8 +161,7 @@ class LearnerConfig(CheckpointSettings):
     """Its arguments: `learner.hook_args.NAME=VALUE`. A function is called with them, a class constructed with them."""
     profile: str = ""
     """`FIRST:LAST`: during these train steps every rank writes a trace of torch's profiler (for Perfetto and
-    chrome://tracing) into `profile/` of the run folder, on a GPU with a snapshot of its memory. Profiled steps are
-    slower."""
+    chrome://tracing) into `profile/` of the run folder, on a GPU with a memory snapshot. Profiled steps are slower."""
 
     @property
     def optimizer_steps(self) -> int:

@@ -24,8 +24,7 @@ from torch import Tensor
 
 
 def tail_from(distances: Float[Tensor, " N"], share: float) -> float:
-    """The smallest of `distances` (|d|, at least 0) that a fraction `share` of them does not exceed; 0 if there are
-    none."""
+    """The smallest of `distances` (|d|, at least 0) that a fraction `share` of them does not exceed; 0 of none."""
     if not distances.numel():
         return 0.0
     # A fraction of 0.9 of 10 is 9 of them, even if 0.9 * 10 is rounded up slightly.

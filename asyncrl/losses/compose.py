@@ -42,8 +42,7 @@ class LossOutput:
 
     @property
     def metrics(self) -> dict[str, Tensor]:
-        """Metrics of this call alone, detached scalars. To combine calls, sum the two fields above and `summarize()`
-        them."""
+        """Metrics of this call alone, detached scalars. To combine calls, sum the fields above, then `summarize()`."""
         return summarize(self.sums) | self.parts
 
 

@@ -64,8 +64,7 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class Denominators:
-    """Counts over the whole optimizer batch (all ranks and micro-batches), so that the losses of its parts add up
-    exactly."""
+    """Counts over the whole optimizer batch (all ranks and micro-batches), so that the parts' losses add up exactly."""
 
     tokens: float
     """Tokens with loss_mask."""

@@ -75,8 +75,7 @@ class LossConfig:
     max_age: int | None = None
     """Tokens older than this, in policy versions, are rejected."""
     denominator: str | None = None
-    """`keep` counts rejected tokens, `renormalize` does not: an additional forward of each minibatch counts the kept
-    ones."""
+    """`keep` counts rejected tokens, `renormalize` does not; another forward of each minibatch counts the kept ones."""
     centering: bool | None = None
     """Subtract the mean of the (weighted) score under the sampler from the gradient (score centering, 2609.20807),
     computed from the most likely tokens that the engine recorded: needs `engine.record_topk`. For losses of single

@@ -62,8 +62,7 @@ class Packing:
     """Experts that the routers must choose (`model/routing.py`); -1 is their own choice. None: their own for all
     tokens."""
     sequence: Exchange | None = None
-    """With sequence parallelism, where each rank of a group has part of the tokens: how they are exchanged for
-    attention."""
+    """With sequence parallelism: how the ranks of a group exchange their tokens for attention."""
     note_window: Callable[[int | None], None] | None = None
     """If given, every layer's attention calls it with its sliding window. It is not a set, because a set would be
     copied: FSDP2 rebuilds every container that it passes to a layer."""

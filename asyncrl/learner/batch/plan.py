@@ -26,7 +26,7 @@ class MinibatchPlan:
     """This rank's part of one optimizer step."""
 
     micro_batches: tuple[tuple[Member, ...], ...]
-    """As many on every rank; siblings are in the same one if they fit. Some may be empty."""
+    """The same number on every rank; siblings are in the same one if they fit. Some may be empty."""
     denominators: Denominators
     """Counts over all ranks."""
 

@@ -105,8 +105,7 @@ class Errands:
 
     def resumed(self, checkpoint: Path) -> None:
         """Start the errands of a checkpoint that the run continues from, because a crash may have come before its copy,
-        and before its export and those of older checkpoints, which were kept for that. Complete results are left as
-        they are."""
+        and before its export and those of older checkpoints, which were kept for that. Complete results are kept."""
         errands = self._copies(checkpoint)
         if self._export_every:
             for path in finished(checkpoint.parent):
@@ -136,8 +135,7 @@ class Errands:
                 self._thread.start()
 
     def _leave_out_older(self, errand: Errand) -> None:
-        """Drop pending copies when a newer one comes: copies slower than saves would keep all checkpoints on this
-        disk."""
+        """Drop pending copies when a newer one comes: copies slower than saves would keep all checkpoints here."""
         for older in [each for each in self._open[1:] if each.kind == errand.kind == "copies"]:
             self._open.remove(older)
             self._counts["checkpoint/copies_failed"] += 1

@@ -44,8 +44,7 @@ class CriticModel(PackedModel):
         predictors: Int[Tensor, " chosen"],
         packing: Packing,
     ) -> Float[Tensor, " tokens"]:
-        """Values, fp32 [T], 0 outside `loss_positions`. Computed at the preceding token: the sampled one is not seen
-        yet."""
+        """Values, fp32 [T], 0 outside `loss_positions`. Computed at the token before the sampled one."""
         hidden, mine = self.states_at(input_ids, position_ids, predictors, packing)
         head = value_head(self.hf)
         bias = None if head.bias is None else whole(head.bias).float()

@@ -35,8 +35,7 @@ class Work:
 
     @classmethod
     def of(cls, hf: nn.Module, config: Mapping[str, Any], head: nn.Module) -> Work:
-        """Counted from the weights themselves, and for attention from the field names that all Hugging Face configs
-        use."""
+        """Counted from the weights, and for attention from the field names that all Hugging Face configs use."""
         model, linear = of_its_decoder(config), 0.0
         experts = model.get("num_experts") or model.get("num_local_experts") or model.get("n_routed_experts") or 0
         sent_to = (model.get("num_experts_per_tok") or 0) / experts if experts else 0.0
@@ -102,8 +101,7 @@ def padding(batches: Iterable[MicroBatch], *, in_rows: bool, compute: torch.dtyp
 
 
 def passes_of(*, adapted: bool, warming_up: bool) -> int:
-    """See `operations`. With adapters the weights get no gradient; while the critic warms up the policy has no
-    backward."""
+    """For `operations`: with adapters weights get no gradient; while the critic warms up there is no backward."""
     if warming_up:
         return 1
     return 2 if adapted else 3

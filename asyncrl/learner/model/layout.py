@@ -115,8 +115,7 @@ def is_large(hf: PreTrainedModel) -> bool:
 
 @contextmanager
 def every_core() -> Iterator[None]:
-    """Use all cores while scoring: a rank has a single thread by default, but one that is alone has all cores to
-    itself."""
+    """Use all cores while scoring. A rank has a single thread by default, but a lone rank has all cores to itself."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(before, len(os.sched_getaffinity(0))))
     try:

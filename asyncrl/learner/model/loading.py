@@ -55,8 +55,7 @@ def of_transformers() -> Iterator[None]:
 
 
 def refuse_random(missing: Collection[str]) -> None:
-    """Raises ValueError if the checkpoint lacks weights: transformers initialises them at random, with only a log
-    line."""
+    """Raises ValueError if the checkpoint lacks weights: transformers would only log it and use random ones."""
     if missing:
         some = ", ".join(sorted(missing)[:4]) + (" ..." if len(missing) > 4 else "")
         raise ValueError(f"its checkpoint has no {some} ({len(missing)} weights), which would be made at random")

@@ -58,8 +58,7 @@ def judged_logprobs(
     *,
     wide: bool = False,
 ) -> tuple[Float[Tensor, " tokens"], Bool[Tensor, " tokens"]]:
-    """Log-probs as `token_logprobs` at temperature 1, and whether each target is the most likely token, or tied with
-    it."""
+    """Log-probs as `token_logprobs` at temperature 1, and whether each target is a most likely token (ties count)."""
     if wide:
         hidden, weight, bias = _widened(hidden, weight, bias)
     logprobs = torch.empty(len(targets), dtype=_wide(hidden), device=hidden.device)

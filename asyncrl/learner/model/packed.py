@@ -49,8 +49,7 @@ class PackedModel(HeldModel):
         places: Int[Tensor, " chosen"],
         packing: Packing,
     ) -> tuple[Float[Tensor, "mine width"], Int[Tensor, " mine"] | None]:
-        """`hidden_states` at `places`: those that this rank has, and the indices of these within `places` (None:
-        all)."""
+        """`hidden_states` at `places` that this rank has, and the indices of these within `places` (None: all)."""
         hidden = self.hidden_states(input_ids, position_ids, packing)
         if self.sequence is None or self.layout is not Layout.PACKED:
             return hidden.index_select(0, places), None
@@ -81,7 +80,6 @@ class PackedModel(HeldModel):
 
 
 def set_gradient_sync(model: PackedModel, last: bool) -> None:
-    """Set whether the next backward reduces gradients over the ranks: that of the `last` micro-batch, or of each
-    one."""
+    """Set whether the next backward reduces gradients over the ranks: that of the `last` micro-batch, or each."""
     if model.backend is not None:
         model.backend.sync(model, last or model.reduce_each)

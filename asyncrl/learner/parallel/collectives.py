@@ -15,8 +15,7 @@ import torch.distributed as dist
 Done = TypeVar("Done")
 
 MEET_EVERY_S = 15.0
-"""Seconds between two collectives of the other ranks while one rank works: less than the timeout of any process
-group."""
+"""Seconds between collectives of the other ranks while one rank works; less than any process group's timeout."""
 
 
 def barrier(group: dist.ProcessGroup | None = None) -> None:

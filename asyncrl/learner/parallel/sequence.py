@@ -62,8 +62,7 @@ class SequenceRanks:
         return _Told.apply(whole, self.group)  # pyright: ignore[reportReturnType]
 
     def apart(self, packing: Packing) -> Packing:
-        """`packing` for tokens ordered by rank, as `to_heads` leaves them; its recorded experts are those of `own`
-        only."""
+        """`packing` for tokens ordered by rank, as `to_heads` leaves them, with the recorded experts of `own` only."""
         rows, padded = self._by_rank(packing.rows), self._by_rank(packing.padded)
         routing = None if packing.routing is None else self.own(packing.routing)
         return replace(packing, rows=rows, padded=padded, routing=routing, sequence=self)

@@ -63,8 +63,7 @@ def shards_of(tensor: Tensor) -> int:
 
 
 def numbers_computed_with(tensor: Tensor) -> int:
-    """Elements of a parameter that a rank has during the computation: all, but only its own of experts distributed over
-    ranks."""
+    """Elements of a parameter that a rank computes with: all; with expert parallelism only those of its own experts."""
     return tensor.numel() // (dim_size(tensor.device_mesh, EXPERT) if isinstance(tensor, DTensor) else 1)
 
 

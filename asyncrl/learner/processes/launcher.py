@@ -34,8 +34,7 @@ LAUNCHER = "ASYNCRL_LAUNCHER"
 """Environment variable with the pid of our torchrun, which sets it. A rank imports for seconds before it can read its
 parent's pid; if torchrun was killed meanwhile, it would mistake the process that adopted it for its torchrun."""
 ADVANCED = signal.SIGUSR1
-"""Signal to our torchrun: a restart would continue from a later point than this start did. It then resets its count of
-restarts."""
+"""Signal to our torchrun: a restart would continue from a later point than this start, so restarts count anew."""
 ENDED = signal.SIGUSR2
 """Signal to our torchrun: the rank has finished its work. Exit code 0 alone does not show it, because a library or user
 code may have called `os._exit`."""

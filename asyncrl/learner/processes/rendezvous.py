@@ -64,8 +64,7 @@ class BoundRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """True: the ranks only connect to their store. If a rank hosted it, the store would be lost when it is
-        killed."""
+        """True: the ranks only connect to their store. If a rank hosted it, it would be lost when the rank dies."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:

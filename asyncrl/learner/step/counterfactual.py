@@ -48,8 +48,7 @@ class Probe:
     def publish(
         self, policy_version: int, tensors: Iterable[tuple[str, Tensor]], canary: Canary | None = None
     ) -> PublishStats:
-        """Evaluate the next batch. Collective. Versions of a rerun count its steps: batch `policy_version` is trained
-        next."""
+        """Evaluate the next batch. Collective. A rerun's versions count its steps: batch `policy_version` is next."""
         self._row = {}
         if policy_version < self._config.learner.steps:
             lease = self._replay.lease(step=policy_version, rank=self._rank, world=self._world, wait_s=0.0)

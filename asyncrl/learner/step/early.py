@@ -72,8 +72,7 @@ class Early:
     replay: LearnerReplay
     leases: LeasePrefetch
     rank: int
-    """Data rank, which determines the trajectories to train on; ranks that share the computation of a layer share
-    it."""
+    """Data rank: determines the trajectories to train on; equal for ranks that share the computation of a layer."""
     world: int
     device: torch.device
     first: bool

@@ -120,8 +120,7 @@ class Measured:
         return row | explained_variance(row)
 
     def histograms(self) -> dict[str, Bins]:
-        """For each staleness the trained tokens by log-ratio of the learner to the behavior policy, over all
-        updates."""
+        """For each staleness, the trained tokens by log-ratio of learner to behavior policy, over all updates."""
         return {
             f"histogram/ratio/age_{age}": (list(LOG_RATIO_EDGES), list(ratio_counts(numbers)))
             for age, numbers in self.ages.items()
@@ -201,8 +200,7 @@ AGES = 256
 
 
 def plan_histograms(plan: StepPlan) -> dict[str, Bins]:
-    """Histograms of a batch: rewards of its episodes, sampled tokens per trajectory, staleness of the trained
-    tokens."""
+    """Histograms of a batch: rewards of episodes, sampled tokens per trajectory, staleness of the trained tokens."""
     found: dict[str, Bins] = {}
     rewards = [group.trajectories[at].reward for group in plan.groups for at in members_of(group.trajectories)]
     lengths = [trajectory.loss_tokens for group in plan.groups for trajectory in group.trajectories]

@@ -22,9 +22,8 @@ from asyncrl.spans import span
 
 
 def score(config: Config, model: PolicyModel, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """learner_logprobs and entropy, [T] each, at the sampling temperature (at 1 for greedy sampling), over the tokens
-    that each token was drawn from: with truncated sampling every policy, also the reference, is renormalised over
-    these."""
+    """learner_logprobs and entropy, [T] each, at the sampling temperature (at 1 for greedy sampling), over what each
+    token was drawn from: with truncated sampling all policies, also the reference, are renormalised over it."""
     logprobs, entropy, *_ = _forward(config, model, batch)
     return logprobs, entropy
 

@@ -287,8 +287,7 @@ def against_greedy(plan: StepPlan, rows: Rows, penalty: Table) -> Table:
 
 
 def from_own(plan: StepPlan, rows: Rows, penalty: Table | None, config: AdvantageConfig, device: torch.device) -> Table:
-    """Advantages from the user's function, called with the headers of all ranks. A trajectory's trained tokens are its
-    last."""
+    """Advantages from the user's function for the headers of all ranks. A trajectory's trained tokens are its last."""
     inputs = own_inputs(plan, config.components)
     place = places(plan, rows)
     if penalty is not None:

@@ -114,8 +114,7 @@ def train(
 
 @torch.no_grad()
 def accuracy(model: Qwen2ForCausalLM, *, greedy: bool) -> float:
-    """Fraction of PROBES training words that are answered with their reversal; words of equal length are decoded
-    together."""
+    """Fraction of PROBES training words answered with their reversal; words of equal length are decoded together."""
     generator = torch.Generator().manual_seed(0)
     rng = random.Random("warm-up probes")
     by_length: dict[int, list[str]] = {}

@@ -47,8 +47,7 @@ CALLING: Ways = (
 
 
 def completion(rng: random.Random, answers: Sequence[int], forms: Sequence[str]) -> str:
-    """A completion whose numbers are drawn independently: repeating one is more than so small a model learns in
-    seconds."""
+    """A completion with independent numbers: repeating one is more than so small a model learns in seconds."""
     return "".join(form.format(rng.choice(answers)) for form in forms)
 
 
