@@ -1,8 +1,8 @@
-"""Python's garbage collector rests while a process imports what it needs.
+"""Pauses Python's garbage collector during imports.
 
-Imports leave next to no garbage, and a collection for every so many new objects goes through all that were imported
-before: a fifth of the time in which a process with torch and transformers begins, and again when it ends. Afterwards
-what is there stays, as modules do, and no later collection goes through it either.
+Imports leave almost no garbage, but the collector still walks all imported objects again and again: a fifth of the
+start-up time of a process that imports torch and transformers, and again at its end. After the imports the objects are
+frozen, so that later collections skip them, too.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from types import ModuleType
 
 
 def rest() -> None:
-    """At the head of a process of ours, before its imports; `wake` is to follow."""
+    """Pause the collector. Called at the start of a process, before its imports; `wake` must follow."""
     gc.disable()
 
 
 def wake() -> None:
-    """After them."""
+    """Freeze what was imported and start the collector again."""
     gc.freeze()
     gc.enable()
 
 
 def load(module: str) -> ModuleType:
-    """The module of this name, imported now: what is heavy and not needed by every command, or not yet."""
+    """Import a module now: one that is slow to import and not needed by every command."""
     rest()
     try:
         return importlib.import_module(module)
@@ -36,9 +36,9 @@ def load(module: str) -> ModuleType:
 
 @contextlib.contextmanager
 def resting() -> Iterator[None]:
-    """While much is made at once that stays: of a batch's headers and trajectories the collector would look through the
-    first ones again with every few hundred more, for half of the time that it takes to make them."""
-    was_on = gc.isenabled()  # of several threads the one that found it so puts it on again
+    """Pause the collector while many long-lived objects are created at once, such as a batch's headers and
+    trajectories. It would take half of the time that creating them takes."""
+    was_on = gc.isenabled()  # with several threads inside, the one that found it enabled enables it again
     gc.disable()
     try:
         yield

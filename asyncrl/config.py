@@ -1,7 +1,7 @@
-"""`load_config()`, the one door from Hydra to the settings of `asyncrl.schema`.
+"""`load_config()` turns Hydra overrides into the settings of `asyncrl.schema`. Nothing else reads Hydra.
 
-Past `load_config()` there is no `DictConfig`: a process gets a `Config` that was checked as a whole
-(`asyncrl.checks`) before anything was started. Importing this module loads neither torch nor ray.
+It returns a plain `Config` (never a `DictConfig`) that `asyncrl.checks` has checked as a whole, before anything is
+started. Importing this module loads neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from asyncrl.storage.full_disk import BOARD_FILE, Patience
 Settings = TypeVar("Settings")
 LOG_DIR = "logs"
 JOURNAL_DIR = "journal"
-"""In the run folder; made by the replay server, perhaps before the learner has prepared the folder."""
+"""Folder in the run folder. The replay server creates it, possibly before the learner has prepared the run folder."""
 KEYS_DIR = "keys"
-"""In the run folder; made by whichever process of the run comes first, unless `replay.keys` names another."""
+"""Folder in the run folder. The first process of the run creates it, unless `replay.keys` names another folder."""
 UNREADABLE = (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException)
-"""What a file that is no YAML raises."""
+"""Errors raised by a file that is not valid YAML."""
 MOST_VALUES = 10_000
-"""In a file of settings that has aliases: a few lines of them may stand for any number."""
+"""Limit on the values of a settings file with YAML aliases: a few lines of aliases can expand to any number."""
 SCORES_ITSELF = ("reasoning_gym", "gymnasium", "openai", "verifiers")
-"""Environments of ours that need no `reward.function`, or may need none."""
+"""Shipped environments that compute rewards themselves, so that `reward.function` may be missing."""
 
 
 def config_dir() -> Path:
-    """The shipped `configs/`: inside the package when installed from a wheel, beside it in a checkout."""
+    """The shipped `configs/`: inside the package if installed from a wheel, beside it in a checkout."""
     package = Path(__file__).resolve().parent
     inside = package / "configs"
     return inside if inside.is_dir() else package.parent / "configs"
@@ -54,7 +54,7 @@ def config_dir() -> Path:
 
 @functools.cache
 def config_keys(kind: type = Config, prefix: str = "") -> list[str]:
-    """Every setting as the dotted key a user types, in the order of the dataclasses."""
+    """The dotted key of every setting, in the order of the dataclasses."""
     types = get_type_hints(kind)
     keys: list[str] = []
     for item in fields(kind):
@@ -67,12 +67,12 @@ def config_keys(kind: type = Config, prefix: str = "") -> list[str]:
 
 
 def config_groups() -> list[str]:
-    """Folders of `configs/`: what a user picks with `group=name`."""
+    """The config groups (folders of `configs/`) that a user selects with `group=name`."""
     return sorted(folder.name for folder in config_dir().iterdir() if folder.is_dir())
 
 
 def chosen_by_default() -> dict[str, str]:
-    """Group -> the name that `configs/config.yaml` chooses in it."""
+    """Config group -> the name that `configs/config.yaml` selects in it."""
     chosen: dict[str, str] = {}
     for entry in _read_yaml(config_dir() / "config.yaml")["defaults"]:
         chosen |= entry if isinstance(entry, dict) else {}
@@ -80,7 +80,7 @@ def chosen_by_default() -> dict[str, str]:
 
 
 def choice_values(group: str, name: str) -> dict[str, Any]:
-    """What `group=name` sets, by dotted key, as its file in `configs/` says; with what that chooses in other groups.
+    """The settings of `group=name` by dotted key, including those of other groups that its file selects.
 
     Raises:
         OSError: there is no such file.
@@ -92,7 +92,7 @@ def choice_values(group: str, name: str) -> dict[str, Any]:
 
 
 def choice_files(group: str, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The files that `group=name` stands for, as `group=name` each, with what they set by dotted key; later ones win.
+    """Each file that `group=name` includes, as `("group=name", settings by dotted key)`; later ones win.
 
     Raises:
         OSError: there is no such file.
@@ -109,7 +109,7 @@ def choice_files(group: str, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def default_settings(kind: type = Config) -> dict[str, Any]:
-    """Value of every setting, by dotted key, where nothing is given; `???` where something has to be."""
+    """The default of every setting, by dotted key; `???` for a required one."""
     found = by_key(config_to_dict(kind()))
     if kind is not Config:  # the only one with groups
         return found
@@ -119,8 +119,8 @@ def default_settings(kind: type = Config) -> dict[str, Any]:
 
 
 def by_key(values: Mapping[str, Any], prefix: str = "", *, apart: bool = False) -> dict[str, Any]:
-    """`{"a": {"b": 1}}` as `{"a.b": 1}`, the keys that a user types. A setting that is itself a mapping stays one;
-    taken `apart` only where it is empty."""
+    """Flatten `{"a": {"b": 1}}` to `{"a.b": 1}`. A setting whose value is a mapping stays one, unless `apart` is true
+    and it is not empty."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
@@ -130,10 +130,10 @@ def by_key(values: Mapping[str, Any], prefix: str = "", *, apart: bool = False) 
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The settings in a YAML file of the user's, by dotted key, as they stand there.
+    """The settings in a user's YAML file by dotted key, unchecked.
 
     Raises:
-        ConfigError: it cannot be read, or is no mapping.
+        ConfigError: the file cannot be read or is not a mapping.
     """
     try:
         return by_key(_read_yaml(path))
@@ -155,7 +155,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _size(node: yaml.Node | None, known: dict[int, int]) -> int:
-    """Values in it, those that aliases stand for each time: OmegaConf makes a copy for each."""
+    """Number of values in a node, with aliases expanded: OmegaConf makes a copy for each use of an alias."""
     if id(node) not in known:
         known[id(node)] = MOST_VALUES + 1  # of an alias within itself
         parts = node.value if isinstance(node, yaml.CollectionNode) else ()
@@ -165,10 +165,10 @@ def _size(node: yaml.Node | None, known: dict[int, int]) -> int:
 
 
 def load_config(overrides: Sequence[str] = ()) -> Config:
-    """Compose `configs/config.yaml` with `overrides` (`key=value`, `group=name`) and check the result whole.
+    """Compose `configs/config.yaml` with `overrides` (`key=value`, `group=name`) and check the result as a whole.
 
     Raises:
-        ConfigError: see `compose_settings`; or a refused setting.
+        ConfigError: see `compose_settings`; or a check refused a setting.
     """
     config = compose_settings(Config, "config", overrides, groups=config_groups(), not_needed=_not_needed)
     check_config(config)
@@ -183,11 +183,11 @@ def compose_settings(
     groups: Sequence[str] = (),
     not_needed: Callable[[Any], Iterable[str]] = lambda _: (),
 ) -> Settings:
-    """`configs/<file>.yaml` with `overrides`, as the dataclass that is its schema. Its rules are not looked at.
+    """Compose `configs/<file>.yaml` with `overrides` into the dataclass `kind`. Rules between settings are not checked.
 
     Args:
-        groups: what may be chosen with `group=name`.
-        not_needed: required settings that may be empty after all, told from the composed ones.
+        groups: config groups that may be selected with `group=name`.
+        not_needed: returns the required settings that may stay empty, given the composed ones.
 
     Raises:
         ConfigError: an unknown key or group, a value of the wrong type, a missing required key; the message says the
@@ -214,8 +214,8 @@ def compose_settings(
 
 @functools.lru_cache(maxsize=256)
 def _composed(kind: type, file: str, chosen: tuple[str, ...]) -> DictConfig:
-    """`configs/<file>.yaml` with the files that are `chosen`: four fifths of the time that settings take, hence once.
-    To be copied before anything is set in it."""
+    """`configs/<file>.yaml` with the `chosen` files. Cached because it takes four fifths of the time; callers must copy
+    the result before they change it."""
     _tell_schema(kind, file)
     GlobalHydra.instance().clear()
     with initialize_config_dir(version_base="1.3", config_dir=str(config_dir())):
@@ -223,7 +223,7 @@ def _composed(kind: type, file: str, chosen: tuple[str, ...]) -> DictConfig:
 
 
 def _set_values(node: DictConfig, overrides: Sequence[str]) -> None:
-    """`key=value` each, in the grammar of Hydra; of one key the last counts."""
+    """Set each `key=value` (Hydra's grammar). The last one of a key wins."""
     for given in OverridesParser.create().parse_overrides([_addable(text) for text in overrides]):
         if given.is_sweep_override():
             raise HydraException(f"Ambiguous value for argument '{given.input_line}'")
@@ -231,7 +231,7 @@ def _set_values(node: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def _not_needed(node: Any) -> Iterator[str]:
-    # An environment, or agent, of the user may score by itself; where it asks for a reward after all, it is told.
+    # A user's environment or agent may compute rewards itself. If it asks for a reward after all, it gets an error.
     environment = str(node.environment.name)
     if ":" in environment or environment in SCORES_ITSELF or node.reward.functions:
         yield "reward.function"
@@ -241,38 +241,37 @@ def _not_needed(node: Any) -> Iterator[str]:
 
 @functools.cache
 def _tell_schema(kind: type, file: str) -> None:
-    """To Hydra: for as long as the process lives."""
+    """Register the schema with Hydra, once per process."""
     ConfigStore.instance().store(name="schema" if kind is Config else f"{file}_schema", node=kind)
 
 
 def _addable(override: str) -> str:
-    """Hydra adds a key to a mapping only where it is told to, with `++`."""
+    """Prefix an override of a free-form mapping with `++`: Hydra adds no new key without it."""
     free = any(override.startswith((f"{key}=", f"{key}.")) for key in FREE_FORM)
     return f"++{override}" if free else override
 
 
 def disk_patience(config: RunSettings) -> Patience:
-    """Of whoever writes into the run folder, with a full disk."""
+    """How long a process that writes into the run folder waits while the disk is full."""
     return Patience(config.run.disk_patience_s, Path(config.run.dir).resolve() / LOG_DIR / BOARD_FILE)
 
 
 def begin_trace(config: Config, role: str) -> None:
-    """Of this process, where `telemetry.trace` asks for it."""
+    """Start tracing this process if `telemetry.trace` is set."""
     if config.telemetry.trace:
         spans.begin(Path(config.run.dir).resolve() / LOG_DIR / spans.FOLDER, role)
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:
-    """Plain nested dict, as written to `config.yaml` in the run folder."""
+    """The settings as a plain nested dict, as written to `config.yaml` in the run folder."""
     return asdict(config)
 
 
 def config_from_dict(values: dict[str, Any], source: str = "a config received from another process") -> Config:
-    """The inverse of `config_to_dict`, for processes that get their config from the one that started them, or from
-    another `source`.
+    """The inverse of `config_to_dict`. `source` names where `values` came from, for the error.
 
     Raises:
-        ConfigError: a key or a type that is not in the schema.
+        ConfigError: a key or type does not fit the schema.
     """
     try:
         node = OmegaConf.merge(OmegaConf.structured(Config), literal(values))
@@ -282,10 +281,10 @@ def config_from_dict(values: dict[str, Any], source: str = "a config received fr
 
 
 def read_config(path: Path) -> Config:
-    """The settings of a run, from the `config.yaml` in its folder.
+    """The settings of a run, from `config.yaml` in its folder.
 
     Raises:
-        ConfigError: it cannot be read, or does not fit this version of asyncrl.
+        ConfigError: the file cannot be read or does not fit this version of asyncrl.
     """
     try:
         values = _read_yaml(path)
@@ -295,7 +294,7 @@ def read_config(path: Path) -> Config:
 
 
 def settings_as_used(config: RunSettings) -> dict[str, Any]:
-    """What `config.yaml` shows: every setting, and of a loss the parts that it has, with the preset's values."""
+    """The settings as `config.yaml` shows them: all of them, with the values that the loss preset resolves to."""
     if not isinstance(config, Config):
         return config_to_dict(config)
     loss = {name: value for name, value in resolved_loss(config.loss).items() if value is not None}
@@ -303,18 +302,18 @@ def settings_as_used(config: RunSettings) -> dict[str, Any]:
 
 
 def to_yaml(settings: dict[str, Any]) -> str:
-    """`${` in a text is written `\\${`: given again as a settings file it says the same."""
+    """YAML text in which `${` is escaped as `\\${`, so that reading it as a settings file gives the same values."""
     return OmegaConf.to_yaml(OmegaConf.create(literal(settings)))
 
 
 def literal(value: Any) -> Any:
-    """What OmegaConf reads as `value`, in which `${...}` refers to nothing."""
+    """`value` escaped so that OmegaConf reads `${...}` in it as plain text, not as a reference."""
     return _texts(value, lambda text: re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
 
 
 def meant(value: Any) -> Any:
-    """The inverse of `literal`. References that a hand has written stay text: a run folder may be anybody's, and one
-    to an environment variable would have a secret of its reader."""
+    """The inverse of `literal`. References written by hand stay text: a run folder may come from somebody else, and a
+    reference to an environment variable would reveal a secret of its reader."""
     return _texts(value, lambda text: re.sub(r"((?:\\\\)*)\\\$\{", lambda found: found[1][::2] + "${", text))
 
 

@@ -1,4 +1,4 @@
-"""What the processes of a run agree on, and what makes a learner the same as before: settings as a few hex digits."""
+"""Digests of settings: what all processes of a run must agree on, and what makes a resumed learner the same learner."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from asyncrl.own_code import code_fingerprint
 from asyncrl.schema import Config
 
 OWN_TO_A_PROCESS = ("address", "shard_address", "keys", "local_sockets", "durability", "max_restarts", "journal")
-"""Settings of the replay that need not be the same for all."""
+"""Replay settings that may differ between processes."""
 
 
 def shared_settings(config: Config) -> dict[str, Any]:
-    """The settings every process of a run must agree on. Paths count by their last part: each machine has its own."""
+    """The settings that all processes of a run must agree on. Of a path only the last part counts, since paths differ
+    between machines."""
     return {
         "seed": config.seed,
         "model": [
@@ -47,7 +48,7 @@ def shared_settings(config: Config) -> dict[str, Any]:
         "engine": [config.engine.record_topk, "exact"] if config.engine.exact else config.engine.record_topk,
         **({"routing": True} if config.learner.router_replay else {}),
         "advantage": [config.advantage.baseline == "greedy", sorted(config.advantage.components)],
-        # The dtype on the wire, once the second of these, is the learner's to choose: each version says its own.
+        # "float32" was the dtype on the wire. It stays for compatibility: each version now says its own dtype.
         "weights": [config.weights.transport, "float32"],
         "learner": config.learner.groups_per_step,
         "eval": [
@@ -75,7 +76,7 @@ def _settings_of(source: Source) -> dict[str, Any]:
 
 
 def run_digest(config: Config) -> str:
-    """16 hex digits over `shared_settings`: the replay server refuses a peer that comes with another one."""
+    """16 hex digits over `shared_settings`. The replay server refuses a peer with another digest."""
     text = json.dumps(shared_settings(config), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -86,12 +87,12 @@ NOT_OF_THE_UPDATE = (
     *("max_restarts", "max_nonfinite_steps", "max_tokens_per_microbatch", "max_attention_per_microbatch"),
     *("early_groups", "reduce_gradients", "offload", "steps", "epochs", "profile"),
 )
-"""Settings of the learner that change nothing of what a batch makes of the weights."""
+"""Learner settings that do not change how a batch updates the weights."""
 
 
 def learner_digest(config: Config) -> str:
-    """16 hex digits over what the learner makes of its batches. A learner that comes back with the same one has the
-    same history before it and is given the same batches; with another one it begins a branch."""
+    """16 hex digits over all settings that affect how batches update the weights. A learner that resumes with the same
+    digest continues its history and gets the same batches; with another one it begins a branch."""
     learner = {key: value for key, value in _given(config.learner).items() if key not in NOT_OF_THE_UPDATE}
     bounds = [config.replay.max_staleness, config.replay.stale_policy, config.replay.max_times_sampled]
     settings = {
@@ -101,7 +102,7 @@ def learner_digest(config: Config) -> str:
         "replay": bounds,
         **{name: _given(getattr(config, name)) for name in ("loss", "advantage", "critic", "reference")},
     }
-    # The path says nothing of a file that was changed.
+    # A path alone would not show that the file has changed.
     code = {key: code_fingerprint(spec) for key, spec in own_learning(config).items()}
     settings |= {"code": code} if code else {}
     settings |= {"exact": True} if config.engine.exact else {}
@@ -114,8 +115,8 @@ LATER = (
     *("function", "args", "hook", "hook_args", "centering", "sat_quantile"),
     *("entropy_coef", "skip_spikes", "optimizer", "router_replay"),
 )
-"""Settings that there were not always: left out where they have their defaults, or are empty as those are, which do
-what was done before them; a run of before them resumes as the same."""
+"""Settings added after the digest was defined. They are left out where they have their default (or are as empty as it),
+so that older runs keep their digest and can be resumed."""
 
 
 def _given(room: Any) -> dict[str, Any]:

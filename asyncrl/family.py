@@ -1,9 +1,9 @@
-"""Processes of this machine: what lives below whom, who dies with whom, and who stands still.
+"""Process trees of this machine: find descendants, and make sure that they end when their parent ends.
 
 `python -m asyncrl.family with PARENT COMMAND...`   becomes COMMAND, which the kernel kills when PARENT dies
-`python -m asyncrl.family after PARENT`             waits for the end of PARENT and kills whatever it had started
+`python -m asyncrl.family after PARENT`             waits until PARENT ends and kills everything it had started
 
-The second is for what the first cannot reach: agents of Ray, processes that an environment started.
+The second covers what the first cannot reach: agents of Ray, and processes started by an environment.
 """
 
 from __future__ import annotations
@@ -21,58 +21,58 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 LOOK_S = 1.0
-"""Between two looks of who is remembered as a descendant, or stands still: each reads the whole process table."""
+"""Seconds between two scans for descendants: each scan reads the whole process table."""
 BURIAL_S = 2.0
-"""Of looks for what a dead process left: its children may be starting theirs while they are killed."""
+"""How long to keep looking for descendants of a dead process: its children may start others while they are killed."""
 MARK = "ASYNCRL_FAMILY"
-"""Environment variable of whatever a process with an undertaker started, however far below: who starts between two
-looks and is adopted by another in the same half second is known by nothing else."""
+"""Environment variable inherited by everything that a process with an undertaker starts. It is the only way to find a
+process that starts between two scans and is adopted by another parent at once."""
 STOPPED = ("T", "t")
 ENDED = ("Z", "X", "x")
-"""States as in /proc/PID/stat."""
+"""Process states as in /proc/PID/stat."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """A process beyond doubt: the pid alone may belong to another by the time it is used."""
+    """Identifies a process by pid and start time: a pid alone may be reused by another process."""
 
     pid: int
     started: str
 
     @classmethod
     def of(cls, pid: int) -> ProcessId | None:
-        """None when it is gone, or where there is no /proc."""
+        """None if the process is gone, or if there is no /proc."""
         found = _read_stat(pid)
         return None if found is None else cls(pid, found.started)
 
     def state(self) -> str:
-        """A letter as in /proc/PID/stat; empty when it is gone."""
+        """The state letter of /proc/PID/stat; empty if the process is gone."""
         found = _read_stat(self.pid)
         return found.state if found is not None and found.started == self.started else ""
 
     def age_s(self) -> float:
-        """Since it was started; 0 where that is not known."""
+        """Seconds since it was started; 0 if unknown."""
         try:
             return time.clock_gettime(time.CLOCK_BOOTTIME) - int(self.started) / os.sysconf("SC_CLK_TCK")
         except (OSError, ValueError, AttributeError):
             return 0.0
 
     def alive(self) -> bool:
-        """In the process table, if only as what its parent has not asked for yet."""
+        """Whether it is in the process table, possibly as a zombie."""
         return bool(self.state())
 
     def running(self) -> bool:
-        """Alive and not ended; it may be stopped."""
+        """Whether it has not ended. It may be stopped."""
         return self.state() not in ("", *ENDED)
 
     def kill(self) -> None:
         if self.alive():
-            # It may end in between, which is what is wanted; or belong to another user (a setuid helper).
+            # It may have ended in between, or belong to another user (a setuid helper).
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signal.SIGKILL)
 
     def command(self) -> list[str]:
-        """Its command line; empty when it has none any more."""
+        """Its command line; empty if it has none any more."""
         try:
             return Path(f"/proc/{self.pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
         except OSError:
@@ -87,10 +87,10 @@ class _Stat:
 
 
 def _read_stat(pid: int) -> _Stat | None:
-    """From /proc; None when the process is gone (or where there is no /proc)."""
+    """Read /proc/PID/stat; None if the process is gone or there is no /proc."""
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
-            # The name is in parentheses and may hold spaces and parentheses itself.
+            # The name is in parentheses and may itself contain spaces and parentheses.
             rest = file.read(4096).rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
@@ -99,13 +99,13 @@ def _read_stat(pid: int) -> _Stat | None:
 
 @dataclass(frozen=True, slots=True)
 class ProcessTable:
-    """All processes of this machine at one moment. To make one costs milliseconds: several questions share it."""
+    """All processes of this machine at one moment. Taking one costs milliseconds, so several queries share it."""
 
     stats: dict[int, _Stat]
 
     @classmethod
     def now(cls) -> ProcessTable:
-        """Empty where there is no /proc."""
+        """Read the table now; empty if there is no /proc."""
         pids = (
             [int(name) for name in os.listdir("/proc") if name.isdigit()] if os.path.exists("/proc/self/stat") else []
         )
@@ -116,7 +116,7 @@ class ProcessTable:
         return stat is not None and stat.started == process.started
 
     def descendants(self, *pids: int) -> set[ProcessId]:
-        """All processes below `pids`, whatever group or session they are in."""
+        """All descendants of `pids`, whatever process group or session they are in."""
         found: set[ProcessId] = set()
         front = set(pids)
         while front:
@@ -126,12 +126,12 @@ class ProcessTable:
 
 
 def descendants(*pids: int) -> set[ProcessId]:
-    """All processes below `pids` now. Empty where there is no /proc."""
+    """All descendants of `pids` now; empty if there is no /proc."""
     return ProcessTable.now().descendants(*pids)
 
 
 def ancestors(pid: int) -> Iterator[ProcessId]:
-    """Parent, grandparent and so on, up to the first process."""
+    """Parent, grandparent and so on, up to the root of the process tree."""
     stat = _read_stat(pid)
     while stat is not None and stat.parent > 0:
         pid, stat = stat.parent, _read_stat(stat.parent)
@@ -140,8 +140,8 @@ def ancestors(pid: int) -> Iterator[ProcessId]:
 
 
 class Family:
-    """The descendants of a process, remembered: when one of them is killed nothing tells any more that its own
-    children, in sessions of theirs as those of torchrun and Ray, were ours."""
+    """Remembers the descendants of a process. Once one of them is killed, nothing else links its own children (those of
+    torchrun and Ray have sessions of their own) to this process."""
 
     def __init__(self, root: int) -> None:
         self.members: set[ProcessId] = set()
@@ -149,13 +149,13 @@ class Family:
         self._looked_at = 0.0
 
     def look(self, table: ProcessTable | None = None) -> None:
-        """Remember who lives below in `table`; without one in that of now, at most every `LOOK_S`."""
+        """Remember the descendants in `table`. Without one, read the current table, at most once every `LOOK_S`."""
         if table is None:
             if time.monotonic() - self._looked_at < LOOK_S:
                 return
             self._looked_at, table = time.monotonic(), ProcessTable.now()
         roots = {self._root, *self.members} if self._root else self.members
-        # Of one that is gone the pid may be another's.
+        # The pid of one that is gone may have been reused.
         found = table.descendants(*(root.pid for root in roots if table.holds(root)))
         self.members = {member for member in self.members | found if table.holds(member)}
 
@@ -166,9 +166,9 @@ class Family:
 
 
 def die_with_parent(parent: int) -> None:
-    """From here on the kernel kills this process when its parent `parent` dies, whatever it is doing or stopped in.
+    """From now on the kernel kills this process when its parent dies, even if this process is stopped or busy.
 
-    More exactly when the parent's thread that started it ends. The bond outlives `exec`; children do not inherit it.
+    More exactly, when the parent's thread that started it ends. This survives `exec`; children do not inherit it.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -177,25 +177,25 @@ def die_with_parent(parent: int) -> None:
 
 
 def bound(arguments: Sequence[str]) -> list[str]:
-    """The command line that runs `arguments` as a child which dies with this process."""
+    """The command line that runs `arguments` in a child process that dies with this one."""
     return [sys.executable, "-m", "asyncrl.family", "with", str(os.getpid()), *arguments]
 
 
 def undertaker() -> subprocess.Popen[bytes]:
-    """Start the process that kills what this one leaves behind, however it ends. Its end is not to be waited for.
-    What this one starts from here on is marked."""
+    """Start a process that kills what this one leaves behind, however it ends. Do not wait for it. Everything started
+    from now on is marked with `MARK`."""
     own = ProcessId.of(os.getpid())
     os.environ[MARK] = f"{own.pid}-{own.started}" if own else ""
     return subprocess.Popen(
         [sys.executable, "-m", "asyncrl.family", "after", str(os.getpid())],
         stdin=subprocess.DEVNULL,
-        # In the group of its parent it would be stopped or ended with it, by one signal to all.
+        # In its parent's process group, a signal to the group would stop or end it together with the parent.
         start_new_session=True,
     )
 
 
 def bury(parent: int) -> None:
-    """waits for: the end of `parent`, for as long as that runs; unblocked by: it."""
+    """Wait until `parent` ends (no deadline), then kill its descendants for `BURIAL_S`."""
     family = Family(parent)
     while os.getppid() == parent:
         family.look()
@@ -209,12 +209,12 @@ def bury(parent: int) -> None:
 
 
 def marked(mark: str) -> set[ProcessId]:
-    """The processes of this user that were started with this mark; none for an empty one. A process that writes its
-    own title over its environment, as Ray's do once they are up, is not found."""
+    """This user's processes that were started with this mark; none for an empty mark. A process that overwrites its
+    environment with a title, as Ray's do once they run, is not found."""
     found, entry = set[ProcessId](), f"{MARK}={mark}".encode()
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if mark else ():
         process = ProcessId.of(pid)
-        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+        with contextlib.suppress(OSError):  # it has ended or belongs to another user
             if process and entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 found.add(process)
     return found

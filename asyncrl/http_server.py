@@ -1,4 +1,4 @@
-"""What the small HTTP servers of asyncrl (retriever, report, published weights) have in common."""
+"""Base of asyncrl's small HTTP servers (retriever, report, published weights)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ class HttpServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def server_bind(self) -> None:
-        """Without HTTPServer's look for this machine's name, which may take seconds where no name server answers."""
+        """Skips HTTPServer's lookup of this machine's name, which can take seconds if no name server answers."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Whoever asked and went away is no error: it knows best what it misses."""
+        """A client that disconnects is not an error worth a traceback."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)  # pyright: ignore[reportArgumentType]

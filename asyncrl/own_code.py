@@ -1,7 +1,7 @@
-"""Code of the user by path: functions and classes named in settings as `file.py:name` or `package.module:name`.
+"""Load a user's functions and classes, named in settings as `file.py:name` or `package.module:name`.
 
-Importing runs it: only a process that uses it, or one that was started to find out whether it can be used
-(`try_in_process`), may.
+Importing runs the user's code. So only a process that uses it may import it, or one that was started to find out
+whether it can be imported (`try_in_process`).
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from asyncrl.errors import AsyncRLError, ConfigError, OwnCodeError
 from asyncrl.family import describe_exit, die_with_parent
 
 IMPORT_S = 120.0
-"""What importing code of the user may take in a process that only tries it."""
+"""How long importing user code may take in a process that only tries it."""
 MOST_BYTES = 8000
-"""Of an answer of that process: a pipe holds them without a reader."""
+"""Limit on that process's answer, so that it fits into the pipe without a reader."""
 FINE = b"\0"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def load_function(spec: str, setting: str = "reward.function") -> Callable[..., Any]:
-    """The function, or class, named by `file.py:name` or `package.module:name`.
+    """The function or class named by `file.py:name` or `package.module:name`.
 
     Args:
-        setting: which key named it, for the error.
+        setting: the key that named it, for the error.
 
     Raises:
-        ConfigError: malformed, no such file, module or function; or importing it failed.
+        ConfigError: malformed name; no such file, module or function; or importing it failed.
     """
     given = f"{setting}={spec!r}"
     place, _, name = spec.rpartition(":")
@@ -62,7 +62,7 @@ def load_function(spec: str, setting: str = "reward.function") -> Callable[..., 
 
 
 def _is_of(module: ModuleType, value: Any) -> bool:
-    """Whether it is a function, or a class that the module itself defines."""
+    """Whether `value` is a function, or a class that `module` itself defines."""
     own = inspect.isclass(value) and value.__module__ == module.__name__
     return own or inspect.isfunction(value)
 
@@ -75,7 +75,7 @@ def _load_file(path: Path, given: str) -> ModuleType:
     location = importlib.util.spec_from_file_location(known, path)
     assert location is not None and location.loader is not None  # holds for any name that ends in .py
     module = importlib.util.module_from_spec(location)
-    # Registered and with its folder importable, so that dataclasses and imports of neighbouring files work in it.
+    # Without this, dataclasses and imports of neighbouring files would fail in it.
     sys.modules[location.name] = module
     sys.path.insert(0, str(folder))
     try:
@@ -84,7 +84,7 @@ def _load_file(path: Path, given: str) -> ModuleType:
         _refuse_late_of_two(path.resolve(), given)
     except ConfigError:
         raise
-    # User code at a process boundary: whatever it raises is one refused setting, the exit of a script included.
+    # User code at a process boundary: whatever it raises, even a script's exit, becomes one refused setting.
     except (Exception, SystemExit) as error:
         alone = (
             ". A file has no package around it: write package.module:name" if "relative import" in str(error) else ""
@@ -94,13 +94,13 @@ def _load_file(path: Path, given: str) -> ModuleType:
 
 
 _FOLDERS: set[Path] = set()
-"""Of files that were loaded."""
+"""Folders of the user's files loaded so far."""
 _LATE: dict[tuple[Path, str], None] = {}
-"""Each loaded file, and what its functions import from beside it once they are called."""
+"""`(loaded file, module)`: modules from the file's own folder that its functions import only when called."""
 
 
 class _StandardFirst:
-    """A file beside one of the user's does not stand in for a module of Python's, for libraries would get it too."""
+    """Keeps a file in the user's folder from shadowing a standard-library module: libraries would import it, too."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -114,10 +114,10 @@ sys.meta_path.insert(0, _StandardFirst)
 
 @contextmanager
 def _own_neighbours(folder: Path, given: str) -> Iterator[None]:
-    """Within it `import helpers` finds the one in `folder`, not one that a file from elsewhere has imported.
+    """Within the block, `import helpers` finds the one in `folder`, not one that a file from another folder imported.
 
     Raises:
-        ConfigError: there are two now, and a later import would find either.
+        ConfigError: there are now two of a name, and a later import could find either.
     """
     elsewhere = {str(each) for each in _FOLDERS - {folder}}
     others = [name for name, module in sys.modules.items() if _is_beside(module, elsewhere)]
@@ -139,7 +139,7 @@ def _own_neighbours(folder: Path, given: str) -> Iterator[None]:
 
 
 def _refuse_late_of_two(path: Path, given: str) -> None:
-    """Raises ConfigError where a function of a loaded file will import a neighbour of which another folder has one."""
+    """Raises ConfigError if a function of a loaded file will import a module that two of the user's folders have."""
     functions = [each for each in ast.walk(ast.parse(path.read_bytes())) if isinstance(each, FUNCTIONS)]
     for each in (each for function in functions for each in ast.walk(function)):
         names = [name for name, *_ in _named(each, ())]
@@ -155,7 +155,8 @@ def _refuse_late_of_two(path: Path, given: str) -> None:
 
 
 def _is_beside(module: object, folders: Collection[str]) -> bool:
-    """Whether it is a module, or a package, right in one of them. Texts: thousands of modules are asked each time."""
+    """Whether `module` is a module or package directly in one of `folders`. They are strings, not Paths, for speed:
+    thousands of modules are checked each time."""
     folder, name = os.path.split(str(getattr(module, "__file__", None) or ""))
     return (os.path.dirname(folder) if name == "__init__.py" else folder) in folders
 
@@ -168,11 +169,11 @@ def _load_module(name: str, given: str) -> ModuleType:
 
 
 def with_args(spec: str, args: Mapping[str, Any], setting: str, takes: int) -> Callable[..., Any]:
-    """What `spec` names, to be called with `takes` positional arguments; `args` go to a function by name, and a class
-    is made with them.
+    """The callable that `spec` names, with `args` bound: a function gets them as keyword arguments, a class is
+    instantiated with them. `takes` is the number of positional arguments it will be called with.
 
     Raises:
-        ConfigError: see `load_function`; or it does not take these arguments.
+        ConfigError: see `load_function`; or it does not accept these arguments.
     """
     function = load_function(spec, setting)
     try:
@@ -194,19 +195,19 @@ def with_args(spec: str, args: Mapping[str, Any], setting: str, takes: int) -> C
 
 
 def called(function: Callable[..., Any], named: str, *arguments: Any) -> Any:
-    """What it returns.
+    """Call a user's function and return its result.
 
     Args:
-        named: the setting with its value, for the error.
+        named: the setting and its value, for the error.
 
     Raises:
-        OwnCodeError: whatever it raised, with the line that did; asyncrl's own errors as they are.
+        OwnCodeError: whatever it raised, with the line number. asyncrl's own errors pass unchanged.
     """
     try:
         return function(*arguments)
     except AsyncRLError:
         raise
-    # User code at a process boundary. By an exit with 0 a learner would pass for one that has trained all its steps.
+    # User code at a process boundary. An exit with code 0 would make a learner look as if it had trained all steps.
     except (Exception, SystemExit) as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise OwnCodeError(
@@ -215,8 +216,8 @@ def called(function: Callable[..., Any], named: str, *arguments: Any) -> Any:
 
 
 def code_fingerprint(spec: str) -> str:
-    """16 hex digits over the file of `file.py:name` and what it imports from beside it; of a module, or a file that is
-    not here, the name itself."""
+    """16 hex digits over the file of `file.py:name` and what it imports from its own folder. For a module, or a file
+    that is not on this machine, the name itself."""
     place = Path(spec.rpartition(":")[0])
     if place.suffix != ".py" or not place.is_file():
         return spec
@@ -225,17 +226,18 @@ def code_fingerprint(spec: str) -> str:
     near = with_imports(place, _files_of)
     del near[place]
     named = {file.relative_to(place.parent).as_posix(): code for file, code in near.items()}
-    for name, code in sorted(named.items()):  # by name: the order is that of no machine's folder
+    for name, code in sorted(named.items()):  # sorted: the result must not depend on a machine's directory order
         digest.update(f"{name}/{len(code)}/".encode() + code)
     return digest.hexdigest()[:16]
 
 
 def with_imports(path: Path, files_of: Callable[[Path, tuple[str, ...]], Iterable[Path]]) -> dict[Path, bytes]:
-    """Contents of a file, which is not run for that, of what it imports from its folder, and of what that imports from
-    there. What is imported by a name that is made up at run time is not found.
+    """The contents of a file and, transitively, of the files that it imports from its own folder. Nothing is run, so
+    imports of a name computed at run time are not found.
 
     Args:
-        files_of: of that folder and a module, in parts, the files there that are meant; of one from elsewhere none.
+        files_of: maps the folder and a module name, in parts, to the module's files there; to none if it is from
+            elsewhere.
     """
     found: dict[Path, bytes] = {}
     waiting = [path]
@@ -249,20 +251,20 @@ def with_imports(path: Path, files_of: Callable[[Path, tuple[str, ...]], Iterabl
 
 
 def _imported(code: bytes, package: tuple[str, ...]) -> set[tuple[str, ...]]:
-    """See `_named`; of code that is none, nothing."""
+    """The names that `code` imports (see `_named`); none if it does not parse."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # they are told to whoever imports it
+        with warnings.catch_warnings(action="ignore"):  # whoever imports it sees them
             nodes = list(ast.walk(ast.parse(code)))
-    except (SyntaxError, ValueError, RecursionError):  # whoever loads it says so
+    except (SyntaxError, ValueError, RecursionError):  # whoever loads it reports this
         return set()
     return {name for node in nodes for name in _named(node, package)}
 
 
 def _named(node: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Each name that a statement imports, in parts: of `from a import b` `a.b`, which may be a module.
+    """Each name that a statement imports, in parts. `from a import b` gives `a.b`, since b may be a module.
 
     Args:
-        package: which the code is in, empty of none.
+        package: the package that the code is in; empty if none.
     """
     if isinstance(node, ast.Import):
         yield from (tuple(alias.name.split(".")) for alias in node.names)
@@ -273,7 +275,7 @@ def _named(node: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[str, ...]]
 
 
 def _files_of(folder: Path, module: tuple[str, ...]) -> Iterator[Path]:
-    """Files in `folder` that importing `module` runs, its packages' too; none of a module from elsewhere."""
+    """The files in `folder` that importing `module` runs, including its packages'; none for a module from elsewhere."""
     if module[0] in sys.stdlib_module_names:
         return
     for parts in itertools.accumulate((part,) for part in module):
@@ -286,14 +288,14 @@ def _files_of(folder: Path, module: tuple[str, ...]) -> Iterator[Path]:
 
 
 def try_in_process(module: str, settings: Mapping[str, Any], named: str, timeout_s: float = IMPORT_S) -> None:
-    """Run `python -m MODULE SETTINGS ANSWER_FD PARENT_PID`, which ends in `answer`; what it prints is not shown.
+    """Run `python -m MODULE SETTINGS ANSWER_FD PARENT_PID`, which calls `answer`. Its output is not shown.
 
     Args:
-        settings: as JSON; what is none is sent as its text.
-        named: the setting, or settings, with their value, for the errors.
+        settings: sent as JSON; values that JSON does not have are sent as text.
+        named: the settings and their values, for the errors.
 
     Raises:
-        ConfigError: the refusal it answered with; or it took too long, or its process ended without an answer.
+        ConfigError: it answered with a refusal, took too long, or ended without an answer.
     """
     read, write = os.pipe()
     try:
@@ -322,7 +324,7 @@ def try_in_process(module: str, settings: Mapping[str, Any], named: str, timeout
 
 
 def answer(arguments: list[str], trial: Callable[[dict[str, Any]], None]) -> None:
-    """The other end of `try_in_process`: `trial(settings)`, and what it refuses."""
+    """The other end of `try_in_process`: run `trial(settings)` and send back its refusal, if any."""
     settings, answer_fd, parent_pid = arguments
     die_with_parent(int(parent_pid))
     os.set_inheritable(int(answer_fd), False)

@@ -1,4 +1,5 @@
-"""How long steps take, by how much is in them: sums that add up over time, engines and runs, and give a line."""
+"""Duration of an engine's steps as a function of batch size: sums that can be added over time, engines and runs, and a
+line fitted through them."""
 
 from __future__ import annotations
 
@@ -6,21 +7,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 
 KINDS = ("decode", "prefill")
-"""Steps of an engine: a decode step has sequences, a prefill has prompts."""
+"""Kinds of engine steps. The rows of a decode step are sequences, those of a prefill are prompts."""
 
 
 @dataclass(slots=True)
 class Pace:
-    """Sums over steps of one kind. One thread adds, any may read."""
+    """Sums over steps of one kind. One thread adds; any thread may read."""
 
     steps: float = 0.0
     rows: float = 0.0
-    """What was in them, added up."""
+    """Sum of the rows of each step."""
     rows_squared: float = 0.0
     s: float = 0.0
-    """Seconds."""
+    """Sum of the seconds of each step."""
     rows_s: float = 0.0
-    """Rows times seconds of each step, added up."""
+    """Sum of rows times seconds of each step."""
 
     def add(self, rows: int, seconds: float) -> None:
         self.steps += 1
@@ -34,7 +35,7 @@ class Pace:
 
     @classmethod
     def of(cls, values: Mapping[str, float], prefix: str) -> Pace:
-        """`prefix` stands before the names; what is missing is 0."""
+        """Read the sums named `<prefix>_<field>`; missing ones are 0."""
         return cls(*(values.get(f"{prefix}_{each.name}", 0.0) for each in fields(cls)))
 
     def __add__(self, other: Pace) -> Pace:
@@ -44,27 +45,27 @@ class Pace:
         return Pace(*(mine - its for mine, its in zip(astuple(self), astuple(other), strict=True)))
 
     def line(self) -> tuple[float, float]:
-        """(fixed, each) of `seconds = fixed + each * rows`: least squares over the steps, neither below 0."""
+        """(fixed, each) of `seconds = fixed + each * rows`: least squares over the steps, both at least 0."""
         if not self.steps:
             return 0.0, 0.0
         rows, seconds = self.rows / self.steps, self.s / self.steps
         variance = self.rows_squared / self.steps - rows * rows
-        # Of steps that are all alike no slope is known; what rounding leaves of the variance would make one up.
+        # Steps that all have the same size give no slope: without this, rounding errors of the variance would.
         slope = (self.rows_s / self.steps - rows * seconds) / variance if variance > 1e-4 * rows * rows else 0.0
         slope = min(max(slope, 0.0), seconds / max(rows, 1.0))
         return seconds - slope * rows, slope
 
 
 APART = 1.5
-"""Times as many rows as in the steps of another run: from there on the two tell a slope."""
+"""Ratio of mean rows between two runs from which on they determine a slope."""
 
 
 def line_of_runs(paces: Sequence[Pace]) -> tuple[float, float]:
-    """(fixed, each) as `Pace.line`, of several runs.
+    """(fixed, each) as in `Pace.line`, from several runs.
 
-    Where their steps differ in rows it is the line through the means of the runs, each counting as much. Within a run
-    the seconds of a step follow its rows badly: who shares the processor works most when sequences have ended, which
-    is when the batch is small, and the slope over the steps comes out too flat, or as 0.
+    If the runs differ enough in rows per step, this is the line through their means, with equal weight. Within one run
+    the slope comes out too flat, or 0: other processes on the same processor work most when sequences have just ended,
+    which is when batches are small.
     """
     means = Pace()
     for pace in paces:
@@ -76,4 +77,4 @@ def line_of_runs(paces: Sequence[Pace]) -> tuple[float, float]:
 
 
 PACES = tuple(name for kind in KINDS for name in Pace().named(kind))
-"""Names of an engine's statistics."""
+"""Names of the engine statistics that hold these sums."""

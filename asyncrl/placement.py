@@ -1,10 +1,10 @@
-"""Who gets which GPU of one machine: a pure function from what is here and what is wanted. No torch, no environment.
+"""Assigns the GPUs of one machine to processes: a pure function of what is there and what is wanted, without torch.
 
-`dedicated`: the learner's ranks take the first GPUs, one each; the engines take blocks of `tensor_parallel` behind
-them, and a reward service on GPUs the last ones. Nobody shares.
+`dedicated`: the learner ranks take the first GPUs, one each; the engines take blocks of `tensor_parallel` GPUs after
+them, and a reward service takes the last ones. No GPU is shared.
 
-`colocated`: ranks and engines begin at GPU 0 both. A GPU holds one rank at most, since two of them would not form a
-group of nccl, and as many engines as it must. Its memory is split by rule: `ENGINES_SHARE` for its engines together,
+`colocated`: ranks and engines both begin at GPU 0. A GPU holds at most one rank, because two ranks on one GPU cannot
+form an NCCL group, and as many engines as necessary. Its memory is split: `ENGINES_SHARE` for all its engines together,
 `LEARNER_SHARE` for its rank.
 """
 
@@ -17,28 +17,28 @@ from dataclasses import dataclass, replace
 from asyncrl.errors import ConfigError
 
 ENGINES_SHARE, LEARNER_SHARE, WHOLE_SHARE = 0.45, 0.45, 0.9
-"""Of a GPU's memory, by all engines on it and by the rank beside them; alone, either has `WHOLE_SHARE`. The rest is for
-what each process takes before it counts (its context, the buffers of nccl)."""
+"""Shares of a GPU's memory: for all engines on it, for the rank beside them, and for either alone. The rest covers what
+processes allocate outside of their own accounting (CUDA context, NCCL buffers)."""
 MODES = ("auto", "dedicated", "colocated")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a run wants of the GPUs of one machine. What computes on the CPU, or elsewhere, counts 0."""
+    """What a run wants from the GPUs of one machine. Processes on the CPU or on other machines count 0."""
 
     ranks: int = 0
-    """Of the learner, a GPU each."""
+    """Learner ranks, one GPU each."""
     engines: int = 0
     tensor_parallel: int = 1
     """GPUs per engine."""
     engines_per_gpu: int = 1
-    """Of engines that share a GPU with each other on purpose; `colocated` goes by the GPUs there are."""
+    """Engines that share a GPU on purpose, for `dedicated`; `colocated` derives it from the GPUs there are."""
     rewards: float = 0.0
     """GPUs of a reward service."""
 
     @property
     def gpus(self) -> int:
-        """That nobody shares."""
+        """GPUs needed if none is shared between learner, engines and rewards."""
         return self.ranks + self.engine_gpus + math.ceil(self.rewards)
 
     @property
@@ -52,9 +52,9 @@ class Placed:
 
     name: str
     gpus: tuple[int, ...]
-    """Their numbers, counted among those that are there to be given."""
+    """Their indices among the GPUs that can be assigned."""
     memory: float
-    """Share of the memory of each."""
+    """Share of each GPU's memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,22 +67,22 @@ class Placement:
 
     @property
     def learner_gpus(self) -> tuple[int, ...]:
-        """In the order of the ranks."""
+        """GPUs of the learner, in the order of its ranks."""
         return tuple(gpu for rank in self.learner for gpu in rank.gpus)
 
     @property
     def rollout_gpus(self) -> tuple[int, ...]:
-        """Of the pool: its engines' and its reward service's, each once."""
+        """GPUs of the rollout pool (engines and reward service), each once."""
         return tuple(dict.fromkeys(gpu for placed in (*self.engines, *self.rewards) for gpu in placed.gpus))
 
     @property
     def shared(self) -> bool:
-        """Some GPU holds a rank and an engine."""
+        """Whether some GPU holds both a rank and an engine."""
         return bool(set(self.learner_gpus) & set(self.rollout_gpus))
 
     @property
     def engine_memory(self) -> float:
-        """Share of a GPU's memory that any engine may take."""
+        """Share of a GPU's memory that every engine may take."""
         return min((engine.memory for engine in self.engines), default=WHOLE_SHARE)
 
     def __iter__(self) -> Iterator[Placed]:
@@ -90,11 +90,11 @@ class Placement:
 
 
 def place(gpus: int, demand: Demand, mode: str = "auto") -> Placement:
-    """Every process of `demand` on `gpus` GPUs. `auto` is `colocated` on a single GPU that both sides want, else
-    `dedicated`.
+    """Place every process of `demand` on `gpus` GPUs. `auto` is `colocated` if learner and engines want the same single
+    GPU, else `dedicated`.
 
     Raises:
-        ConfigError: they do not fit; with the arithmetic and the nearest layout that does.
+        ConfigError: they do not fit. It shows the arithmetic and the nearest layout that fits.
     """
     both = demand.ranks > 0 and demand.engines > 0
     if mode == "auto":
@@ -106,10 +106,10 @@ def place(gpus: int, demand: Demand, mode: str = "auto") -> Placement:
 
 
 def engine_share(gpus: int, engines: int, tensor_parallel: int = 1) -> float:
-    """GPUs that one of `engines` takes where they have `gpus` among themselves: its own, or a part of one.
+    """GPUs per engine if `engines` have `gpus` among themselves: whole ones, or a fraction of one.
 
     Raises:
-        ConfigError: an engine of several GPUs would have to share them.
+        ConfigError: an engine that spans several GPUs would have to share them.
     """
     if gpus >= engines * tensor_parallel:
         return float(tensor_parallel)
@@ -121,14 +121,14 @@ def engine_share(gpus: int, engines: int, tensor_parallel: int = 1) -> float:
 
 
 def blocks(gpus: int, engines: int, tensor_parallel: int = 1) -> list[tuple[int, ...]]:
-    """Numbers of the GPUs of each engine, in turn: each its own while there are enough, then around again."""
+    """GPU indices of each engine. Engines get GPUs of their own while there are enough, then start again at the first."""
     return [
         tuple((engine * tensor_parallel + part) % gpus for part in range(tensor_parallel)) for engine in range(engines)
     ]
 
 
 def _problem(gpus: int, demand: Demand, mode: str) -> str:
-    """Why this does not fit; empty when it does."""
+    """Why this does not fit; empty if it does."""
     if mode == "dedicated":
         if demand.gpus <= gpus:
             return ""
@@ -185,8 +185,8 @@ def _way_out(gpus: int, demand: Demand, mode: str) -> str:
 
 
 def nearest(gpus: int, demand: Demand, mode: str) -> Demand | None:
-    """The layout that fits and is least different: engines stay as wide as they are if any fits, most GPUs are used,
-    and of those with as many the one whose ratio of engines to ranks is nearest."""
+    """The most similar layout that fits: `tensor_parallel` is kept if possible, then as many GPUs as possible are used,
+    then the ratio of engines to ranks is as close as possible."""
     for width in range(demand.tensor_parallel, 0, -1):
         tries = [
             replace(demand, ranks=ranks, engines=engines, tensor_parallel=width)
@@ -239,5 +239,5 @@ def _engine(number: int, gpus: tuple[int, ...], memory: float) -> Placed:
 
 
 def _rewards(demand: Demand, gpus: tuple[int, ...]) -> tuple[Placed, ...]:
-    # Nothing bounds what a user's reward model takes: its share is named nowhere else.
+    # Nothing bounds the memory of a user's reward model, so its share is not known.
     return (Placed(name="reward service", gpus=gpus, memory=0.0),) if demand.rewards else ()

@@ -1,7 +1,7 @@
-"""Foreign text on a terminal: what a reward's error, a model's answer or a peer's name holds is shown, never obeyed.
+"""Escapes control sequences in output, so that text from a reward, a model or a peer cannot control the terminal.
 
-A process that prints or logs calls `make_streams_plain()` first: every way to its output passes there, prints of user
-code, warnings and tracebacks included. A log handler made before keeps the stream it has.
+A process that prints or logs calls `make_streams_plain()` first. From then on all its output is escaped, including
+prints of user code, warnings and tracebacks. A log handler created earlier keeps its old stream.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import sys
 from typing import Any, TextIO, cast
 
 _COMMANDS = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters but tab and newline: escape sequences begin with one
-    "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"  # line breaks of another kind, and what turns the reading direction
-    "\ud800-\udfff]"  # halves of a character: they cannot be printed at all
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters except tab and newline: escape sequences begin with one
+    "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"  # other line separators, and marks that change the reading direction
+    "\ud800-\udfff]"  # lone surrogates: they cannot be printed
 )
 
 
 def plain(text: str) -> str:
-    """`text` with everything that a terminal would obey written out, as in `\\x1b[2J`. Lines stay lines."""
+    """`text` with everything a terminal would interpret escaped, as in `\\x1b[2J`. Newlines and tabs stay."""
     return _COMMANDS.sub(_written_out, text.replace("\r\n", "\n"))
 
 
@@ -27,12 +27,12 @@ def _written_out(found: re.Match[str]) -> str:
 
 
 class PlainStream:
-    """A text stream through which nothing passes but plain text; all else is the stream's own."""
+    """Wraps a text stream and escapes what is written to it. Other attributes are the stream's own."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self.rich_proxied_file = stream
-        """Where rich looks for the file itself: the live view draws with escape sequences of its own."""
+        """The attribute by which rich finds the real file, since the live view draws with escape sequences."""
 
     def write(self, text: str) -> int:
         self._stream.write(plain(text))
@@ -47,8 +47,8 @@ class PlainStream:
 
 
 def make_streams_plain() -> None:
-    """Of this process, for good: what ends it is printed after everything else is over. One that was started without a
-    stream (`>&-`) has none, and what is printed goes nowhere."""
+    """Wrap stdout and stderr of this process for its lifetime: a final traceback is printed after everything else. A
+    process started without a stream (`>&-`) keeps having none."""
     if sys.stdout is not None and not isinstance(sys.stdout, PlainStream):
         sys.stdout = cast(TextIO, PlainStream(sys.stdout))
     if sys.stderr is not None and not isinstance(sys.stderr, PlainStream):

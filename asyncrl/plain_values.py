@@ -1,4 +1,4 @@
-"""Rows and what is said of them, on their way to another process of this machine: msgpack that takes what JSON has."""
+"""Encodes data rows and results for other processes of this machine: msgpack extended to everything JSON can hold."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any, cast
 import msgpack
 
 LONG = 1
-"""Code of an integer beyond 64 bits, as its digits."""
+"""Extension code of an integer beyond 64 bits, sent as hex digits."""
 
 
 def packed(value: Any) -> bytes:
-    """Raises OverflowError, ValueError or TypeError: it is nested too deep, too large, or of no plain type."""
-    # JSON text may hold lone surrogates, too: they must reach a reward function, not stop the group.
+    """Raises OverflowError, ValueError or TypeError: nested too deeply, too large, or not a plain type."""
+    # JSON text may hold lone surrogates. They must reach the reward function; an error here would fail the group.
     return cast(bytes, msgpack.packb(value, default=_long, unicode_errors="surrogatepass"))
 
 

@@ -1,4 +1,4 @@
-"""How often what dies is started again."""
+"""Limits how often a process that dies is started again."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ WITHIN_S = 3600.0
 
 
 class Restarts:
-    """At most `limit` in any hour: a run of weeks outlives what dies now and then, and not what dies at each start.
+    """At most `limit` restarts in any hour. A run of weeks survives a process that dies now and then, but ends when one
+    dies at every start.
 
     Args:
-        taken: when those before were, by `clock`.
+        taken: times of earlier restarts, by `clock`.
     """
 
     def __init__(self, limit: int, taken: Sequence[float] = (), clock: Callable[[], float] = time.monotonic) -> None:
@@ -20,12 +21,12 @@ class Restarts:
 
     @property
     def recent(self) -> int:
-        """How many there were in the last hour."""
+        """Restarts in the last hour."""
         now = self._clock()
         return sum(now - each < WITHIN_S for each in self.taken)
 
     def take(self) -> bool:
-        """One more; or False where it would be one too many."""
+        """Count one more restart and return True; or False if it would exceed the limit."""
         if self.recent >= self.limit:
             return False
         self.taken.append(self._clock())

@@ -1,5 +1,5 @@
-"""Where a mixture of experts decides: the built-in engine notes what its routers chose, the learner makes its own
-choose that again."""
+"""Router replay for mixture-of-experts models: the built-in engine records what its routers chose, and the learner
+makes its routers choose the same."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncrl.types import Routers
 
 
 def gates_of(hf: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
-    """`(decoder layer, its router)` of each layer that has experts, in their order."""
+    """`(decoder layer, its router)` for each layer that has experts, in order."""
     found = []
     for layer in hf.modules():
         if isinstance(layer, GradientCheckpointingLayer):
@@ -28,7 +28,7 @@ def gates_of(hf: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
 
 
 def routers_of(hf: PreTrainedModel) -> Routers:
-    """Of a family that `checks.architecture.not_replayed` has passed."""
+    """The routers' sizes. The model's family must have passed `checks.architecture.not_replayed`."""
     gates: list[Any] = [gate for _, gate in gates_of(hf)]
     return Routers(layers=len(gates), chosen=int(gates[0].top_k), experts=int(gates[0].num_experts))
 
@@ -36,7 +36,7 @@ def routers_of(hf: PreTrainedModel) -> Routers:
 def weights_of(
     gate: Any, logits: Float[Tensor, "tokens experts"], chosen: Int[Tensor, "tokens k"]
 ) -> Float[Tensor, "tokens k"]:
-    """What a router gives to the outputs of experts that were chosen for it: with gradient, by its family's formula.
+    """The weights that a router gives to the outputs of the chosen experts, with gradient, by its family's formula.
 
     Softmax routers (Qwen-MoE, Mixtral) normalise over the chosen, which is the softmax of their logits (eq. 6 of
     Rollout Routing Replay, arXiv 2510.11370), or over all; those of DeepSeek-V3 and GLM-4-MoE take sigmoids.
@@ -52,7 +52,7 @@ def weights_of(
 
 
 class Recorder:
-    """Notes the experts that the routers of an engine's model choose."""
+    """Records the experts that the routers of an engine's model choose."""
 
     def __init__(self, hf: PreTrainedModel) -> None:
         self._dtype = torch.uint8 if routers_of(hf).experts <= 256 else torch.int16
@@ -62,7 +62,7 @@ class Recorder:
 
     @contextmanager
     def on(self, rows: int, told: list[NDArray[Any]]) -> Iterator[None]:
-        """Of one forward of [rows, T] tokens; it leaves a [T, layers, k] of each row in `told`."""
+        """Record one forward of [rows, T] tokens; appends an array [T, layers, k] per row to `told`."""
         self._seen = []
         try:
             yield

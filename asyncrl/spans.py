@@ -1,11 +1,11 @@
-"""What this process does and when, a record for each span, in `logs/trace/` of the run folder; see `asyncrl trace`.
+"""Tracing: one record per span of this process, written to `logs/trace/` of the run folder and read by `asyncrl trace`.
 
-A record is msgpack: `[name, lane, begin, end, {what it is of}]`, in nanoseconds of the machine's monotonic clock, which
-is one for all its processes. Each goes to the kernel as soon as its span ends: a killed process leaves all of them. The
-first record of a file is a map that says whose it is; others say how this machine's clock differs from that of the
+A record is msgpack: `[name, lane, begin, end, {attributes}]`, in nanoseconds of the machine's monotonic clock, which
+all its processes share. Each record is passed to the kernel when its span ends, so a killed process loses none. The
+first record of a file is a map that identifies the process; others give the offset between this machine's clock and the
 replay server's.
 
-Until `begin` was called, and in a forked child, everything here does nothing.
+Until `begin` is called, and in a forked child, everything here does nothing.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ import msgpack
 FOLDER, SUFFIX, OLDER = "trace", ".spans", ".older.spans"
 FORMAT = 1
 FILE_BYTES = 32 << 20
-"""Of each of the two files that a process fills in turn: the newest spans are kept."""
+"""Size limit of each of the two files that a process fills in turn. The newest spans are kept."""
 FILES_KEPT = 8
-"""Processes of one role whose spans are kept: one that is started again and again fills no disk."""
+"""Processes of one role whose spans are kept, so that one that restarts again and again does not fill the disk."""
 MAIN = "main"
-"""Lane of the main thread, which `lap` covers without a gap."""
+"""Lane of the main thread. `lap` covers it without gaps."""
 
 now = time.monotonic_ns
 _packed: Callable[[Any], bytes] = msgpack.packb  # pyright: ignore[reportAssignmentType]
 
 
 class SpanFile:
-    """Made with its first span; where somebody deletes it, again once it would be full. A span that finds no space is
-    lost and counted."""
+    """The span file of this process. It is created with the first span; if somebody deletes it, a new one is created
+    when the old one would have been full. Spans that cannot be written are dropped and counted."""
 
     def __init__(self, folder: Path, role: str, limit: int = FILE_BYTES) -> None:
         self._name = re.sub(r"[^\w.-]+", "_", role)
@@ -61,7 +61,7 @@ class SpanFile:
                 if self._file < 0:
                     self._open()
                 self._append(content)
-            except OSError:  # a full disk, or a folder that is gone: the run matters more
+            except OSError:  # a full disk or a deleted folder must not end the run
                 self.lost += 1
 
     def _open(self) -> None:
@@ -85,20 +85,20 @@ class SpanFile:
 
     def _close(self) -> None:
         os.close(self._file)
-        self._file, self._size = -1, 0  # or what follows would be closed again, and lost, for good
+        self._file, self._size = -1, 0  # otherwise the next open file would be written to, or closed, by mistake
 
 
 _file: SpanFile | None = None
 
 
 def begin(folder: Path, role: str, limit: int = FILE_BYTES) -> None:
-    """From now on spans of this process are written to `folder`."""
+    """From now on, write this process's spans to `folder`."""
     global _file
     _file = SpanFile(folder, role, limit)
 
 
 def end() -> None:
-    """No more of them: what came since the last `lap` was the end of this process."""
+    """Stop tracing. The time since the last `lap` is recorded as this process's end."""
     global _file
     lap("end")
     _file = None
@@ -114,9 +114,9 @@ atexit.register(end)
 
 
 def note(name: str, begin: int, end: int, lane: str = "", **of: Any) -> None:
-    """A span that is over. Those of a lane lie in each other or apart; `group` (with `attempt`) in the lane of their
-    group. Without a lane it is that of the thread. A span without a length is a moment."""
-    file = _file  # another thread may `end` meanwhile
+    """Record a span that is over. Spans of a lane must be nested or disjoint; spans with `group` (and `attempt`) belong
+    to the lane of their group. The default lane is the thread's. A span of length 0 is a moment."""
+    file = _file  # another thread may call `end` meanwhile
     if file is not None:
         file.write([name, lane or _lane(), begin, end, of])
 
@@ -128,7 +128,7 @@ def moment(name: str, **of: Any) -> None:
 
 
 def lap(name: str, at: int = 0, **of: Any) -> None:
-    """All since the last lap of this process, or since it was born, was `name`; until now, or until `at`."""
+    """Record the main thread's time since the last lap (or the process's start) until now, or `at`, as `name`."""
     file = _file
     if file is not None:
         at = at or now()
@@ -137,7 +137,7 @@ def lap(name: str, at: int = 0, **of: Any) -> None:
 
 
 def since_lap() -> int:
-    """Nanoseconds; 0 where nothing is written."""
+    """Nanoseconds since the last lap; 0 if tracing is off."""
     return now() - _file.mark if _file is not None else 0
 
 
@@ -168,7 +168,7 @@ class span:
             file.write([self._name, self._lane or _lane(), self._begin, now(), self._of])
 
     def also(self, **of: Any) -> None:
-        """What is known only by now."""
+        """Add attributes that were not known when the span began."""
         self._of |= of
 
 
@@ -178,7 +178,7 @@ def _lane() -> str:
 
 
 def boot() -> str:
-    """Of the running kernel: processes with the same one share their monotonic clock."""
+    """Identifies the running kernel: processes with the same value share a monotonic clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -186,8 +186,7 @@ def boot() -> str:
 
 
 def born() -> int:
-    """When this process began, ns of the monotonic clock, to the 10 ms that the kernel keeps; `now` where it says
-    nothing."""
+    """When this process began, in ns of the monotonic clock, to the 10 ms that the kernel records; `now` if unknown."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")

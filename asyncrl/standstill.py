@@ -1,8 +1,8 @@
-"""Names the processes that stand still: stopped by SIGSTOP, by Ctrl-Z or by a debugger.
+"""Reports processes that are stopped by SIGSTOP, Ctrl-Z or a debugger.
 
-Nobody else would: a stopped process has neither failed nor ended, and what waits for it waits.
+Nothing else would: a stopped process has neither failed nor ended, and whatever waits for it just keeps waiting.
 
-consumes: states in /proc · waits for: nothing; `Standstills.look` is called by whoever watches, about once a second
+consumes: process states in /proc · waits for: nothing; a watcher calls `Standstills.look` about once a second
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from asyncrl.family import STOPPED, ProcessId, ancestors
 log = logging.getLogger(__name__)
 
 NAMED_S = 5.0
-"""A process stopped for so long is named; with the turn of who looks, within 10 s."""
+"""A process stopped for this long is reported; with the watcher's interval, within 10 s."""
 AGAIN_S = 60.0
-"""And again so often, while it is stopped."""
+"""The report is repeated at this interval while it is stopped."""
 TURN_S = 1.0
+"""Interval between two looks of `watched_supervisors`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
     name: str
     follows: str
-    """What does not happen while it stands still."""
+    """What does not happen while it is stopped."""
     waits: str = ""
-    """Who waits for it; empty where nobody does at once."""
+    """Who waits for it; empty if nobody does immediately."""
 
 
 ALONE = "nothing that dies is started again, and nobody shows the run"
@@ -71,13 +72,13 @@ KINDS = (
     ("asyncrl replay", REPLAY),
     ("asyncrl learner", RANK),
 )
-"""How the command line begins, and who that is. The first that fits."""
+"""Text at the start of a command line -> kind of process. The first match counts."""
 HEAD = 4
-"""Words of a command line that say who it is; settings follow, with names of modules in them."""
+"""Words of a command line that are searched. Settings follow them, and may contain names of modules."""
 
 
 def kind_of(command: list[str]) -> Kind | None:
-    """Who of a run a command line is; None when it is nobody that asyncrl knows of."""
+    """The kind of process that a command line starts; None if it is none of asyncrl's."""
     head = " ".join(command[:HEAD]).replace("-m asyncrl.cli ", "asyncrl ").replace("-m asyncrl ", "asyncrl ")
     return next((kind for part, kind in KINDS if part in head), None)
 
@@ -90,7 +91,7 @@ class _Stopped:
 
 
 class Standstills:
-    """Who of the processes it is shown stands still. To be asked every second or so."""
+    """Tracks which of the given processes are stopped. Call `look` about once a second."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -98,10 +99,10 @@ class Standstills:
         self._stopped: dict[ProcessId, _Stopped] = {}
 
     def look(self, processes: Iterable[ProcessId]) -> list[str]:
-        """What is to be said now: who has been standing still for too long, and who runs again."""
+        """Messages due now: processes that have been stopped for too long, and those that run again."""
         said: list[str] = []
         now, seen = self._clock(), set(processes)
-        if now - self._looked_at > NAMED_S:  # we stood still ourselves: nobody is named for that time
+        if now - self._looked_at > NAMED_S:  # this process was stopped itself: do not blame others for that time
             for known in self._stopped.values():
                 known.since += now - self._looked_at
         self._looked_at = now
@@ -134,7 +135,7 @@ class Standstills:
 
 
 def who(process: ProcessId) -> str:
-    """`torchrun`; of a process that is nobody's the command line, and below whom it runs."""
+    """A name such as `torchrun`; for an unknown process, its command line and the known process above it."""
     command = process.command()
     kind = kind_of(command)
     if kind is not None:
@@ -145,15 +146,15 @@ def who(process: ProcessId) -> str:
 
 
 def supervisors() -> list[ProcessId]:
-    """Those above this process that belong to the run: torchrun, the pool, Ray's raylet, `asyncrl local`."""
+    """The ancestors of this process that belong to the run: torchrun, the pool, Ray's raylet, `asyncrl local`."""
     return [process for process in ancestors(os.getpid()) if kind_of(process.command()) is not None]
 
 
 @contextmanager
 def watched_supervisors(say: Callable[[str], None] | None = None) -> Iterator[None]:
-    """While this lasts a thread names whoever stands still above this process.
+    """Within the block, a thread reports supervisors of this process that are stopped.
 
-    consumes: states of the supervisors; waits for: the clock; unblocked by: it, or the end of the block.
+    consumes: states of the supervisors; waits for: the clock; unblocked by: the clock, or the end of the block.
     """
     ended, told = threading.Event(), say or (lambda text: log.warning("%s", text))
 
