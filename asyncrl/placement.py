@@ -121,7 +121,7 @@ def engine_share(gpus: int, engines: int, tensor_parallel: int = 1) -> float:
 
 
 def blocks(gpus: int, engines: int, tensor_parallel: int = 1) -> list[tuple[int, ...]]:
-    """GPU indices of each engine. Engines get GPUs of their own while there are enough, then start again at the first."""
+    """GPU indices of each engine. Engines get their own while there are enough, then start over at GPU 0."""
     return [
         tuple((engine * tensor_parallel + part) % gpus for part in range(tensor_parallel)) for engine in range(engines)
     ]
