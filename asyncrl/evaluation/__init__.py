@@ -1,2 +1,2 @@
-"""What the scores of sampled answers say: estimators, intervals, tables. Pure functions over numbers; nothing here
-generates, reads a file or knows a run."""
+"""Statistics of evaluations: estimators, intervals and tables. Pure functions over numbers: nothing here generates
+text, reads a file or knows about a run."""

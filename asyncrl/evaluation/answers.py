@@ -1,5 +1,5 @@
-"""The answer that a completion gives, as far as a majority vote needs it: two samples agree when these texts are the
-same. What is equal only mathematically (`1/2` and `0.5`) is two answers."""
+"""Extracts the answer from a completion, for majority votes. Two samples agree if these texts are equal; answers that
+are only mathematically equal (`1/2` and `0.5`) count as different."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BOX = "\\boxed{"
 
 
 def boxed(text: str) -> str | None:
-    """What stands in the last `\\boxed{...}`, braces inside it included; None where none is closed."""
+    """The content of the last `\\boxed{...}`, with nested braces; None if none is closed."""
     start = text.rfind(_BOX)
     while start >= 0:
         depth = 1
@@ -28,13 +28,13 @@ def boxed(text: str) -> str | None:
 
 
 def tagged(text: str) -> str | None:
-    """What stands in the last `<answer>...</answer>`."""
+    """The content of the last `<answer>...</answer>`."""
     found = _TAG.findall(text)
     return found[-1] if found else None
 
 
 def marked(text: str) -> str | None:
-    """The rest of the line after the last `####`, as GSM8K writes it."""
+    """The rest of the line after the last `####` (GSM8K's format)."""
     found = _MARK.findall(text)
     return found[-1] if found else None
 
@@ -45,7 +45,7 @@ def last_number(text: str) -> str | None:
 
 
 def found_anywhere(text: str) -> str | None:
-    """The tag's, else the box's, else the mark's."""
+    """The answer in a tag, else in a box, else after a mark."""
     return next((found for extract in (tagged, boxed, marked) if (found := extract(text)) is not None), None)
 
 
@@ -57,13 +57,13 @@ EXTRACTORS: dict[str, Extract] = {
     "number": last_number,
     "text": lambda text: text,
 }
-"""By the names that `eval.answer` gives them."""
+"""Extractors by their names in `eval.answer`."""
 
 
 def answer_of(text: str, extract: str) -> str | None:
-    """The answer in `text` without what does not tell two apart: spaces, a final full stop, `$`, thousands' commas.
+    """The answer in `text`, normalised: without extra spaces, a final full stop, `$` and thousands separators.
 
-    None where there is none.
+    None if there is no answer.
 
     Args:
         extract: one of `EXTRACTORS`.

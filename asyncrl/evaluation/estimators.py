@@ -1,7 +1,7 @@
-"""What k samples of a row would give, estimated from the n that were drawn: of each row by itself.
+"""Estimates for one row what k samples would give, from the n that were drawn.
 
-An estimate at k is the mean over all subsets of k of the n samples, hence unbiased for k independent samples.
-`pass@k` is that of Chen et al. 2021 (1 - C(n - c, k) / C(n, k)).
+An estimate at k is the mean over all subsets of size k of the n samples, so it is unbiased for k independent samples.
+`pass@k` is the estimator of Chen et al. 2021: 1 - C(n - c, k) / C(n, k).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 SUBSETS = 256
-"""Majority votes counted for a row at one k; with more subsets than that, so many are drawn."""
+"""Limit on the subsets whose majority votes are counted per row and k. If there are more, this many are drawn."""
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
-    """Chance that at least one of `k` samples passes, when `passed` of `samples` did.
+    """Probability that at least one of `k` samples passes, given that `passed` of `samples` did.
 
     Raises:
         ValueError: not 1 <= k <= samples, or not 0 <= passed <= samples.
@@ -26,18 +26,18 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
     _check(samples, k)
     if not 0 <= passed <= samples:
         raise ValueError(f"{passed} of {samples} samples cannot have passed")
-    # As a product: the binomials of 10,000 samples are beyond a float.
+    # As a product: the binomial coefficients of 10,000 samples overflow a float.
     return 1.0 - math.prod((samples - passed - i) / (samples - i) for i in range(k)) if passed else 0.0
 
 
 def best_at_k(scores: Sequence[float], k: int) -> float:
-    """Expected best score of `k` samples, from the scores [n] of all. Raises ValueError unless 1 <= k <= n."""
+    """Expected best score of `k` samples, from the scores [n] of all samples. Raises ValueError unless 1 <= k <= n."""
     samples = len(scores)
     _check(samples, k)
     ordered = sorted(scores, reverse=True)
     expected, left = 0.0, 1.0
     for place, score in enumerate(ordered):
-        # Whether this one is in the subset when none of the better ones is.
+        # Probability that this one is in the subset, given that no better one is.
         chosen = min(1.0, k / (samples - place))
         expected += left * chosen * score
         left *= 1.0 - chosen
@@ -47,12 +47,12 @@ def best_at_k(scores: Sequence[float], k: int) -> float:
 def majority_at_k(answers: Sequence[str | None], scores: Sequence[float], k: int, seed: int) -> float:
     """Expected score of the answer that most of `k` samples give.
 
-    A sample without an answer (None) has no vote. Among answers with equally many votes one is taken by lot, so they
-    count in equal parts; where nobody votes, a sample is. The winner has the mean score of the samples that gave it.
+    A sample without an answer (None) does not vote. Ties are broken at random, so tied answers count in equal parts. If
+    no sample votes, a random sample wins. The score of an answer is the mean score of the samples that gave it.
 
     Args:
-        answers: [n], of the samples with `scores` [n].
-        seed: draws the subsets, where they are more than `SUBSETS`.
+        answers: [n], the answers of the samples with `scores` [n].
+        seed: for drawing subsets if there are more than `SUBSETS`.
 
     Raises:
         ValueError: lengths differ, or not 1 <= k <= n.
@@ -78,10 +78,10 @@ def majority_at_k(answers: Sequence[str | None], scores: Sequence[float], k: int
 
 
 def subsets(samples: int, k: int, seed: int) -> NDArray[np.int64]:
-    """[S, k] places of samples: all subsets of size `k`, or `SUBSETS` drawn with `seed` where they are more."""
+    """[S, k] indices of samples: all subsets of size `k`, or `SUBSETS` of them drawn with `seed` if there are more."""
     if math.comb(samples, k) <= SUBSETS:
         return np.array(list(itertools.combinations(range(samples), k)), np.int64)
-    # The raw stream, which numpy promises never to change.
+    # The raw stream: numpy guarantees that it never changes.
     keys = np.random.Philox(key=seed % 2**64).random_raw(SUBSETS * samples).reshape(SUBSETS, samples)
     return np.argsort(keys, axis=1, kind="stable")[:, :k]
 

@@ -1,9 +1,9 @@
-"""Between what ends a mean over a few rows lies: an interval with a width for one row, too, and for rows that agree.
+"""Confidence intervals of a mean over few rows, with a nonzero width even for one row or for rows that all agree.
 
-Drawing rows again, or a normal approximation, calls the mean of one row, or of eight right answers, exactly known. Of
-scores with a known range two rows at each end of it are counted beside those that there are ("plus four": Agresti and
-Coull 1998, here with the variance of the scores themselves, which for answers that are right or wrong is theirs). Of
-others Student's t is taken; where all are the same value nothing is known, and no interval told.
+A bootstrap or a normal approximation would call the mean of one row, or of eight right answers, exactly known. For
+scores with a known range, two imaginary rows at each end of the range are added ("plus four", Agresti and Coull 1998;
+here with the variance of the scores themselves, which equals theirs for right-or-wrong answers). For other scores
+Student's t is used; if they all have the same value, there is no interval.
 """
 
 from __future__ import annotations
@@ -15,24 +15,30 @@ from numpy.typing import NDArray
 
 CONFIDENCE = 0.95
 Z = 1.959963985
-"""Of a normal distribution `CONFIDENCE` lies within so many deviations."""
+"""`CONFIDENCE` of a normal distribution lies within this many standard deviations."""
 T = (12.7062, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.30600, 2.26216, 2.22814)
-"""Of Student's distribution, by degrees of freedom from 1 on."""
+"""The same for Student's t distribution, for 1, 2, 3... degrees of freedom."""
 AT_EACH_END = 2
 Range = tuple[float, float]
 SHARE: Range = (0.0, 1.0)
 
 
 def range_of(scores: NDArray[np.float64]) -> Range | None:
-    """What scores [R] may be, as far as they tell: from 0 to 1, or from -1 to 1; None where one lies outside."""
+    """The range of possible scores, guessed from scores [R]: 0 to 1, or -1 to 1; None if one lies outside of both."""
     low, high = float(scores.min()), float(scores.max())
     return None if low < -1.0 or high > 1.0 else (0.0 if low >= 0.0 else -1.0, 1.0)
 
 
 def interval(parts: NDArray[np.float64], sizes: NDArray[np.float64], within: Range | None) -> Range | None:
-    """Of the sum of `parts` [R] over the sum of `sizes` [R], all above 0: a mean over tokens of rows that are drawn
-    whole, or with sizes of 1 one over rows. `within`: what a part may be for each of its size; None: anything. None
-    where rows say nothing."""
+    """Confidence interval of sum(parts) / sum(sizes), for parts [R] and sizes [R] above 0. Rows are the sampling unit:
+    this is a mean over tokens, or with sizes of 1 a mean over rows.
+
+    Args:
+        within: the range of `parts / sizes`; None if unbounded.
+
+    Returns:
+        None if the rows do not determine an interval.
+    """
     value = parts.sum() / sizes.sum()
     rows = len(parts)
     if within is None:
@@ -52,8 +58,8 @@ def interval(parts: NDArray[np.float64], sizes: NDArray[np.float64], within: Ran
 
 
 def student(freedom: int) -> float:
-    """The 97.5 % point of Student's distribution: of more than `len(T)` degrees of freedom by its expansion around the
-    normal one (Abramowitz and Stegun 26.7.5), to 1e-3."""
+    """The 97.5 % quantile of Student's t distribution. Above `len(T)` degrees of freedom by its expansion around the
+    normal quantile (Abramowitz and Stegun 26.7.5), accurate to 1e-3."""
     if freedom <= len(T):
         return T[freedom - 1]
     first = (Z**3 + Z) / 4

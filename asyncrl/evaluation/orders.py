@@ -1,4 +1,4 @@
-"""Evaluations beside the training: what a worker is asked to score, what it answers, and what the learner is told."""
+"""Data types of evaluations during training: what a worker is asked to score, its answer, and the learner's summary."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asyncrl.types import NO_VERSION
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalAssignment:
-    """An order to score rows `[start, stop)` of an evaluation set, on what the engine serves meanwhile."""
+    """An order to score rows `[start, stop)` of an evaluation set with the weights that the engine serves meanwhile."""
 
     job_id: int
     chunk: int
@@ -28,23 +28,23 @@ class EvalResult:
     chunk: int
     attempt: int
     version_min: int
-    """The oldest version that sampled a token of a scored row; NO_VERSION when none was scored."""
+    """The oldest version that sampled a token of a scored row; NO_VERSION if no row was scored."""
     version_max: int
-    """The newest one, likewise."""
+    """The newest such version."""
     scores: tuple[float, ...]
-    """Of each row that has one: the mean over its samples."""
+    """The mean over its samples, of each row that has a score."""
     failed: int = 0
-    """Rows without a score, whatever failed; they are in no mean."""
+    """Rows without a score, whatever failed. They are in no mean."""
     missing: int = 0
-    """Rows past the end of the file: they do not exist."""
+    """Rows past the end of the file."""
     figures: dict[str, tuple[float | None, ...]] = field(default_factory=dict)
-    """Other figures (`pass@8`) of the rows of `scores`; None where one has too few samples."""
+    """Other metrics (`pass@8`) of the rows of `scores`; None for a row with too few samples."""
     samples: tuple[Sample, ...] = ()
-    """Of some rows, at most one of each, to be read; see `evaluation.samples.for_the_wire`."""
+    """At most one sample per row, of some rows, for people to read; see `evaluation.samples.for_the_wire`."""
 
     @classmethod
     def all_failed(cls, given: EvalAssignment) -> EvalResult:
-        """Of an order that nobody finished."""
+        """The result of an order that no worker finished."""
         return cls(
             job_id=given.job_id,
             chunk=given.chunk,
@@ -58,28 +58,28 @@ class EvalResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSummary:
-    """A finished evaluation job, handed to the learner for the metrics."""
+    """The result of a finished evaluation job, for the learner's metrics."""
 
     job_id: int
     step: int
-    """Trained steps when it was asked for, with the weights of `policy_version`."""
+    """Trained steps at the time of the request. The weights were those of `policy_version`."""
     policy_version: int
     eval_set: str
     mean: float
-    """Of the scores of the rows that have one."""
+    """Mean score of the rows that have one."""
     low: float | None
-    """From here to `high` the mean lies with `evaluation.intervals.CONFIDENCE`; None where these rows do not say."""
+    """Lower end of the confidence interval (`evaluation.intervals.CONFIDENCE`); None if the rows determine none."""
     high: float | None
     count: int
-    """Rows that have a score."""
+    """Rows with a score."""
     failed: int
-    """Rows that have none."""
+    """Rows without a score."""
     version_min: int
-    """The oldest version that was measured: at least `policy_version`."""
+    """The oldest version that was measured; at least `policy_version`."""
     version_max: int
     superseded: int
-    """Jobs of this set that were cancelled since the last summary, each for a newer one."""
+    """Jobs of this set that were cancelled in favour of a newer one since the last summary."""
     figures: dict[str, float] = field(default_factory=dict)
-    """Other means over rows, by name; `<name>_low` and `<name>_high` are what `low` and `high` are to `mean`."""
+    """Other means over rows, by name, each with the ends of its interval as `<name>_low` and `<name>_high`."""
     samples: tuple[Sample, ...] = ()
-    """At most `MOST_SAMPLES`, by row."""
+    """At most `MOST_SAMPLES`, in the order of their rows."""

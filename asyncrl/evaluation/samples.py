@@ -1,5 +1,5 @@
-"""Single completions of an evaluation, to be read: lines of `samples.jsonl` of `asyncrl eval`, and of the
-`eval_samples.jsonl` of a training, which are few and have short texts since they travel with the results."""
+"""Single completions of an evaluation, for people to read: the lines of `samples.jsonl` (`asyncrl eval`) and of
+`eval_samples.jsonl` (during training; few, with shortened texts, because they are sent with the results)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from asyncrl.types import NO_VERSION
 
 MOST_SAMPLES = 64
-"""Of one evaluation beside the training: with the texts below its results stay within the wire's limit of a request."""
+"""Samples per evaluation during training. With the limits below, its results fit into one request on the wire."""
 MOST_CHARACTERS = 8192
-"""Of a prompt or a completion that travels."""
+"""Limit on the prompt and completion of a sample that is sent."""
 MOST_PARTS, MOST_WORD = 64, 256
-"""Of such a sample: parts of its reward, and characters of their names, of its source and of how it ended."""
+"""Limits on such a sample: reward components, and characters of their names, its source and its finish reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,29 +23,29 @@ class Sample:
     """One episode of a row, or why there is none."""
 
     row: int
-    """Of the dataset, from 0."""
+    """Row number in the dataset, from 0."""
     sample: int
-    """From 0."""
+    """Number of the sample of this row, from 0."""
     data_source: str = ""
-    """The row's column of that name."""
+    """The row's column of this name."""
     prompt: str = ""
     completion: str = ""
     reward: float | None = None
     rewards: Mapping[str, float] = field(default_factory=dict)
-    """Named parts of the reward."""
+    """Named reward components."""
     finish_reason: str = ""
     tokens: int = 0
-    """Sampled."""
+    """Number of sampled tokens."""
     version_min: int = NO_VERSION
-    """The oldest version that sampled one of them, beside a training."""
+    """The oldest version that sampled one of them, during training."""
     version_max: int = NO_VERSION
-    """The newest one, likewise."""
+    """The newest such version."""
     failed: str = ""
-    """Why it has no reward; it is in no figure, and never counts as 0."""
+    """Why it has no reward. Such a sample is in no metric; it never counts as 0."""
 
 
 def to_line(sample: Sample) -> dict[str, Any]:
-    """Without what the sample does not have."""
+    """The sample as a dict for a JSON line, without the fields that do not apply to it."""
     lacking = [name for name in ("failed", "data_source") if not getattr(sample, name)]
     lacking += ["version_min", "version_max"] if sample.version_max == NO_VERSION else []
     lacking += ["reward", "completion", "rewards", "finish_reason", "tokens"] if sample.failed else []
@@ -53,12 +53,12 @@ def to_line(sample: Sample) -> dict[str, Any]:
 
 
 def spread(rows: int, most: int) -> frozenset[int]:
-    """At most `most` of so many rows, evenly over them: files are often sorted by their source."""
+    """At most `most` of the indices below `rows`, spread evenly, because files are often sorted by source."""
     return frozenset(range(rows) if rows <= most else (rows * place // most for place in range(most)))
 
 
 def for_the_wire(sample: Sample) -> Sample:
-    """The same within the limits above; a text that was cut says of how much, and where."""
+    """The sample cut to the limits above. A shortened text says how many characters are missing, and where."""
     return replace(
         sample,
         prompt=without_middle(sample.prompt, MOST_CHARACTERS),
@@ -71,14 +71,14 @@ def for_the_wire(sample: Sample) -> Sample:
 
 
 def parts_for_the_wire(rewards: Mapping[str, float]) -> dict[str, float]:
-    """The first of those that have a number and a name within the limits."""
+    """The first `MOST_PARTS` components with a finite value and a name within the limit."""
     parts = [(name, value) for name, value in rewards.items() if len(name) <= MOST_WORD and math.isfinite(value)]
     return dict(parts[:MOST_PARTS])
 
 
 def without_middle(text: str, most: int) -> str:
-    """Its two ends, where it has more characters than `most`: an answer stands at the end. Half a character, of a text
-    that was cut in it, becomes `?`: it has no bytes."""
+    """The two ends of a text longer than `most` characters (answers are at the end). A lone surrogate, which cannot be
+    encoded, becomes `?`."""
     end = most // 2
     if len(text) > most:
         text = f"{text[:end]} ... ({len(text) - 2 * end} characters left out) ... {text[-end:]}"

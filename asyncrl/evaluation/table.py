@@ -1,7 +1,7 @@
-"""From the scores of all rows to a table: one line per `data_source` and one over all, each figure with an interval.
+"""Turns the scores of all rows into a table: a line per `data_source` and one over all rows, with intervals.
 
-The interval is one over rows with all their samples, since samples of one row are no independent measurements of the
-model: see `asyncrl.evaluation.intervals`.
+Rows are the sampling unit of the intervals, because samples of one row are not independent measurements of the model
+(see `asyncrl.evaluation.intervals`).
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from asyncrl.evaluation.estimators import best_at_k, majority_at_k, pass_at_k
 from asyncrl.evaluation.intervals import Range, interval, range_of
 
 ALL = "all"
-"""Name of the line over every row."""
+"""Name of the line over all rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowScores:
-    """The samples of one row that have a score."""
+    """The scored samples of one row."""
 
     row: int
     data_source: str = ""
-    """Empty: the row names none."""
+    """Empty if the row names none."""
     scores: tuple[float, ...]
     answers: tuple[str | None, ...] = ()
-    """Of the same samples; empty where no vote is to be counted."""
+    """Answers of the same samples; empty if no votes are counted."""
     failed: int = 0
-    """Samples of this row that have none, whatever failed."""
+    """Samples of this row without a score, whatever failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     value: float
     low: float | None
-    """None, as `high`: so few rows do not say."""
+    """Lower end of the interval. `low` and `high` are None if the rows are too few to determine it."""
     high: float | None
     rows: int
-    """Rows it is known from: those with enough samples."""
+    """Rows with enough samples, from which it was estimated."""
 
     def with_ends(self) -> tuple[tuple[str, float], ...]:
-        """The value and the ends of its interval, where it has one, each with what a metric's name ends with."""
+        """`(suffix of the metric's name, value)` for the value and, if known, the ends of its interval."""
         known = (("", self.value), ("_low", self.low), ("_high", self.high))
         return tuple((end, value) for end, value in known if value is not None)
 
@@ -55,20 +55,20 @@ class TableLine:
     """The `data_source`, or `ALL`."""
     rows: int
     samples: int
-    """That have a score."""
+    """Samples with a score."""
     failed: int
     estimates: Mapping[str, Estimate] = field(default_factory=dict)
-    """By metric: `avg@8`, `pass@1`, `maj@8`...; one that no row has enough samples for is left out."""
+    """By metric: `avg@8`, `pass@1`, `maj@8`... Metrics for which no row has enough samples are left out."""
 
 
 def ks_of(samples: int) -> tuple[int, ...]:
-    """1, 2, 4 ... and `samples` itself: at which k to report."""
+    """The values of k to report: 1, 2, 4... and `samples` itself."""
     powers = [1 << place for place in range(samples.bit_length())]
     return tuple(sorted({k for k in powers if k <= samples} | {samples}))
 
 
 def figures_for(samples: int, *, votes: bool) -> list[str]:
-    """Names of what is known of rows with so many samples each, beside the mean score; none with one sample."""
+    """Names of the metrics, besides the mean score, for rows with this many samples; none for one sample."""
     names = ("pass", "best", *(("maj",) if votes else ()))
     return [f"avg@{samples}", *(f"{name}@{k}" for k in ks_of(samples) for name in names)] if samples > 1 else []
 
@@ -76,12 +76,12 @@ def figures_for(samples: int, *, votes: bool) -> list[str]:
 def tabulate(
     rows: Iterable[RowScores], *, samples: int, pass_score: float = 1.0, seed: int = 0
 ) -> tuple[TableLine, ...]:
-    """A line per `data_source`, by name, and that over all rows last.
+    """A line per `data_source`, sorted by name, then the line over all rows.
 
     Args:
-        samples: drawn per row; rows with fewer scores are in no estimate that needs more than they have.
-        pass_score: a sample passes with at least this score.
-        seed: of the votes.
+        samples: samples drawn per row. Rows with fewer scores are left out of estimates that need more.
+        pass_score: a sample passes if its score is at least this.
+        seed: for drawing majority votes.
     """
     known = sorted(rows, key=lambda row: row.row)
     values = _per_row(known, samples, pass_score, seed)
@@ -94,7 +94,7 @@ def tabulate(
 
 
 def figures_of(row: RowScores, *, samples: int, pass_score: float = 1.0, seed: int = 0) -> dict[str, float]:
-    """Of one row: the figures that it has enough samples for; `maj@k` where its answers are given."""
+    """Metrics of one row for which it has enough samples; `maj@k` only if its answers are given."""
     found = {f"avg@{samples}": math.fsum(row.scores) / len(row.scores)} if row.scores else {}
     passed = sum(score >= pass_score for score in row.scores)
     for k in ks_of(samples):
@@ -106,7 +106,7 @@ def figures_of(row: RowScores, *, samples: int, pass_score: float = 1.0, seed: i
 
 
 def _per_row(rows: Sequence[RowScores], samples: int, pass_score: float, seed: int) -> dict[str, NDArray[np.float64]]:
-    """Metric -> [rows], NaN where a row has too few samples."""
+    """Metric -> [rows], NaN for rows with too few samples."""
     votes = any(answer is not None for row in rows for answer in row.answers)
     figures = [figures_of(row, samples=samples, pass_score=pass_score, seed=seed) for row in rows]
     names = dict.fromkeys(name for row in figures for name in row if votes or not name.startswith("maj@"))
@@ -131,7 +131,7 @@ def means(values: Mapping[str, NDArray[np.float64]]) -> dict[str, Estimate]:
     """Mean of each metric over the rows that have it.
 
     Args:
-        values: metric -> [R], NaN where a row has no value. A metric that no row has is left out.
+        values: metric -> [R], NaN for rows without a value. A metric that no row has is left out.
     """
     known = {name: column[~np.isnan(column)] for name, column in values.items()}
     return {
@@ -142,8 +142,8 @@ def means(values: Mapping[str, NDArray[np.float64]]) -> dict[str, Estimate]:
 def ratios(
     parts: Mapping[str, NDArray[np.float64]], sizes: NDArray[np.float64], within: Mapping[str, Range]
 ) -> dict[str, Estimate]:
-    """Sum of each of `parts` [R] over the sum of `sizes` [R], all above 0: a mean over tokens, of rows that are drawn
-    whole. `within`: what those may be that have a range, per token."""
+    """sum(parts) / sum(sizes) for each of `parts` [R], with sizes [R] above 0: means over tokens, with rows as the
+    sampling unit. `within`: the range per token, for those that have one."""
     return {name: _estimate(column, sizes, within.get(name)) for name, column in parts.items()}
 
 

@@ -1,2 +1,2 @@
-"""`asyncrl eval`: a model on a dataset, without replay server or learner. What scores mean is told by
-`asyncrl.evaluation`; how an episode is made, by `asyncrl.rollout`."""
+"""`asyncrl eval`: evaluate a model on a dataset, without replay server or learner. `asyncrl.evaluation` computes the
+statistics; `asyncrl.rollout` runs the episodes."""

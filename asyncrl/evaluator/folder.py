@@ -1,9 +1,9 @@
-"""The folder of an evaluation: whose it is, which rows are done, and its results.
+"""The folder of an evaluation: which evaluation it is, which rows are done, and its results.
 
     runs/eval-.../  made_of.json  samples.jsonl  results.json
 
-`made_of.json` says what the evaluation is made of (`identity.py`), `samples.jsonl` grows row by row: a start that finds
-both goes on with the rows that are missing.
+`made_of.json` holds what identifies the evaluation (`identity.py`). `samples.jsonl` grows row by row. If both exist, a
+start continues with the missing rows.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class EvalFolder:
         self._lines = open_kept(path / SAMPLES_FILE, lambda _: True, patience)
         found = by_row(rows_in(path / SAMPLES_FILE))
         self.done = {row: samples for row, samples in found.items() if row < rows}
-        """Row -> its samples, failed ones included."""
+        """Row -> its samples, including failed ones."""
 
     def missing(self) -> list[int]:
-        """Rows still to be made: those without samples, and those of which some have failed."""
+        """Rows still to be evaluated: those without samples, or with failed ones."""
         return [row for row in range(self._rows) if not is_done(self.done.get(row, ()), self._samples)]
 
     def add(self, row: int, samples: Sequence[Sample]) -> None:
-        """Keep the samples of a row, all or none. Waits for space on a full disk; raises DiskFullError."""
+        """Append the samples of a row, all or none. Waits for space on a full disk; raises DiskFullError."""
         self._lines.append((to_line(sample) for sample in samples), ensure_ascii=False, allow_nan=False)
         self.done[row] = list(samples)
 
@@ -59,13 +59,13 @@ class EvalFolder:
 def opened(
     path: Path, made_of: Mapping[str, Any], *, samples: int, patience: Patience, overwrite: bool
 ) -> Iterator[EvalFolder]:
-    """The folder, made or found again, for as long as nobody else evaluates in it.
+    """Create or reopen the folder, and hold it so that no other process evaluates in it meanwhile.
 
     Args:
-        made_of: see `identity`; `eval.rows` is how many rows there are.
+        made_of: see `identity`; `eval.rows` is the number of rows.
 
     Raises:
-        RunFolderError: it is somebody else's: another evaluation's, that of a run, or in use right now.
+        RunFolderError: it belongs to another evaluation or to a run, or is in use.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ def opened(
 
 
 def _take(path: Path, made_of: Mapping[str, Any], overwrite: bool, patience: Patience) -> None:
-    """Raises RunFolderError where `path` holds something else than the evaluation that is `made_of` this."""
+    """Raises RunFolderError if `path` holds anything but the evaluation identified by `made_of`."""
     file = path / EVAL_FILE
     if not file.is_file() and any(entry.name != f"{EVAL_FILE}.tmp" for entry in path.iterdir()):
         raise RunFolderError(

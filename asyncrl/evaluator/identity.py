@@ -1,7 +1,7 @@
-"""What an evaluation is made of: the settings, and the contents of the files they name, that its samples depend on.
+"""What identifies an evaluation: the settings that its samples depend on, and the contents of the files they name.
 
-Samples of two of them must never be counted as one; what merely counts them (`eval.answer`, `eval.pass_score`) may
-change between two starts.
+Samples of different evaluations must never be mixed. Settings that only affect how samples are counted (`eval.answer`,
+`eval.pass_score`) may change between two starts.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from asyncrl.config import by_key, config_to_dict
 from asyncrl.schema import Config
 
 ROOMS = ("model.", "data.", "environment.", "reward.")
-"""Whose settings count, but for those below."""
+"""Prefixes of the settings that count, except for those below."""
 ALONE = ("seed", "engine.name", "engine.dtype", "rollout.max_new_tokens", "eval.samples", "eval.temperature")
 LATER = {"eval.top_p": 1.0, "eval.top_k": 0, "eval.min_p": 0.0, "model.fp32_head": False}
-"""Where they differ from this: an evaluation that began before there were such settings goes on."""
+"""Settings that count only if they differ from these values, so that evaluations begun before they existed continue."""
 NOT_OF_A_SAMPLE = (
     *("model.dtype", "model.activation_checkpointing", "model.checkpoint_every", "model.checkpoint_keep"),
     *("model.lora_rank", "model.lora_alpha", "model.lora_targets", "model.fp32_head"),
@@ -29,22 +29,22 @@ NOT_OF_A_SAMPLE = (
     *("data.shuffle", "reward.workers", "reward.host", "reward.gpus", "reward.max_failure_share"),
 )
 FOLDERS = ("model.path", "data.path", "reward.model")
-"""Settings that may name a folder. In any other a word that is a folder here by chance means something else."""
+"""Settings that may name a folder. In any other, a value that happens to be a folder's name means something else."""
 WHOLE_BYTES = 64 << 20
-"""Larger files are known by both their ends and their length: every tensor of a trained model is another one."""
+"""Larger files are identified by length and both ends. That suffices: training changes every tensor of a model."""
 END_BYTES = 1 << 20
 LONGEST_PATH = 1024
-"""A longer text is none, and the file system would say so by an error."""
+"""A longer text is not a path: the file system would raise an error."""
 
 
 def identity(config: Config, rows: int) -> dict[str, Any]:
-    """By setting, as it is typed; what files hold, by the setting that names them.
+    """The values of all settings that count, by dotted key, and digests of the files that they name.
 
     Args:
-        rows: how many of the dataset are evaluated.
+        rows: number of dataset rows that are evaluated.
 
     Raises:
-        DataError: there are no such rows.
+        DataError: the data cannot be found.
     """
     settings = json.loads(json.dumps(by_key(config_to_dict(config)), default=str))
     kept = {

@@ -1,11 +1,11 @@
-"""The loop of an evaluation: rows of the dataset through the engine and the reward, each kept as it is finished.
+"""The loop of an evaluation: sends rows through the engine and the reward, and saves each row when it is finished.
 
-    rows that are missing ──▶ a task each: prompt ▶ engine ▶ reward ──▶ samples.jsonl
+    missing rows ──▶ a task each: prompt ▶ engine ▶ reward ──▶ samples.jsonl
 
 consumes:     rows
 waits for:    any of the episodes it has begun
-unblocked by: their ends; `wait_timeout_s` without a token or an environment step: what is open then has failed, and if
-              the rows after it are as silent the engine is taken for broken
+unblocked by: their ends; `wait_timeout_s` without a token or environment step. Open rows then count as failed, and if
+              the rows after them are silent, too, the engine is considered broken
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ log = logging.getLogger(__name__)
 TURN_S = 0.5
 SAY_S = 10.0
 CANCEL_S = 30.0
-"""Longest wait for episodes that were cancelled."""
+"""Longest wait for cancelled episodes."""
 FIRST = 400
-"""Characters of an error."""
+"""Characters of an error message that are shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class EvalPlan:
     sampling: SamplingParams
     seed: int
     together: int
-    """Rows at once."""
+    """Rows evaluated at the same time."""
     wait_timeout_s: float
     max_failure_share: float
     """As `reward.max_failure_share`."""
@@ -62,9 +62,9 @@ class EvalPlan:
 class Evaluator:
     """
     Args:
-        progress: a number that grows with every token and environment step.
-        keep: called with each finished row and its samples, of which some may have failed.
-        say: called with a line about how far it is, now and then.
+        progress: returns a number that grows with every token and environment step.
+        keep: called with each finished row and its samples, some of which may have failed.
+        say: called with a progress line now and then.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class Evaluator:
         self._mark = (-1.0, time.monotonic())
 
     async def run(self, rows: Iterable[int]) -> None:
-        """All of `rows`, in whatever order they end.
+        """Evaluate all `rows`. They may finish in any order.
 
         Raises:
-            NoProgress: the engine gives no token any more. EngineDiedError: its processes are gone.
+            NoProgress: the engine no longer produces tokens. EngineDiedError: its processes are gone.
             HopelessRewardError: rewards fail too often.
             DiskFullError: from `keep`.
         """
@@ -127,14 +127,14 @@ class Evaluator:
     def _prompt(self, row: int) -> Prompt | None:
         try:
             return self._rows[row]
-        except DataError:  # its samples say so
+        except DataError:  # its samples carry the error
             return None
 
     def _look_after(self, something: bool) -> None:
-        """Raise, or give rows up, when nothing moves."""
+        """Give up open rows, or raise, if there is no progress."""
         mark, now = self._progress() + self._kept, time.monotonic()
         if mark != self._mark[0] or something:
-            # A row that was given up is no sign of life.
+            # A row that was given up is not progress.
             self._silences = 0 if mark != self._mark[0] else self._silences
             self._mark = mark, now
             return
@@ -161,7 +161,7 @@ class Evaluator:
         for task in self._open:
             task.cancel()
         _, left = await asyncio.wait(self._open, timeout=CANCEL_S) if self._open else ((), ())
-        if left:  # waited for, they would keep the error that ended this from being told
+        if left:  # waiting for them would delay the error that ended this loop
             log.warning("%d rows were cancelled and go on after %g s: an environment catches that", len(left), CANCEL_S)
 
 

@@ -1,4 +1,4 @@
-"""From the samples of an evaluation to `results.json` and the table that is printed."""
+"""Turns the samples of an evaluation into `results.json` and the printed table."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from asyncrl.evaluator.samples import scores_of
 from asyncrl.schema import Config
 
 REASONS = 5
-"""Kinds of failures that are told."""
+"""Number of failure reasons that are shown."""
 SHOWN = 300
-"""Characters of each."""
+"""Characters shown of each."""
 
 
 def table_of(config: Config, done: Mapping[int, Sequence[Sample]]) -> tuple[TableLine, ...]:
@@ -28,7 +28,7 @@ def table_of(config: Config, done: Mapping[int, Sequence[Sample]]) -> tuple[Tabl
 def results(
     config: Config, made_of: Mapping[str, Any], table: Sequence[TableLine], done: Mapping[int, Sequence[Sample]]
 ) -> dict[str, Any]:
-    """What `results.json` holds."""
+    """The content of `results.json`."""
     return {
         "model": config.model.path,
         "samples": config.eval.samples,
@@ -51,13 +51,13 @@ def _plain(line: TableLine) -> dict[str, Any]:
 
 
 def reasons(done: Mapping[int, Sequence[Sample]]) -> list[tuple[str, int]]:
-    """Why samples failed, the commonest first, with how many."""
+    """`(why samples failed, how many)`, the most common first."""
     counted = Counter(sample.failed[:SHOWN] for samples in done.values() for sample in samples if sample.failed)
     return counted.most_common(REASONS)
 
 
 def text_of(table: Sequence[TableLine], samples: int) -> list[str]:
-    """The table as lines: of every data source, then over all."""
+    """The table as lines of text: each data source, then all rows."""
     metrics = shown_metrics(table, samples)
     head = ["data_source", "rows", "failed", *metrics]
     body = [
@@ -70,8 +70,8 @@ def text_of(table: Sequence[TableLine], samples: int) -> list[str]:
 
 
 def shown_metrics(table: Sequence[TableLine], samples: int) -> list[str]:
-    """Those that say something of their own: of right and wrong scores pass@1 is the average and best@k is pass@k.
-    `results.json` has all."""
+    """The metrics worth a column. Duplicates are left out: for right-or-wrong scores, pass@1 is the average and best@k
+    is pass@k. `results.json` has all of them."""
     (whole,) = [line for line in table if line.name == ALL]
     known, average = whole.estimates, f"avg@{samples}"
     twins = {"pass@1": average, f"best@{samples}": f"pass@{samples}" if samples > 1 else average}

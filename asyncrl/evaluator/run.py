@@ -1,4 +1,4 @@
-"""From a config to a running evaluation: tokenizer, environment, rewards, engine, loop; and back down again."""
+"""Runs an evaluation from a config: sets up tokenizer, environment, rewards, engine and loop, and closes them again."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from asyncrl.schema import Config
 from asyncrl.types import Completion
 
 VERSION = 0
-"""Of the weights in the model's folder, which no learner has published."""
+"""Version of the weights in the model's folder, which no learner has published."""
 
 
 class FixedWeights:
-    """An engine that serves the weights it was made with, as the episodes of an evaluation see it."""
+    """An engine that keeps serving its initial weights, wrapped for the episodes of an evaluation."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -41,8 +41,8 @@ class FixedWeights:
         return self._engine.max_length
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
-        """As `Engine.generate`. Tokens are of VERSION: an engine before its first load gives them none, and a check of
-        episodes asks for one."""
+        """As `Engine.generate`, with `VERSION` as the version of all tokens: an engine without a loaded version gives
+        them none, but episodes are checked for one."""
         completions = await self._engine.generate(request)
         return [replace(one, policy_versions=np.full(len(one.token_ids), VERSION, np.int32)) for one in completions]
 
@@ -51,10 +51,10 @@ def run_rows(config: Config, todo: Sequence[int], folder: EvalFolder, say: Calla
     """Evaluate rows `todo` into `folder`, in an event loop of its own.
 
     Raises:
-        KeyboardInterrupt, CancelledError: Ctrl-C; SIGTERM. What is in the folder by then stays.
-        AsyncRLError: see `Evaluator.run`, and what the parts raise when they start.
+        KeyboardInterrupt, CancelledError: Ctrl-C; SIGTERM. Finished rows stay in the folder.
+        AsyncRLError: see `Evaluator.run`; and errors of the parts when they start.
     """
-    # vLLM's dependencies bring uvloop; a worker has the same loop under every host.
+    # vLLM's dependencies install uvloop. The default loop keeps this the same as in a rollout worker.
     transformers_logging.disable_progress_bar()
     asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())
     ending = EndWatch()

@@ -1,4 +1,4 @@
-"""`samples.jsonl` of an evaluation: one line per sample, all of a row in one write."""
+"""Reads and writes `samples.jsonl` of an evaluation: one line per sample; all samples of a row in one write."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TEXTS = ("data_source", "prompt", "completion", "finish_reason", "failed")
 
 
 def by_row(lines: Iterable[Mapping[str, Any]]) -> dict[int, list[Sample]]:
-    """Row -> its samples, by number. Of a row that was tried again the newest count; lines that are none do not."""
+    """Row -> its samples, by number. If a row was tried again, the newest samples count. Invalid lines are skipped."""
     found: dict[int, dict[int, Sample]] = {}
     for sample in (Sample(**line) for line in lines if is_sample(line)):
         found.setdefault(sample.row, {})[sample.sample] = sample
@@ -23,23 +23,23 @@ def by_row(lines: Iterable[Mapping[str, Any]]) -> dict[int, list[Sample]]:
 
 
 def is_sample(line: Mapping[str, Any]) -> bool:
-    """As `to_line` makes one, and not damaged since."""
+    """Whether a line is what `to_line` writes, undamaged."""
     numbers = isinstance(line.get("row"), int) and isinstance(line.get("sample"), int)
     scored = line.get("reward") is None or isinstance(line["reward"], int | float)
     return numbers and scored and line.keys() <= NAMES and all(isinstance(line.get(name, ""), str) for name in TEXTS)
 
 
 def is_done(samples: Iterable[Sample], wanted: int) -> bool:
-    """Whether a row needs no other try: all its samples are there, and none has failed."""
+    """Whether a row is complete: it has all its samples, and none failed."""
     scored = [sample for sample in samples if not sample.failed]
     return len(scored) == wanted
 
 
 def scores_of(row: int, samples: Iterable[Sample], extract: str) -> RowScores:
-    """For the table.
+    """The scores of a row, for the table.
 
     Args:
-        extract: how an answer is found, see `asyncrl.evaluation.answers`; `none` counts no votes.
+        extract: how to find an answer, see `asyncrl.evaluation.answers`; `none` counts no votes.
     """
     samples = list(samples)
     scored = [(sample, sample.reward) for sample in samples if sample.reward is not None]
