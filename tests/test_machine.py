@@ -53,9 +53,9 @@ def test_a_whole_model_folder_is_accepted(tmp_path: Path) -> None:
         ("model.safetensors", b"\x02", "half-written model.safetensors"),
         ("model.safetensors", b"\x02" + bytes(7) + b"{}" + bytes(5), "half-written model.safetensors"),
         ("model.safetensors", b"\x02" + bytes(7) + b"[]", "half-written model.safetensors"),
-        ("config.json", b"{", "has a config.json that is no JSON"),
-        ("config.json", b"[1]", "has a config.json that is no object"),
-        ("generation_config.json", b"{", "has a generation_config.json that is no JSON"),
+        ("config.json", b"{", "has a config.json that is not valid JSON"),
+        ("config.json", b"[1]", "has a config.json that is not a JSON object"),
+        ("generation_config.json", b"{", "has a generation_config.json that is not valid JSON"),
         ("tokenizer.json", None, "has no tokenizer"),
         ("config.json", b'{"quantization_config": {"quant_method": "gptq"}}', r"its weights are quantized \(gptq\)"),
     ],
@@ -83,7 +83,7 @@ def test_a_tokenizer_of_sentencepiece_is_refused_where_that_is_not_installed(
     )
     check_machine(config, "learner")
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match=r"has tokenizer\.model, a tokenizer of sentencepiece, .*pip install"):
+    with pytest.raises(ConfigError, match=r"has a sentencepiece tokenizer \(tokenizer\.model\) .*pip install"):
         check_machine(config, "learner")
     (folder / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")  # tiktoken's
     check_machine(config, "learner")
@@ -118,10 +118,15 @@ def test_a_missing_model_of_another_role_is_refused(key: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("key", "wide", "optimizer", "said"),
     [
-        ("critic.path", {"intermediate_size": 32}, "adamw_8bit", "cuts rows of 32 into 16, no multiple of 32"),
+        (
+            "critic.path",
+            {"intermediate_size": 32},
+            "adamw_8bit",
+            "cuts rows of 32 into parts of 16, which is not a multiple of 32",
+        ),
         ("critic.path", {"intermediate_size": 32}, "adamw", ""),
-        ("critic.path", {"intermediate_size": 97}, "adamw", "97 numbers between the halves"),
-        ("reference.path", {"intermediate_size": 97}, "adamw", "97 numbers between the halves"),
+        ("critic.path", {"intermediate_size": 97}, "adamw", "97 numbers within its feed-forward layer"),
+        ("reference.path", {"intermediate_size": 97}, "adamw", "97 numbers within its feed-forward layer"),
         ("reference.path", {"intermediate_size": 32}, "adamw_8bit", ""),  # nothing trains it
     ],
 )
@@ -176,7 +181,7 @@ def test_a_checkpoint_that_is_not_there_is_refused_before_a_start(tmp_path: Path
 
 
 def test_keys_that_are_not_on_this_machine_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"replay\.keys=.* is no directory here"):
+    with pytest.raises(ConfigError, match=r"replay\.keys=.* is not a directory on this machine"):
         check_machine(load_config([*REQUIRED, f"replay.keys={tmp_path}/none"]), "replay")
 
 

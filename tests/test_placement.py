@@ -191,13 +191,16 @@ def test_the_exported_names_are_read_as_cuda_does(exported: str, seen: tuple[str
 @pytest.mark.parametrize(
     ("exported", "says"),
     [
-        ("0,0", "names a GPU twice, and CUDA then sees none. Set CUDA_VISIBLE_DEVICES=0"),
+        ("0,0", "names a GPU twice, and then CUDA sees none. Set CUDA_VISIBLE_DEVICES=0"),
         ("0,-1,1", "its list ends at '-1', so CUDA sees 0 and not 1"),
         ("0,,1", "its list ends at '', so CUDA sees 0 and not 1"),
         ("0,5,1", "this machine has no GPU 5, so CUDA sees 0 and not 5,1"),
         ("gpu0", "'gpu0' is the name of no GPU, so CUDA sees no GPU and not gpu0"),
         ("0,GPU-a", "'GPU-a' is of another kind than '0', so CUDA sees 0 and not GPU-a"),
-        ("MIG-a,MIG-b", "learner.ranks=2 on CUDA_VISIBLE_DEVICES=MIG-a,MIG-b: a process sees the first MIG instance"),
+        (
+            "MIG-a,MIG-b",
+            "learner.ranks=2 on CUDA_VISIBLE_DEVICES=MIG-a,MIG-b: a process can only see the first MIG instance",
+        ),
     ],
 )
 def test_gpus_that_are_named_and_that_cuda_does_not_see_are_told(

@@ -15,7 +15,10 @@ SERVER = ["engine=server", f"engine.urls=[{URL}]", "rollout.workers=1"]
 
 REFUSED: Refused = [
     (["model.dtype=bf16"], ["model.dtype must be one of auto, float32, bfloat16", "'bf16'", "`bfloat16`"]),
-    (["environment=search", "data.overlong=truncate_left"], ["data.overlong=truncate_left cuts the tokens", "drop"]),
+    (
+        ["environment=search", "data.overlong=truncate_left"],
+        ["data.overlong=truncate_left shortens the tokens", "drop"],
+    ),
     (["environment.name=singel_turn"], ["environment.name must be one of", "Did you mean `single_turn`?"]),
     (["environment.name=own.py"], ["yours as file.py:Name or package.module:Name; got 'own.py'"]),
     (
@@ -24,24 +27,36 @@ REFUSED: Refused = [
     ),
     (["engine=server"], ["needs the addresses", "engine.urls=[http://127.0.0.1:8000]"]),
     (["engine.urls=[http://127.0.0.1:8000]"], ["engine.urls does nothing with engine=transformers", "engine=server"]),
-    ([*SERVER, "engine.urls=[http://8.8.8.8:8000]"], ["http://8.8.8.8:8000 is neither", "no key guards", "127.0.0.1"]),
-    ([*SERVER, "engine.urls=[127.0.0.1:8000]"], ["'127.0.0.1:8000' is no http://HOST:PORT"]),
-    ([*SERVER, "engine.urls=[http://127.0.0.1]"], ["'http://127.0.0.1' is no http://HOST:PORT"]),
-    ([*SERVER, "engine.urls=[http://127.0.0.1:8000/v1]"], ["is no http://HOST:PORT", "nothing behind the port"]),
-    ([*SERVER, "engine.urls=[http://a..b:8000]"], ["'a..b' has no address here"]),
+    (
+        [*SERVER, "engine.urls=[http://8.8.8.8:8000]"],
+        ["http://8.8.8.8:8000 is neither", "no key protects", "127.0.0.1"],
+    ),
+    ([*SERVER, "engine.urls=[127.0.0.1:8000]"], ["'127.0.0.1:8000' is not of the form http://HOST:PORT"]),
+    ([*SERVER, "engine.urls=[http://127.0.0.1]"], ["'http://127.0.0.1' is not of the form http://HOST:PORT"]),
+    (
+        [*SERVER, "engine.urls=[http://127.0.0.1:8000/v1]"],
+        ["is not of the form http://HOST:PORT", "nothing after the port"],
+    ),
+    ([*SERVER, "engine.urls=[http://a..b:8000]"], ["'a..b' cannot be resolved here"]),
     ([*SERVER, f"engine.urls=[{URL},{URL}]"], ["names a server twice", "each once"]),
     ([*SERVER, "engine.urls=[http://127.0.0.2:8000,http://127.0.0.2:8000/]"], ["names a server twice"]),
-    ([*SERVER, "engine.urls=['http://:secret@127.0.0.1:8000']"], ["a name or password in it", "engine.key_env"]),
-    ([*SERVER, "engine.urls=['http://[::1']"], ["'http://[::1' is no http://HOST:PORT"]),
-    ([*SERVER, "rollout.workers=2"], ["rollout.workers=2 with 1 of engine.urls", "Set rollout.workers=1"]),
+    ([*SERVER, "engine.urls=['http://:secret@127.0.0.1:8000']"], ["contains a name or password", "engine.key_env"]),
+    ([*SERVER, "engine.urls=['http://[::1']"], ["'http://[::1' is not of the form http://HOST:PORT"]),
+    (
+        [*SERVER, "rollout.workers=2"],
+        ["rollout.workers=2 is more than the number of servers, 1 in engine.urls", "Set rollout.workers=1"],
+    ),
     ([*SERVER, "engine.key_env=NO_SUCH_KEY_HERE"], ["engine.key_env=NO_SUCH_KEY_HERE", "not set. Export it"]),
-    ([*SERVER, "weights=files"], ["weights.transport=files with engine=server", "weights=broadcast"]),
-    ([*SERVER, "weights.senders=all"], ["weights.senders=all with engine=server", "weights.senders=rank0"]),
-    ([*SERVER, "model=lora"], ["model.lora_rank=16 with engine=server", "engine=vllm"]),
-    ([*SERVER, "engine.record_topk=4"], ["engine.record_topk needs engine=transformers or engine=vllm"]),
+    ([*SERVER, "weights=files"], ["weights.transport=files is not supported with engine=server", "weights=broadcast"]),
+    (
+        [*SERVER, "weights.senders=all"],
+        ["weights.senders=all was never tried with engine=server", "weights.senders=rank0"],
+    ),
+    ([*SERVER, "model=lora"], ["model.lora_rank=16 is not supported with engine=server", "engine=vllm"]),
+    ([*SERVER, "engine.record_topk=4"], ["engine.record_topk=4 needs engine=transformers or engine=vllm"]),
     (
         [*SERVER, "learner.router_replay=true"],
-        ["router_replay=true needs engine=transformers", "engine=server records"],
+        ["router_replay=true needs engine=transformers", "engine=server does not"],
     ),
     (["engine=vllm", "learner.router_replay=true"], ["router_replay=true needs engine=transformers", "Set"]),
     ([*SERVER, "rollout.top_k=4"], ["a vLLM server does not say what a token was drawn from"]),
@@ -50,11 +65,14 @@ REFUSED: Refused = [
         [*SERVER, "engine=sglang", "rollout.temperature=0.7"],
         ["SGLANG_RETURN_ORIGINAL_LOGPROB", "rollout.temperature=1"],
     ),
-    ([*SERVER, "engine=sglang", "model=lora"], ["model.lora_rank=16 with engine=sglang", "engine=vllm"]),
+    (
+        [*SERVER, "engine=sglang", "model=lora"],
+        ["model.lora_rank=16 is not supported with engine=sglang", "engine=vllm"],
+    ),
     ([*SERVER, "engine=sglang", "rollout.top_k=4"], ["before anything was left out"]),
     (["weights.on_update=recomputed"], ["weights.on_update must be one of keep, recompute", "`recompute`"]),
     (["weights.on_update=recompute", "engine=fake"], ["does nothing with engine=fake", "on_update=keep"]),
-    (["engine.exact=true"], ["with weights.on_update=keep", "over keys of the old weights", "on_update=recompute"]),
+    (["engine.exact=true"], ["with weights.on_update=keep", "on keys of the old weights", "on_update=recompute"]),
     (["engine.exact=true", "engine=vllm"], ["with engine=vllm", "need a GPU", "Use engine=transformers"]),
     (["engine.exact=true", "engine=fake"], ["with engine=fake: it has no model", "engine.exact=false"]),
     (["engine.exact=true", "model=hf_bf16"], ["needs model.dtype=float32; got bfloat16", "Set model.dtype=float32"]),
@@ -63,19 +81,22 @@ REFUSED: Refused = [
     (["engine.exact=true", "model=lora"], ["with model.lora_rank=16", "rounded differently", "Set model.lora_rank=0"]),
     (
         ["engine.exact=true", "learner.device=cuda"],
-        ["with learner.device=cuda", "CPUs alone", "Set learner.device=cpu"],
+        ["with learner.device=cuda", "only tested on CPUs", "Set learner.device=cpu"],
     ),
     (["weights.delta=allways"], ["weights.delta must be one of never, always, auto", "`always`"]),
     (["weights.url=s3://b/run"], ["weights.url does nothing with weights.transport=broadcast", "Use weights=pull"]),
-    (["weights=pull", "weights.url=https://a/b"], ["the learner cannot write there", "weights.fetch_url=https://a/b"]),
-    (["weights=pull", "weights.url=ftp://me:word@h/x"], ["weights.url has a password in it", "environment"]),
+    (
+        ["weights=pull", "weights.url=https://a/b"],
+        ["the learner cannot write to a web server", "weights.fetch_url=https://a/b"],
+    ),
+    (["weights=pull", "weights.url=ftp://me:word@h/x"], ["weights.url contains a password", "environment"]),
     (["weights=pull", "weights.host=0.0.0.0"], ["would serve the weights on every network", "Name one"]),
     (["weights.senders=rank1"], ["weights.senders must be one of rank0, all", "`rank0`"]),
     (["weights.senders=all", "weights=files"], ["weights.senders=all does nothing", "Use weights=broadcast"]),
-    (["weights.senders=all", "weights.delta=auto"], ["sends whole shares", "weights.senders=rank0"]),
-    (["weights.copies=none", "weights=files"], ["files are written of a copy", "weights.copies=two"]),
+    (["weights.senders=all", "weights.delta=auto"], ["sends no deltas", "weights.senders=rank0"]),
+    (["weights.copies=none", "weights=files"], ["files are written from a copy", "weights.copies=two"]),
     (["weights.copies=none", "weights.delta=auto"], ["no copy", "weights.copies=two"]),
-    (["weights.copies=none", "learner.ranks=2"], ["rank 0 would gather", "weights.senders=all"]),
+    (["weights.copies=none", "learner.ranks=2"], ["rank 0 would have to gather", "weights.senders=all"]),
     (["weights.copies=one"], ["weights.copies must be one of two, none"]),
     (["weights.verify_every=-1"], ["weights.verify_every must be at least 0", "-1"]),
     (["engine.tensor_parallel=2"], ["engine.tensor_parallel=2 does nothing with engine=transformers", "engine=vllm"]),
@@ -108,7 +129,7 @@ REFUSED: Refused = [
     (["rollout.drop_truncated=some"], ["rollout.drop_truncated must be one of never, any, all", "'some'"]),
     (
         ["rollout.drop_zero_variance=true", "rollout.group_size=1"],
-        ["rollout.drop_zero_variance=true drops every group of one", "rollout.group_size to 2"],
+        ["rollout.drop_zero_variance=true drops every group of size one", "rollout.group_size to 2"],
     ),
     *(
         (
@@ -125,19 +146,19 @@ REFUSED: Refused = [
     ),
     (["rollout.filters=[mine.py]"], ["rollout.filters names functions as file.py:name", "'mine.py'", "Example:"]),
     (["rollout.min_group_size=-1"], ["rollout.min_group_size must be at least 0", "-1"]),
-    (["rollout.min_group_size=9"], ["at most rollout.group_size=8", "got 9", "0 asks for all"]),
+    (["rollout.min_group_size=9"], ["at most rollout.group_size=8", "got 9", "0 requires all"]),
     (["rollout.min_group_size=1"], ["rollout.min_group_size=1 would train groups of one", "min_group_size=2 or more"]),
     (
         ["rollout.autotune=true", "replay.stale_policy=wait"],
-        ["rollout.autotune=true", "replay.stale_policy=wait says otherwise", "Leave it out"],
+        ["rollout.autotune=true", "does not work with replay.stale_policy=wait", "Leave it out"],
     ),
     (
         ["rollout.autotune=true", "replay.max_staleness=0", "replay.pipeline_depth=0"],
-        ["replay.max_staleness=0 says otherwise", "replay.max_staleness=1 or more"],
+        ["does not work with replay.max_staleness=0", "replay.max_staleness=1 or more"],
     ),
     (
         ["rollout.autotune=true", "replay.max_times_sampled=2"],
-        ["replay.max_times_sampled=2 says otherwise", "replay.max_times_sampled=1"],
+        ["does not work with replay.max_times_sampled=2", "replay.max_times_sampled=1"],
     ),
     (["rollout.group_size=1"], ["rollout.group_size must be at least 2", "always 0", "got 1", "baseline=none"]),
     (
@@ -166,13 +187,13 @@ REFUSED: Refused = [
     (["engine=vllm", "rollout.min_p=0.1"], ["rollout.min_p=0.1 with engine=vllm"]),
     (["rollout.top_p=0"], ["rollout.top_p must be above 0 and at most 1", "got 0"]),
     (["rollout.top_p=nan"], ["rollout.top_p must be above 0 and at most 1", "got nan"]),
-    (["rollout.top_k=1"], ["rollout.top_k=1: all samples are the argmax", "Give 2 or more, or 0"]),
-    (["rollout.top_k=-1"], ["rollout.top_k must be at least 0, where it is off; got -1"]),
+    (["rollout.top_k=1"], ["rollout.top_k=1 always gives the likeliest token", "Set 2 or more, or 0"]),
+    (["rollout.top_k=-1"], ["rollout.top_k must be at least 0 (0 turns it off); got -1"]),
     (
         ["rollout.top_p=0.9", "reference.path=rollout", "loss.kl_coef=0.1"],
-        ["reference.path=rollout", "is no KL", "reference.path=MODEL"],
+        ["reference.path=rollout", "is not a KL", "reference.path=MODEL"],
     ),
-    (["+rollout.top_k=5"], ["never added or removed", "Write `rollout.top_k=...`"]),
+    (["+rollout.top_k=5"], ["not added or removed", "Write `rollout.top_k=...`"]),
     (
         ["engine=vllm", "engine.vllm.override_generation_config={top_p:0.8}"],
         ["engine.vllm.override_generation_config={'top_p': 0.8}", "biases every importance ratio", "Leave it out"],
@@ -193,7 +214,7 @@ REFUSED: Refused = [
     (["model.compile=true", "learner.router_replay=true"], ["does not go with learner.router_replay=true"]),
     (
         ["model.compile=true", "learner.tensor_parallel=2", "learner.ranks=2"],
-        ["model.compile=true compiles no sums over ranks", "learner.tensor_parallel=2", "Set model.compile=false"],
+        ["model.compile=true cannot compile sums over ranks", "learner.tensor_parallel=2", "Set model.compile=false"],
     ),
     (
         ["model.compile=true", "model.activation_checkpointing=true", "model.checkpoint_keep=matmul"],
@@ -207,7 +228,7 @@ REFUSED: Refused = [
     (["rollout.workers=100000"], ["rollout.workers must be at most 65,536", "got 100000", "Set rollout.workers=65536"]),
     (["weights.port=70000"], ["weights.port must be at most 65,535", "got 70000"]),
     (["weights.timeout_s=1e30"], ["weights.timeout_s must be at most 1,000,000", "got 1e+30"]),
-    (["rollout.temperature=1e-3"], ["rollout.temperature must be 0.01 to 100; got 0.001", "vLLM draws at 0.01"]),
+    (["rollout.temperature=1e-3"], ["rollout.temperature must be 0.01 to 100; got 0.001", "vLLM samples at 0.01"]),
 ]
 
 

@@ -107,8 +107,8 @@ def quantized(settings: Mapping[str, Any]) -> str:
         return ""
     method = given.get("quant_method", "") if isinstance(given, Mapping) else ""
     return (
-        f"its weights are quantized ({method or 'quantization_config in its config.json'}), and nothing trains those. "
-        "Give the model that it was made from"
+        f"its weights are quantized ({method or 'quantization_config in its config.json'}), and quantized weights "
+        "cannot be trained. Give the model that it was made from"
     )
 
 
@@ -137,22 +137,22 @@ def not_together(settings: Mapping[str, Any], ranks: int) -> str:
         return ""
     if kind not in COMPUTED_TOGETHER:
         return (
-            f"learner.tensor_parallel={ranks} is proven for {', '.join(COMPUTED_TOGETHER)}, and this is {kind}. Set "
-            "learner.tensor_parallel=1: FSDP2 shards any model"
+            f"learner.tensor_parallel={ranks} is only tested for {', '.join(COMPUTED_TOGETHER)}, and this is {kind}. "
+            "Set learner.tensor_parallel=1: FSDP2 shards any model"
         )
     heads = text.get("num_attention_heads")
     counts = {
         "attention heads": heads,
         "key-value heads": text.get("num_key_value_heads") or heads,
-        "numbers between the halves of its feed-forward layer (intermediate_size)": text.get("intermediate_size"),
+        "numbers within its feed-forward layer (intermediate_size)": text.get("intermediate_size"),
     }
     # What config.json leaves to its class's default is looked at when the model is loaded.
     known = {what: count for what, count in counts.items() if _counted(count)}
     for what, count in known.items():
         if count % ranks:
             return (
-                f"{count} {what} cannot be cut over learner.tensor_parallel={ranks} ranks. Set one that divides "
-                f"{', '.join(map(str, known.values()))}"
+                f"{count} {what} cannot be split over learner.tensor_parallel={ranks} ranks. Set a number that divides "
+                f"all of {', '.join(map(str, known.values()))}"
             )
     return ""
 
@@ -179,9 +179,9 @@ def torn_blocks(width: int, part: int) -> str:
     if width % BLOCK or part % BLOCK == 0:
         return ""
     return (
-        f"learner.optimizer=adamw_8bit has one scale for {BLOCK} numbers of a row, and learner.tensor_parallel cuts "
-        f"rows of {width} into {part}, no multiple of {BLOCK}. Take a smaller learner.tensor_parallel or "
-        "learner.optimizer=adamw"
+        f"learner.optimizer=adamw_8bit has one scale for {BLOCK} numbers of a row, but learner.tensor_parallel cuts "
+        f"rows of {width} into parts of {part}, which is not a multiple of {BLOCK}. Use a smaller "
+        "learner.tensor_parallel or learner.optimizer=adamw"
     )
 
 
@@ -198,13 +198,13 @@ def not_shared(settings: Mapping[str, Any], ranks: int, together: int = 1) -> st
         return ""
     if kind not in SHARED:
         return (
-            f"learner.sequence_parallel={ranks} is proven for {', '.join(SHARED)}, and this is {kind}. Set "
+            f"learner.sequence_parallel={ranks} is only tested for {', '.join(SHARED)}, and this is {kind}. Set "
             "learner.sequence_parallel=1"
         )
     for guessing, _ in _guessing(text):
         return (
-            f"its rotary embedding ({guessing}) depends on the longest sequence it is "
-            "given, and no rank is given a whole one. Set learner.sequence_parallel=1"
+            f"its rotary embedding ({guessing}) depends on the longest sequence it is given, and no rank has whole "
+            "sequences. Set learner.sequence_parallel=1"
         )
     heads = text.get("num_attention_heads") or text.get("n_head")  # GPT-2 has its own name for it
     keys = text.get("num_key_value_heads") or heads
@@ -253,10 +253,11 @@ def too_long_to_guess(settings: Mapping[str, Any], longest: int) -> str:
             limit = None if rope.get("long_factor") == rope.get("short_factor") else limit
         if _counted(limit) and longest > limit:
             return (
-                f"its rotary embedding ({kind}) turns every token another way as soon as one sequence of a batch has "
-                f"more than {limit} tokens, so that shorter ones beside it have other log-probs than alone, and "
-                f"sequences here may have {longest if longest < UNBOUNDED else 'any number'}. Keep them within {limit} "
-                "(prompt and completion together; environment.max_tokens bounds episodes of several turns)"
+                f"its rotary embedding ({kind}) changes for a whole batch as soon as one sequence has more than "
+                f"{limit} tokens, so the log-probs of the shorter ones would depend on the sequences beside them. "
+                f"Sequences here may have {longest if longest < UNBOUNDED else 'any number of'} tokens. Keep them "
+                f"within {limit} (prompt and completion together; environment.max_tokens bounds episodes of several "
+                "turns)"
             )
     return ""
 
@@ -284,7 +285,7 @@ def not_apart(settings: Mapping[str, Any], ranks: int) -> str:
         return ""
     if kind not in EXPERTS_APART:
         return (
-            f"learner.expert_parallel={ranks} is proven for {', '.join(EXPERTS_APART)}, and this is {kind}. Set "
+            f"learner.expert_parallel={ranks} is only tested for {', '.join(EXPERTS_APART)}, and this is {kind}. Set "
             "learner.expert_parallel=1: FSDP2 shards any model"
         )
     if experts % ranks:
@@ -304,7 +305,7 @@ def not_replayed(settings: Mapping[str, Any]) -> str:
     if kind in ROUTERS_FOLLOW:
         return ""
     why = (
-        f"proven for {', '.join(ROUTERS_FOLLOW)}, and this is {kind}"
+        f"only tested for {', '.join(ROUTERS_FOLLOW)}, and this is {kind}"
         if experts_in(settings)
         else (f"for mixtures, and {kind} has no experts to choose")
     )

@@ -94,7 +94,7 @@ def _reward(base: RewardConfig, given: Any, key: str) -> RewardConfig:
     entry = _named(given, "function", key)
     for name in REWARD_HOSTS:
         if name in entry:
-            raise ConfigError(f"{key}.{name} is of all rewards of the run. Set reward.{name}")
+            raise ConfigError(f"{key}.{name} applies to all rewards of the run. Set reward.{name}")
     if "function" in entry or "functions" in entry:
         hosts = {name: getattr(base, name) for name in REWARD_HOSTS}
         base = RewardConfig(**{"function": "", **hosts})

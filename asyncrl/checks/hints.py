@@ -9,8 +9,10 @@ from collections.abc import Iterable, Sequence
 from asyncrl.errors import ConfigError
 
 REFUSED_ON_PURPOSE = {
-    "repetition_penalty": "a penalised distribution is not the policy, so its log-probs cannot be corrected for. "
-    "Punish repetition in the reward function",
+    "repetition_penalty": (
+        "a penalised distribution is not the policy, so its log-probs cannot be corrected for. Penalise repetition in "
+        "the reward function"
+    ),
     "trust_remote_code": "asyncrl never runs code that comes with a checkpoint. Use a model class of transformers",
     "api_key": "keys never go into settings or command lines. Use the tool's own login command or variable",
     "wandb_key": "keys never go into settings or command lines. Run `wandb login` or set WANDB_API_KEY",
@@ -126,7 +128,9 @@ def refuse_unknown_keys(overrides: Sequence[str], *, known: Sequence[str], group
         if spaced := _spaced(text, known, groups):
             problems.append(spaced)
         elif text.startswith("~"):
-            problems.append(f"`{text}`: settings are changed, never added or removed. Write `{key.lstrip('~')}=...`")
+            problems.append(
+                f"`{text}`: settings can be changed, but not added or removed. Write `{key.lstrip('~')}=...`"
+            )
         elif not equals:
             problems.append(f"`{text}` is not of the form key=value.{nearest(text, known)} See `asyncrl --help`")
         elif key in groups:
@@ -208,7 +212,7 @@ def _unknown_key(key: str, given: str, known: Sequence[str], groups: Sequence[st
     if last in REFUSED_ON_PURPOSE:
         return f"`{given}` is refused: {REFUSED_ON_PURPOSE[last]}"
     if key in known:
-        return f"`{given}`: settings are changed, never added or removed. Write `{key}=...`"
+        return f"`{given}`: settings can be changed, but not added or removed. Write `{key}=...`"
     suggestion = nearest_key(key, known)
     if suggestion:
         return f"there is no setting `{key}` (given: `{given}`). Did you mean `{suggestion}`?"

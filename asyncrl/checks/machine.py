@@ -46,8 +46,9 @@ def check_machine(config: Config, role: str, planned: bool = False) -> None:
     problems: list[str] = []
     if role != "local" and config.learner.epochs > 0:
         problems.append(
-            f"learner.epochs={config.learner.epochs:g} is counted in rows by `asyncrl local`, which tells the others; "
-            "roles that are started one by one need learner.steps (`asyncrl local ... --dry-run` says how many)"
+            f"learner.epochs={config.learner.epochs:g} needs `asyncrl local`, which counts the rows and tells the "
+            "other roles. Roles that you start one by one need learner.steps (`asyncrl local ... --dry-run` says how "
+            "many)"
         )
     if role in ("local", "rollout"):
         problems += _missing_rows(config)
@@ -76,7 +77,9 @@ def check_machine(config: Config, role: str, planned: bool = False) -> None:
         problems += unopenable("learner.copy_to", config.learner.copy_to)
         problems += unopenable("weights.url", config.weights.url)
     if config.replay.keys and not Path(config.replay.keys).is_dir():
-        problems.append(f"replay.keys={config.replay.keys} is no directory here. Copy the keys of the run to it")
+        problems.append(
+            f"replay.keys={config.replay.keys} is not a directory on this machine. Copy the run's keys there"
+        )
     if role == "local" or (planned and role == "learner"):
         problems += ranks_divide(config.learner, config.learner.ranks, started=True)
     problems += missing_devices(config, role, planned)
@@ -161,8 +164,8 @@ def unfit_model(path: str, learner: Trained, longest: int) -> Iterator[str]:
     classes = [str(name) for name in named] if isinstance(named, list) else []
     if classes and not any(name.endswith(CAUSAL) for name in classes):
         yield (
-            f"model.path={path} is a {', '.join(classes)}, which predicts no next token: its head would "
-            "be made at random. Give a causal LM (...ForCausalLM in its config.json)"
+            f"model.path={path} is a {', '.join(classes)}, which has no head for the next token: one would be made at "
+            "random. Give a causal LM (...ForCausalLM in its config.json)"
         )
     experts = learner.expert_parallel
     problem = settings and (
@@ -172,7 +175,9 @@ def unfit_model(path: str, learner: Trained, longest: int) -> Iterator[str]:
         or _not_laid_out(settings, learner, trained=True)
     )
     if settings and experts > 1 and not experts_in(settings):
-        problem = problem or f"it has no experts, learner.expert_parallel={experts} spreads them. Set it to 1"
+        problem = problem or (
+            f"it has no experts that learner.expert_parallel={experts} could spread. Set learner.expert_parallel=1"
+        )
     if problem:
         yield f"model.path={path}: {problem}"
 
@@ -228,8 +233,8 @@ def _too_few_tokens(config: Config) -> Iterator[str]:
     vocabulary = of_its_decoder(model_settings(config.model.path)).get("vocab_size")
     if isinstance(vocabulary, int) and config.engine.record_topk > vocabulary:
         yield (
-            f"engine.record_topk={config.engine.record_topk} of the likeliest tokens are to be recorded, and the model "
-            f"of model.path has {vocabulary}. Lower it"
+            f"engine.record_topk={config.engine.record_topk} is more than the {vocabulary} tokens in the vocabulary of "
+            "model.path. Lower it"
         )
 
 
@@ -262,10 +267,10 @@ def _broken_model(folder: Path, tokenizer: bool) -> Iterator[str]:
         try:
             settings = json.loads((folder / name).read_text()) if (folder / name).is_file() else {}
         except ValueError as error:
-            yield f"has a {name} that is no JSON ({error}). Copy the model again"
+            yield f"has a {name} that is not valid JSON ({error}). Copy the model again"
         else:
             if not isinstance(settings, dict):
-                yield f"has a {name} that is no object of settings by name. Copy the model again"
+                yield f"has a {name} that is not a JSON object. Copy the model again"
     weights = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
     if not weights:
         yield "has no weights. Give a folder with *.safetensors (an unfinished download or a tokenizer alone has none)"
@@ -291,8 +296,8 @@ def _unread_tokenizer(folder: Path) -> Iterator[str]:
         with file.open("rb") as opened:
             if opened.read(1) == SENTENCEPIECE:
                 yield (
-                    f"has {file.name}, a tokenizer of sentencepiece, and no tokenizer.json. Reading it needs that "
-                    "library on each machine of the run: pip install sentencepiece"
+                    f"has a sentencepiece tokenizer ({file.name}) and no tokenizer.json. To read it, install "
+                    "sentencepiece on each machine of the run: pip install sentencepiece"
                 )
 
 
@@ -377,7 +382,7 @@ def unopenable(key: str, url: str) -> Iterator[str]:
         known = importlib.import_module("fsspec.utils").get_protocol(url)
         importlib.import_module("fsspec").get_filesystem_class(known)
     except (ValueError, ImportError) as error:
-        yield f"{key}={url} is no URL that fsspec can open here: {error}"
+        yield f"{key}={url} is not a URL that fsspec can open here: {error}"
 
 
 def missing_extras(model: ModelConfig, telemetry: TelemetryConfig) -> Iterator[str]:

@@ -101,7 +101,10 @@ def problem_of(learner: Layout, ranks: int, said: str = "learner.ranks") -> str:
     fits = ", ".join(map(str, divisors(ranks // rest) if ranks % rest == 0 else ()))
     way = f"{key} to one of {fits}, or " if fits else ""
     factors = " * ".join(f"{name}={count}" for name, count in wanted.items())
-    return f"{said}={ranks} cannot be {factors} * equally many ranks that shard. Set {way}another number of ranks"
+    return (
+        f"{said}={ranks} must be a multiple of {factors}: the ranks that remain shard each copy of the model. Set "
+        f"{way}another number of ranks"
+    )
 
 
 def _experts_problem(learner: Layout, ranks: int, said: str) -> str:
@@ -111,8 +114,8 @@ def _experts_problem(learner: Layout, ranks: int, said: str) -> str:
     fits = map(str, divisors(shards))
     each = f", {shards} to a copy of the model," if shards < ranks else ""
     return (
-        f"learner.expert_parallel={learner.expert_parallel} does not divide the ranks that FSDP2 cuts the model over "
-        f"({said}={ranks}{each}): they spread the experts between them. Set it to one of {', '.join(fits)}"
+        f"learner.expert_parallel={learner.expert_parallel} must divide the ranks over which FSDP2 shards the model "
+        f"({said}={ranks}{each}), because they spread the experts between them. Set it to one of {', '.join(fits)}"
     )
 
 
@@ -132,4 +135,4 @@ def proven_with(key: str, ranks: int, unproven: Mapping[str, bool]) -> Problems:
     """
     for what, wanted in unproven.items():
         if ranks > 1 and wanted:
-            yield f"{key}={ranks} is not proven with {what}. Set {key}=1"
+            yield f"{key}={ranks} was not tested with {what}. Set {key}=1"

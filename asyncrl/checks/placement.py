@@ -56,7 +56,7 @@ def misread_gpus(config: Config) -> Iterator[str]:
     seen = _before_the_end(names or [""])
     given = f"{VISIBLE}={os.environ.get(VISIBLE)}"
     if len(set(seen)) < len(seen):
-        yield f"{given} names a GPU twice, and CUDA then sees none. Set {VISIBLE}={','.join(dict.fromkeys(seen))}"
+        yield f"{given} names a GPU twice, and then CUDA sees none. Set {VISIBLE}={','.join(dict.fromkeys(seen))}"
     elif lost := [name for name in names[len(seen) :] if name not in NONE]:
         why = _why_not(names[len(seen)], names[0])
         yield (
@@ -67,7 +67,8 @@ def misread_gpus(config: Config) -> Iterator[str]:
     for key, count in wide.items() if seen and seen[0].startswith("MIG-") else ():
         if count > 1:
             yield (
-                f"{key}={count} on {given}: a process sees the first MIG instance alone. Set {key}=1, or use whole GPUs"
+                f"{key}={count} on {given}: a process can only see the first MIG instance. Set {key}=1, or use whole "
+                "GPUs"
             )
 
 
@@ -130,8 +131,8 @@ def impossible_placement(config: Config, seen: int) -> Iterator[str]:
     """Why this run cannot have its GPUs here."""
     if config.placement.gpus > seen:
         yield (
-            f"placement.gpus={config.placement.gpus}, and this machine has {seen}. Leave it out, or look at the plan "
-            "for such a machine with --dry-run"
+            f"placement.gpus={config.placement.gpus}, but this machine has {seen}. Leave it out, or add --dry-run to "
+            "plan for such a machine"
         )
         return
     try:

@@ -40,9 +40,9 @@ def _more_than_there_are(config: Config, role: str, gpus: int) -> Iterator[str]:
         wanted += config.reward.gpus if config.reward.host == "ray" else 0.0
         if wanted > gpus:
             yield (
-                f"ray.gpus_per_worker={config.ray.gpus_per_worker:g} for rollout.workers={config.rollout.workers} "
-                f"(and reward.gpus={config.reward.gpus:g}) is {wanted:g} GPUs, and this machine has {gpus}: Ray would "
-                "wait for them for ever. Set ray.gpus_per_worker=0, or ray.address of a cluster that has them"
+                f"ray.gpus_per_worker={config.ray.gpus_per_worker:g} for rollout.workers={config.rollout.workers} (and "
+                f"reward.gpus={config.reward.gpus:g}) needs {wanted:g} GPUs, and this machine has {gpus}: Ray would "
+                "wait for them forever. Set ray.gpus_per_worker=0, or ray.address of a cluster that has them"
             )
     devices = {"engine.device": (config.engine.device, 1)} if here else {}
     if role in ("local", "learner"):
@@ -75,8 +75,8 @@ def missing_interfaces(config: Config, role: str) -> Iterator[str]:
     missing = unknown_interfaces(weights.interface, nccl=nccl)
     if missing:
         yield (
-            f"weights.interface={weights.interface}: no such network interface here: {', '.join(missing)}. "
-            f"This machine has {interfaces_here()}. Name those, or leave it empty"
+            f"weights.interface={weights.interface}: this machine has no network interface {', '.join(missing)}. It "
+            f"has {interfaces_here()}. Name one of those, or leave it empty"
         )
 
 
@@ -92,7 +92,7 @@ def _taken(key: str, host: str, port: int) -> Iterator[str]:
         yield f"{where}: there is no such host ({error.strerror}). Give an address of this machine"
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            yield f"{where}: something listens there already. End it, or give another port"
+            yield f"{where} is already in use. End the process that listens there, or give another port"
         else:
             yield f"{where} cannot be listened on: {error.strerror}. Give an address of this machine"
 

@@ -80,11 +80,14 @@ def reward_terms(reward: RewardConfig) -> tuple[RewardTerm, ...]:
         return (RewardTerm(function=full_name(reward.function), args=args, model=model),) if reward.function else ()
     if reward.function:
         raise ConfigError(
-            f"reward.function={reward.function} and reward.functions contradict each other: one function or several. "
-            "Give one of them (reward.function= is none)"
+            f"reward.function={reward.function} and reward.functions contradict each other: set one function or "
+            "several. Remove one of them (reward.function= removes it)"
         )
     if reward.args or reward.model:
-        raise ConfigError("reward.args and reward.model are for reward.function. Each of reward.functions has its own")
+        raise ConfigError(
+            "reward.args and reward.model belong to reward.function. Set those of each of reward.functions there: "
+            "reward.functions.NAME.args"
+        )
     return tuple(_term(str(name), entry) for name, entry in reward.functions.items())
 
 
@@ -93,7 +96,7 @@ def _term(name: str, entry: Any) -> RewardTerm:
     values = {"function": entry} if isinstance(entry, str) else entry
     known = [item.name for item in fields(RewardTerm) if item.name != "name"]
     if not isinstance(values, Mapping) or not isinstance(values.get("function"), str):
-        raise ConfigError(f"{key}={entry!r} names no function. Write {key}.function=NAME, or file.py:name")
+        raise ConfigError(f"{key}={entry!r} does not name a function. Write {key}.function=NAME, or file.py:name")
     for given in values:
         if given not in known:
             hint = nearest(str(given), known)

@@ -26,12 +26,14 @@ def refused(engine: EngineConfig) -> Iterator[str]:
     if engine.key_env and not key:
         yield f"engine.key_env={engine.key_env} names an environment variable that is not set. Export it"
     if not key.isascii() or not key.isprintable():  # the error of a header that cannot be sent would show the key
-        yield f"the key in {engine.key_env} has a line break, or a character that no header has. Export it without"
+        yield (
+            f"the key in {engine.key_env} has a line break, or a character that a header cannot have. Export it without"
+        )
 
 
 def _wrong(url: str) -> Iterator[str]:
     if "@" in url:
-        yield "engine.urls: an address has a name or password in it, which every log would show. Use engine.key_env"
+        yield "engine.urls: an address contains a name or password, which every log would show. Use engine.key_env"
         return
     try:
         place = urlsplit(url)
@@ -40,15 +42,18 @@ def _wrong(url: str) -> Iterator[str]:
         place, port = urlsplit(""), None
     extra = place.query or place.fragment or place.path not in ("", "/")
     if place.scheme not in ("http", "https") or not place.hostname or port is None or extra:
-        yield f"engine.urls: {url!r} is no http://HOST:PORT. Give each server so, with nothing behind the port"
+        yield (
+            f"engine.urls: {url!r} is not of the form http://HOST:PORT. Write each server like that, with nothing "
+            "after the port"
+        )
         return
     if not resolved(place.hostname):
-        yield f"engine.urls: {place.hostname!r} has no address here. Is the name right? Or give its number"
+        yield f"engine.urls: {place.hostname!r} cannot be resolved here. Check the name, or give an IP address"
     elif not is_private(place.hostname):
         yield (
-            f"engine.urls: {url} is neither this machine nor in a private network. Whoever reaches that port can load "
-            "weights and call into its workers, for no key guards vLLM's developer mode. Use a private address, or a "
-            "tunnel that ends on 127.0.0.1"
+            f"engine.urls: {url} is neither on this machine nor in a private network. Whoever reaches that port can "
+            "load weights and call into its workers, because no key protects vLLM's developer mode. Use a private "
+            "address, or a tunnel that ends on 127.0.0.1"
         )
 
 

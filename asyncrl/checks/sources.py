@@ -89,7 +89,7 @@ def sources(data: RowSettings, key: str = "data.path") -> tuple[Source, ...]:
 def _entry(name: str, given: Any, data: RowSettings) -> Source:
     key = f"data.mixture.{name}"
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
-        raise ConfigError(f"{key}: a source is named by 1 to 64 letters, digits, `_` or `-`. Rename it")
+        raise ConfigError(f"{key}: the name of a source must be 1 to 64 letters, digits, `_` or `-`. Rename it")
     entry = given if isinstance(given, Mapping) else {"path": given}
     for unknown in set(entry) - set(IN_A_MIXTURE):
         hint = nearest(str(unknown), IN_A_MIXTURE)
@@ -103,7 +103,9 @@ def _source(key: str, name: str, entry: Mapping[str, Any], data: RowSettings) ->
     place = f"{key}.path" if name else key
     weight, args = entry.get("weight", 1.0), entry.get("args", data.args)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
-        raise ConfigError(f"{key}.weight must be a number above 0; got {weight!r}. Leave the source out to draw none")
+        raise ConfigError(
+            f"{key}.weight must be a number above 0; got {weight!r}. To draw no rows of a source, leave it out"
+        )
     if not isinstance(args, Mapping):
         raise ConfigError(f"{key}.args must be named arguments, `{key}.args.NAME=VALUE`; got {args!r}")
     where = {**data.where, **entry.get("where", {})} if isinstance(entry.get("where", {}), Mapping) else entry["where"]
@@ -165,7 +167,7 @@ def _file(path: Path, key: str) -> Place:
     if kind is None:
         raise DataError(
             f"{key}={path}: rows are read from {', '.join(KINDS)} files, not from "
-            f"{path.suffix or 'one without an ending'}. Convert it, or give a class that reads it (FILE.py:NAME)"
+            f"{path.suffix or 'files without an extension'}. Convert it, or give a class that reads it (FILE.py:NAME)"
         )
     return Place(kind, str(path))
 
@@ -178,18 +180,20 @@ def _in_folder(folder: Path, key: str) -> list[Place]:
         raise DataError(
             f"{key}={folder} holds the splits {', '.join(splits)} of a dataset. Give one: {key}={folder / splits[0]}"
             if splits
-            else f"{key}={folder} was made by save_to_disk and has no split. Save the dataset again"
+            else f"{key}={folder} was made by save_to_disk, but has no split. Save the dataset again"
         )
     files = sorted(file for file in folder.iterdir() if file.is_file() and file.suffix.lower() in KINDS)
     kinds = {KINDS[file.suffix.lower()] for file in files}
     splits = {word for file in files for word in SPLIT_WORDS if re.match(rf"{word}(?![a-z])", file.name.lower())}
     if not files:
         raise DataError(
-            f"{key}={folder} holds no {', '.join(KINDS)} file, and was not made by save_to_disk of `datasets`. Give "
-            "the folder of the rows"
+            f"{key}={folder} has no {', '.join(KINDS)} file, and was not made by save_to_disk of `datasets`. Give the "
+            "folder that has the rows"
         )
     if len(kinds) > 1 or len(splits) > 1:
         what = "several splits" if len(splits) > 1 else "files of several kinds"
         names = ", ".join(file.name for file in files[:6])
-        raise DataError(f"{key}={folder} holds {what} ({names}). Give those you mean: {key}='{files[0]}', or a glob")
+        raise DataError(
+            f"{key}={folder} holds {what} ({names}). Name the ones that you mean: {key}='{files[0]}', or a glob"
+        )
     return [Place(KINDS[file.suffix.lower()], str(file)) for file in files]

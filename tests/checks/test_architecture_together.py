@@ -21,10 +21,10 @@ def test_a_family_that_is_proven_is_cut_where_all_is_even(ranks: int):
 @pytest.mark.parametrize(
     ("change", "ranks", "said"),
     [
-        ({"model_type": "gpt2"}, 2, "is proven for llama, mistral, qwen2, qwen3, and this is gpt2"),
-        ({}, 8, "4 key-value heads cannot be cut over learner.tensor_parallel=8"),
-        ({}, 3, "8 attention heads cannot be cut"),
-        ({"intermediate_size": 97}, 2, "97 numbers between the halves"),
+        ({"model_type": "gpt2"}, 2, "is only tested for llama, mistral, qwen2, qwen3, and this is gpt2"),
+        ({}, 8, "4 key-value heads cannot be split over learner.tensor_parallel=8"),
+        ({}, 3, "8 attention heads cannot be split"),
+        ({"intermediate_size": 97}, 2, "97 numbers within its feed-forward layer"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_with_its_number_and_a_way_out(change: dict, ranks: int, said: str):
@@ -40,10 +40,10 @@ def test_what_cannot_be_cut_is_refused_with_its_number_and_a_way_out(change: dic
         ({"hidden_size": 512, "intermediate_size": 1024}, 4, ""),
         ({"intermediate_size": 97}, 4, ""),  # rows that have no blocks
         ({"intermediate_size": 64}, 2, ""),
-        ({"intermediate_size": 64}, 4, "cuts rows of 64 into 16, no multiple of 32"),
-        ({"hidden_size": 128}, 8, "cuts rows of 128 into 16"),
-        ({"hidden_size": 128, "head_dim": 16}, 8, "cuts rows of 128 into 16"),
-        ({"hidden_size": 128, "head_dim": 32}, 8, "cuts rows of 96 into 12"),
+        ({"intermediate_size": 64}, 4, "cuts rows of 64 into parts of 16, which is not a multiple of 32"),
+        ({"hidden_size": 128}, 8, "cuts rows of 128 into parts of 16"),
+        ({"hidden_size": 128, "head_dim": 16}, 8, "cuts rows of 128 into parts of 16"),
+        ({"hidden_size": 128, "head_dim": 32}, 8, "cuts rows of 96 into parts of 12"),
     ],
 )
 def test_moments_in_8_bits_are_cut_between_blocks_or_refused(change: dict, ranks: int, said: str):
@@ -61,7 +61,7 @@ def test_sequences_are_shared_where_heads_are_even_or_repeat(ranks: int, togethe
 @pytest.mark.parametrize(
     ("change", "ranks", "together", "said"),
     [
-        ({"model_type": "mamba"}, 2, 1, "is proven for apertus, cohere2"),
+        ({"model_type": "mamba"}, 2, 1, "is only tested for apertus, cohere2"),
         ({}, 3, 1, "must divide its 8 attention heads"),
         ({}, 8, 2, "its 4 attention heads, and divide its 2 key-value heads"),
         ({"num_attention_heads": 12, "num_key_value_heads": 4}, 6, 1, "Set it to one of 1, 2, 4, 12"),

@@ -73,7 +73,7 @@ def test_another_environment_begins_with_its_own_defaults() -> None:
         (["eval.sets.a.path=x", "eval.sets.a.reward.workers=4"], ["Set reward.workers"]),
         (["eval.sets.a.path=x", "eval.sets.a.environment=tool"], ["eval.sets.a: environment.name", "`tools`"]),
         (["eval.sets.a.path=x", "eval.sets.a.where=3"], ["eval.sets.a.where must be a mapping"]),
-        (["eval.sets={a b:x}"], ["eval.name is part of a metric", "'a b'"]),
+        (["eval.sets={a b:x}"], ["eval.name is part of the names of metrics", "'a b'"]),
         (["eval.path=y", "eval.sets.heldout=x"], ["both called heldout", "eval.name=NAME"]),
     ],
 )

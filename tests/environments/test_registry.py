@@ -113,11 +113,15 @@ def test_a_cut_prompt_is_read_by_its_tokens_alone_and_refused_where_messages_are
     game, sound = (EnvironmentConfig(name=f"{tmp_path}/own.py:{name}") for name in ("Game", "Sound"))
     for name in ("game", "sound"):
         made = EnvironmentConfig(name=f"{tmp_path}/own.py:{name}")
-        with contextlib.nullcontext() if name == "sound" else pytest.raises(ConfigError, match="messages, whole"):
+        with (
+            contextlib.nullcontext()
+            if name == "sound"
+            else pytest.raises(ConfigError, match="messages, which cannot be cut")
+        ):
             check_environment(made, overlong="truncate_left")
-    with pytest.raises(ConfigError, match="reads the row's messages, whole"):
+    with pytest.raises(ConfigError, match="reads the row's messages, which cannot be cut"):
         make_environment(game, overlong="truncate_left")
-    with pytest.raises(ConfigError, match="reads the row's messages, whole"):
+    with pytest.raises(ConfigError, match="reads the row's messages, which cannot be cut"):
         check_environment(game, overlong="truncate_right")
     for fine in (sound, EnvironmentConfig()):
         make_environment(fine, overlong="truncate_left")

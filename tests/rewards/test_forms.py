@@ -217,8 +217,8 @@ def test_settings_name_one_function_or_several():
     [
         ({"function": "gsm8"}, "got 'gsm8'. Did you mean `gsm8k`"),
         ({"function": "f1", "functions": {"a": "f1"}}, "contradict each other"),
-        ({"function": "", "functions": {"a": "f1"}, "args": {"b": 1}}, "Each of reward.functions has its own"),
-        ({"function": "", "functions": {"a": {"weight": 1}}}, "reward.functions.a=.* names no function"),
+        ({"function": "", "functions": {"a": "f1"}, "args": {"b": 1}}, "Set those of each of reward.functions there"),
+        ({"function": "", "functions": {"a": {"weight": 1}}}, "reward.functions.a=.* does not name a function"),
         ({"function": "", "functions": {"a": {"function": "f1", "wieght": 1}}}, "a.wieght.*Did you mean `weight`"),
         ({"function": "", "functions": {"a": {"function": "f1", "weight": "x"}}}, "weight must be a number; got 'x'"),
         ({"function": "", "functions": {"a": {"function": "f1", "args": [1]}}}, "args must be a mapping"),

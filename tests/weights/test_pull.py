@@ -310,7 +310,7 @@ def test_a_version_that_stays_altered_ends_the_worker_with_the_reason_and_one_th
 
 
 def test_a_url_that_cannot_be_written_is_refused_or_named():
-    with pytest.raises(ConfigError, match=r"weights\.url=nosuch://x is no URL that fsspec can open"):
+    with pytest.raises(ConfigError, match=r"weights\.url=nosuch://x is not a URL that fsspec can open"):
         UrlShelf("nosuch://x", Path("/nowhere"))
 
 

@@ -17,8 +17,8 @@ def exports_have_checkpoints(config: Config) -> Problems:
 def of_checkpoints(export_every: int, save_every: int) -> Problems:
     if export_every and save_every and export_every % save_every:
         yield (
-            f"learner.export_every={export_every}: models are made of checkpoints, which there are each "
-            f"learner.save_every={save_every} steps. Give a multiple of that"
+            f"learner.export_every={export_every} must be a multiple of learner.save_every={save_every}, because "
+            f"models are exported from checkpoints. Set learner.export_every={save_every}, or another multiple"
         )
 
 
@@ -29,8 +29,8 @@ def copies_last(config: Config) -> Problems:
 def of_copies(copy_to: str) -> Problems:
     if copy_to.startswith("memory:"):
         yield (
-            f"learner.copy_to={copy_to} is the memory of the process that copies, and ends with it. Give a URL that "
-            "lasts: s3://bucket/run, file:///backup"
+            f"learner.copy_to={copy_to} is the memory of the process that copies, and is lost when it ends. Give a URL "
+            "that lasts: s3://bucket/run, file:///backup"
         )
 
 
@@ -57,7 +57,7 @@ def best_is_measured(config: Config) -> Problems:
         )
     if own.eval.every < 1 or learner.save_every % own.eval.every:
         yield (
-            f"learner.keep_best={learner.keep_best}: every checkpoint must be measured, and learner.save_every="
-            f"{learner.save_every} is no multiple of the {own.eval.every} steps between evaluations of {name}. Set "
-            f"eval.every={learner.save_every}, or one that divides it"
+            f"learner.keep_best={learner.keep_best}: every checkpoint must be evaluated, but "
+            f"learner.save_every={learner.save_every} is not a multiple of the {own.eval.every} steps between "
+            f"evaluations of {name}. Set eval.every={learner.save_every}, or a divisor of it"
         )

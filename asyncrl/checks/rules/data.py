@@ -30,7 +30,7 @@ def sources_are_some(config: Config) -> Problems:
     except ConfigError:
         return  # refused by evaluation_has_rows
     if data.args and not any(source.runs_own_code for source in (*found, *evaluated)):
-        yield "data.args are given to a class of your own, and no path names one (file.py:Name). Leave them out"
+        yield "data.args are arguments for a class of your own, but no path names one (file.py:Name). Leave them out"
 
 
 def curriculum_can_be_kept(config: Config) -> Problems:
@@ -42,11 +42,14 @@ def curriculum_can_be_kept(config: Config) -> Problems:
         yield f"data.curriculum_window={window} must be two pass rates, from 0 to 1. Example: [0.1,0.9]"
     if not LEAST_EXPLORED <= data.curriculum_explore <= 1:
         yield (
-            f"data.curriculum_explore={data.curriculum_explore:g} must be between {LEAST_EXPLORED:g} and 1: rows that "
-            "are never drawn again are never found to have become solvable. The default is 0.1"
+            f"data.curriculum_explore={data.curriculum_explore:g} must be between {LEAST_EXPLORED:g} and 1. Otherwise "
+            "rows that have become solvable are never drawn again. The default is 0.1"
         )
     if not math.isfinite(data.curriculum_passes_at):
-        yield f"data.curriculum_passes_at={data.curriculum_passes_at} must be a reward. The default is 0.5"
+        yield (
+            f"data.curriculum_passes_at={data.curriculum_passes_at} must be a finite number, the lowest reward that "
+            "passes. The default is 0.5"
+        )
     if data.curriculum and data.order_by:
         yield (
             f"data.order_by={data.order_by} and data.curriculum={data.curriculum} both say which rows come first. "

@@ -39,50 +39,54 @@ def servers_can_be_used(config: Config) -> Problems:
     yield from refused(engine)
     if config.rollout.workers > len(engine.urls) > 0:
         yield (
-            f"rollout.workers={config.rollout.workers} with {len(engine.urls)} of engine.urls: each server belongs to "
-            f"one worker. Set rollout.workers={len(engine.urls)}, or less: a worker feeds several"
+            f"rollout.workers={config.rollout.workers} is more than the number of servers, {len(engine.urls)} in "
+            f"engine.urls, and each server belongs to one worker. Set rollout.workers={len(engine.urls)} or less: one "
+            "worker can use several servers"
         )
     if config.model.lora_rank > 0:
-        yield f"model.lora_rank={config.model.lora_rank} with engine={engine.name}: not built. Use engine=vllm"
+        yield f"model.lora_rank={config.model.lora_rank} is not supported with engine={engine.name}. Use engine=vllm"
     if engine.name == "sglang":
         if config.rollout.temperature != 1.0:
             yield (
-                f"rollout.temperature={config.rollout.temperature} with engine=sglang: whether its log-probs are those "
-                "that tokens are drawn by depends on SGLANG_RETURN_ORIGINAL_LOGPROB, of which it says nothing. Set "
-                "rollout.temperature=1"
+                f"rollout.temperature={config.rollout.temperature} with engine=sglang: its log-probs may be those "
+                "before the temperature. That depends on SGLANG_RETURN_ORIGINAL_LOGPROB, which the server does not "
+                "report. Set rollout.temperature=1"
             )
         return
     if config.weights.transport != "broadcast":
-        yield f"weights.transport={config.weights.transport} with engine=server: not built. Use weights=broadcast"
+        yield f"weights.transport={config.weights.transport} is not supported with engine=server. Use weights=broadcast"
     if config.weights.senders != "rank0":
-        yield f"weights.senders={config.weights.senders} with engine=server: not tried. Set weights.senders=rank0"
+        yield f"weights.senders={config.weights.senders} was never tried with engine=server. Set weights.senders=rank0"
 
 
 def wide_heads_have_a_use(config: Config) -> Problems:
     model, engine = config.model, config.engine
     if model.fp32_head and model.dtype == engine.dtype == "float32":
         yield (
-            "model.fp32_head=true does nothing with model.dtype=float32 and engine.dtype=float32, whose logits are "
-            "that already. Leave it out, or set model.dtype=bfloat16"
+            "model.fp32_head=true does nothing with model.dtype=float32 and engine.dtype=float32: the logits are "
+            "float32 already. Leave it out, or set model.dtype=bfloat16"
         )
 
 
 def likeliest_tokens_are_recorded(config: Config) -> Problems:
     if config.loss.centering and config.engine.record_topk < 1:
         yield (
-            "loss.centering=true is computed from the likeliest tokens at each step, which the engine records with "
-            f"engine.record_topk above 0; got {config.engine.record_topk}. Set engine.record_topk=64 "
-            "(a rerun: take a run that had it)"
+            "loss.centering=true needs the likeliest tokens at each position, which the engine records with "
+            f"engine.record_topk above 0; got {config.engine.record_topk}. Set engine.record_topk=64 (for a rerun, "
+            "take a run that had it)"
         )
     if config.engine.record_topk and config.engine.name in ("fake", *SERVERS):
-        yield "engine.record_topk needs engine=transformers or engine=vllm. Set engine.record_topk=0"
+        yield (
+            f"engine.record_topk={config.engine.record_topk} needs engine=transformers or engine=vllm; got "
+            f"engine={config.engine.name}. Set engine.record_topk=0"
+        )
 
 
 def experts_are_recorded(config: Config) -> Problems:
     if config.learner.router_replay and config.engine.name != "transformers":
         yield (
-            f"learner.router_replay=true needs engine=transformers, which records the experts of each token; engine="
-            f"{config.engine.name} records none here. Set learner.router_replay=false, or engine=transformers"
+            "learner.router_replay=true needs engine=transformers, which records the experts of each token; "
+            f"engine={config.engine.name} does not. Set learner.router_replay=false, or use engine=transformers"
         )
 
 
@@ -112,22 +116,23 @@ def exact_engines_can_be(config: Config) -> Problems:
     for key, dtype in halves.items():
         if dtype not in (AUTO, "float32"):
             yield (
-                f"engine.exact=true needs {key}=float32; got {dtype}: the engine would serve other numbers than the "
+                f"engine.exact=true needs {key}=float32; got {dtype}: the engine would serve other weights than the "
                 f"learner trains. Set {key}=float32"
             )
     if config.model.lora_rank > 0:
         yield (
-            f"engine.exact=true with model.lora_rank={config.model.lora_rank}: the learner adds what an adapter says, "
-            "the engine adds the adapter to the weights, and the two are rounded differently. Set model.lora_rank=0"
+            f"engine.exact=true with model.lora_rank={config.model.lora_rank}: the learner adds the output of an "
+            "adapter, the engine adds the adapter to its weights, and the two are rounded differently. Set "
+            "model.lora_rank=0"
         )
     if config.weights.on_update != "recompute" and config.engine.name == "transformers":
         yield (
-            "engine.exact=true with weights.on_update=keep: a sequence that spans an update goes on over keys of the "
-            "old weights, which the learner has not got. Set weights.on_update=recompute"
+            "engine.exact=true with weights.on_update=keep: a sequence that spans an update continues on keys of the "
+            "old weights, which the learner does not have. Set weights.on_update=recompute"
         )
     for key, device in (("engine.device", config.engine.device), ("learner.device", config.learner.device)):
         if device == "cuda":
-            yield f"engine.exact=true with {key}=cuda: its kernels were tried on CPUs alone. Set {key}=cpu"
+            yield f"engine.exact=true with {key}=cuda: it was only tested on CPUs. Set {key}=cpu"
 
 
 def adapters_keep_their_keys(config: Config) -> Problems:
@@ -156,8 +161,8 @@ def engine_processes_are_its_own(config: Config) -> Problems:
     if executor not in EXECUTORS:
         yield (
             f"engine.vllm.distributed_executor_backend={executor}: vLLM's processes must be children of their rollout "
-            "worker, on its machine, to end with it; under Ray its actor has a place for all of them (mp). Leave it "
-            "out; tensor parallelism over several machines is not supported"
+            "worker, on its machine, so that they end with it (mp; under Ray, the worker's placement group has room "
+            "for all of them). Leave it out. Tensor parallelism over several machines is not supported"
         )
 
 
@@ -227,21 +232,21 @@ def urls_are_of_pull(config: Config) -> Problems:
             )
         elif ":" in url.partition("://")[2].partition("/")[0].rpartition("@")[0]:
             yield (
-                f"weights.{key} has a password in it, and settings are written to files and logs. Give them to "
-                "its file system by the environment, or by fsspec's own settings files"
+                f"weights.{key} contains a password, and settings are written to files and logs. Pass it through the "
+                "environment, or in the settings files of fsspec"
             )
     if weights.url.startswith(("http://", "https://")):
         yield (
-            f"weights.url={weights.url}: the learner cannot write there. Set weights.url to where it can (s3://..., a "
-            f"folder), and weights.fetch_url={weights.url} for the workers"
+            f"weights.url={weights.url}: the learner cannot write to a web server. Set weights.url to a place that it "
+            f"can write to (s3://..., a folder), and weights.fetch_url={weights.url} for the workers"
         )
 
 
 def backend_has_deltas(config: Config) -> Problems:
     if config.weights.delta != "never" and config.weights.backend == "ipc":
         yield (
-            f"weights.delta={config.weights.delta} with weights.backend=ipc: engines copy what the learner has, and "
-            "nothing travels that could be less. Set weights.delta=never"
+            f"weights.delta={config.weights.delta} with weights.backend=ipc: engines copy the weights out of the "
+            "learner's memory, so a delta saves nothing. Set weights.delta=never"
         )
 
 
@@ -254,7 +259,7 @@ def all_ranks_can_send(config: Config) -> Problems:
         )
     elif weights.senders == "all" and weights.delta != "never":
         yield (
-            f"weights.senders=all sends whole shares; got weights.delta={weights.delta}. Set weights.delta=never, or "
+            f"weights.senders=all sends no deltas; got weights.delta={weights.delta}. Set weights.delta=never, or "
             "weights.senders=rank0"
         )
 
@@ -265,17 +270,17 @@ def weights_can_be_read_in_place(config: Config) -> Problems:
         return
     if weights.transport != "broadcast":
         yield (
-            f"weights.copies=none with weights.transport={weights.transport}: files are written of a copy. Use "
-            "weights=broadcast, or weights.copies=two"
+            f"weights.copies=none with weights.transport={weights.transport}: files are written from a copy of the "
+            "weights. Use weights=broadcast, or weights.copies=two"
         )
     if weights.delta != "never":
         yield (
-            f"weights.copies=none with weights.delta={weights.delta}: a delta is made of the version before, of "
-            "which there is no copy. Set weights.delta=never, or weights.copies=two"
+            f"weights.copies=none with weights.delta={weights.delta}: a delta is computed from the previous version, "
+            "of which no copy is kept. Set weights.delta=never, or weights.copies=two"
         )
     if config.learner.ranks > 1 and weights.senders != "all":
         yield (
-            f"weights.copies=none with learner.ranks={config.learner.ranks}: rank 0 would gather a copy. Set "
+            f"weights.copies=none with learner.ranks={config.learner.ranks}: rank 0 would have to gather a copy. Set "
             "weights.senders=all, with which every rank sends what it holds"
         )
 

@@ -21,13 +21,13 @@ def compiles_with_the_rest(config: Config) -> Problems:
 def of_compiling(model: ModelConfig, tensor_parallel: int) -> Problems:
     if model.compile and tensor_parallel > 1:
         yield (
-            f"model.compile=true compiles no sums over ranks, and learner.tensor_parallel={tensor_parallel} has them "
-            "within every layer. Set model.compile=false, or learner.tensor_parallel=1"
+            f"model.compile=true cannot compile sums over ranks, and learner.tensor_parallel={tensor_parallel} has "
+            "them in every layer. Set model.compile=false, or learner.tensor_parallel=1"
         )
     if model.compile and model.checkpoint_keep == "matmul":
         yield (
-            "model.checkpoint_keep=matmul keeps products that model.compile=true has in compiled code, where nothing "
-            "sees them. Set model.checkpoint_keep=attention, or model.compile=false"
+            "model.checkpoint_keep=matmul keeps products that are out of reach in code compiled by "
+            "model.compile=true. Set model.checkpoint_keep=attention, or model.compile=false"
         )
 
 

@@ -53,8 +53,8 @@ def batch_divides(config: Config) -> Problems:
     if groups % updates:
         fits = map(str, divisors(groups)[:12])
         yield (
-            f"learner.groups_per_step must be a multiple of learner.updates_per_batch, so that each update gets whole "
-            f"groups and an equal share; got {groups} and {updates}. {groups} divides by {', '.join(fits)}"
+            "learner.groups_per_step must be a multiple of learner.updates_per_batch, so that each update gets an "
+            f"equal number of whole groups; got {groups} and {updates}. {groups} is divisible by {', '.join(fits)}"
         )
     key = "rollout.min_group_size" if config.rollout.min_group_size else "rollout.group_size"
     sequences = groups * (config.rollout.min_group_size or config.rollout.group_size) // updates
@@ -117,8 +117,8 @@ def begins_before_the_end(config: Config) -> Problems:
     if 0 < groups <= learner.early_groups:
         yield (
             f"learner.early_groups={learner.early_groups} does nothing with {groups} groups per optimizer step "
-            "(learner.groups_per_step / learner.updates_per_batch): the last ones are trained when the batch is full. "
-            "Set fewer, or 0"
+            "(learner.groups_per_step / learner.updates_per_batch), because the last ones are trained when the batch "
+            f"is full. Set fewer than {groups}, or 0"
         )
 
 
@@ -152,14 +152,14 @@ def _loss_has_its_estimator(config: Config) -> Problems:
     wanted = ESTIMATORS.get(loss)
     if wanted and (advantage.estimator.removesuffix("_turns"), advantage.baseline) != wanted:
         yield (
-            f"loss={loss} is its advantage: advantage.estimator={wanted[0]} with advantage.baseline={wanted[1]}; got "
+            f"loss={loss} needs advantage.estimator={wanted[0]} with advantage.baseline={wanted[1]}; got "
             f"{advantage.estimator} and {advantage.baseline}. Add advantage={loss}"
         )
     row, settings = find_preset(loss), resolve(config.loss)
     if advantage.estimator.startswith("vtrace") and (row.surrogate != "reinforce" or settings.weight != "none"):
         yield (
-            f"advantage.estimator={advantage.estimator} already has the ratio learner/behavior in the advantage; "
-            f"loss={loss} would count it twice. Use loss=vtrace, or advantage=gae or retrace"
+            f"advantage.estimator={advantage.estimator} already has the ratio learner/behavior in the advantage, and "
+            f"loss={loss} would apply it a second time. Use loss=vtrace, or advantage=gae or retrace"
         )
 
 
@@ -167,19 +167,19 @@ def _reference_has_a_use(config: Config) -> Problems:
     priced = config.advantage.kl_coef > 0 or "ref_logprobs" in required_inputs(config.loss)
     if config.reference.path and not priced:
         yield (
-            f"reference.path={config.reference.path} does nothing while no KL is measured against it. Set loss.kl_coef "
+            f"reference.path={config.reference.path} does nothing, because no KL to it is measured. Set loss.kl_coef "
             "(in the loss) or advantage.kl_coef (in the reward), or leave it out"
         )
     if config.reference.from_rollout and config.environment.name in ENVIRONMENTS:
         yield (
-            "reference.path=rollout takes the reference's log-probs from the trajectories, and environment.name="
-            f"{config.environment.name} attaches none. Give an environment of your own that does (file.py:Name, see "
-            "docs/environments.md), or reference.path=MODEL (a folder named rollout: ./rollout)"
+            "reference.path=rollout reads the reference's log-probs from the trajectories, but "
+            f"environment.name={config.environment.name} attaches none. Use an environment of your own that does "
+            "(file.py:Name, see docs/environments.md), or reference.path=MODEL (a folder named rollout: ./rollout)"
         )
     if config.advantage.kl_target > 0 and config.advantage.kl_coef == 0:
         yield (
-            f"advantage.kl_target={config.advantage.kl_target} moves advantage.kl_coef by factors, and 0 stays 0. Give "
-            "a first advantage.kl_coef, for example 0.01"
+            f"advantage.kl_target={config.advantage.kl_target} adjusts advantage.kl_coef by multiplying it, and it is "
+            "0. Set an initial advantage.kl_coef, for example 0.01"
         )
 
 
@@ -193,13 +193,13 @@ def advantage_is_consistent(config: Config) -> Problems:
         if value not in choices:
             yield (
                 f"advantage.estimator={given.estimator} takes advantage.{key}={' or '.join(choices)}; got {value}. "
-                f"advantage={CHOICES.get(given.estimator, given.estimator)} sets what belongs together"
+                f"advantage={CHOICES.get(given.estimator, given.estimator)} sets all of them together"
             )
     if given.baseline == "greedy" and given.std != "none" and given.kl_coef > 0:
         yield (
-            f"advantage.std={given.std} scales whole trajectories, and with advantage.baseline=greedy and "
-            f"advantage.kl_coef={given.kl_coef} each token has its own return. Set advantage.std=none, or loss.kl_coef "
-            "in place of advantage.kl_coef"
+            f"advantage.std={given.std} scales whole trajectories, but with advantage.baseline=greedy and "
+            f"advantage.kl_coef={given.kl_coef} each token has a return of its own. Set advantage.std=none, or "
+            "loss.kl_coef in place of advantage.kl_coef"
         )
     centred = given.estimator == "reinforce_pp" and given.baseline != "none"
     for key, default in DEFAULTS.items():
@@ -219,15 +219,15 @@ def advantage_is_consistent(config: Config) -> Problems:
         yield from _components_count(given)
     if given.credits_turns and given.kl_coef > 0:
         yield (
-            f"advantage.kl_coef={given.kl_coef} charges the KL to the reward, and advantage.estimator="
-            f"{given.estimator} looks at what the turns earned alone. Set loss.kl_coef instead"
+            f"advantage.kl_coef={given.kl_coef} adds the KL to the reward, but advantage.estimator={given.estimator} "
+            "only uses the rewards of the turns. Set loss.kl_coef instead"
         )
     sequences = config.learner.groups_per_step * config.rollout.group_size
     if given.kl_target > 0 and 0.2 * sequences >= given.kl_horizon > 0:
         yield (
-            f"advantage.kl_horizon={given.kl_horizon:g}: a step of {sequences} sequences (learner.groups_per_step * "
-            "rollout.group_size) below the target would set the coefficient to 0, where it stays: it is moved by "
-            f"factors. Set more than {0.2 * sequences:g}, or leave it out"
+            f"advantage.kl_horizon={given.kl_horizon:g} is too short: one step of {sequences} sequences "
+            "(learner.groups_per_step * rollout.group_size) below the target would set the coefficient to 0 for good, "
+            f"because it is adjusted by multiplication. Set more than {0.2 * sequences:g}, or leave it out"
         )
 
 
@@ -241,8 +241,8 @@ def _components_count(given: AdvantageConfig) -> Problems:
         )
     if given.kl_coef > 0:
         yield (
-            f"advantage.kl_coef={given.kl_coef} charges the KL to the reward, and advantage.estimator=gdpo looks at "
-            "its parts alone. Set loss.kl_coef instead"
+            f"advantage.kl_coef={given.kl_coef} adds the KL to the reward, but advantage.estimator=gdpo only uses the "
+            "reward's parts. Set loss.kl_coef instead"
         )
 
 
@@ -264,13 +264,14 @@ def critic_has_a_use(config: Config) -> Problems:
         return
     if critic.warmup_steps >= config.learner.steps:
         yield (
-            f"critic.warmup_steps={critic.warmup_steps} leaves the policy none of learner.steps="
-            f"{config.learner.steps} to learn in. Lower it"
+            f"critic.warmup_steps={critic.warmup_steps} leaves none of learner.steps={config.learner.steps} to train "
+            "the policy. Lower it"
         )
     if critic.value_clip > 0 and config.learner.optimizer_steps == 1:
         yield (
-            f"critic.value_clip={critic.value_clip} bounds how far later updates of a batch move a value; with "
-            "learner.updates_per_batch=1 there are none. Set critic.value_clip=0, or updates_per_batch of 2 or more"
+            f"critic.value_clip={critic.value_clip} limits how far the later updates of a batch move a value, and with "
+            "learner.updates_per_batch=1 there are none. Set critic.value_clip=0, or learner.updates_per_batch=2 or "
+            "more"
         )
 
 
@@ -278,9 +279,9 @@ def adapters_have_a_use(config: Config) -> Problems:
     model = config.model
     if model.lora_rank > 0 and config.learner.proximal_ema > 0:
         yield (
-            f"learner.proximal_ema={config.learner.proximal_ema} averages whole models, and with model.lora_rank="
-            f"{model.lora_rank} only adapters are trained. Set learner.proximal_ema=0, which anchors the loss at the "
-            "weights before the update"
+            f"learner.proximal_ema={config.learner.proximal_ema} averages whole models, but with "
+            f"model.lora_rank={model.lora_rank} only adapters are trained. Set learner.proximal_ema=0, which anchors "
+            "the loss at the weights before the update"
         )
 
 
@@ -291,8 +292,8 @@ def moments_have_a_place(config: Config) -> Problems:
 def of_moments(offload: str, optimizer: str) -> Problems:
     if offload == "optimizer" and optimizer == "adamw_8bit":
         yield (
-            "learner.offload=optimizer moves moments of float32, and learner.optimizer=adamw_8bit has others. Set one "
-            "of the two; learner.offload=all goes with both"
+            "learner.offload=optimizer only moves float32 moments, and learner.optimizer=adamw_8bit keeps others. Use "
+            "one of the two; learner.offload=all works with both"
         )
 
 
@@ -307,8 +308,8 @@ def profile_names_steps(config: Config) -> Problems:
     first, _, last = given.partition(":")
     if given and not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
         yield (
-            f"learner.profile must be FIRST:LAST, train steps counted from 1, both included; got {given}. "
-            "Set 10:13, say, or leave it out"
+            "learner.profile must be FIRST:LAST, the first and last train step to profile, counted from 1; got "
+            f"{given}. Example: 10:13. Or leave it out"
         )
     elif given and int(first) > config.learner.steps and not config.learner.epochs:  # which set the steps later
         yield (

@@ -19,9 +19,9 @@ def depth_within_bound(config: Config) -> Problems:
     depth, bound = config.replay.pipeline_depth, config.replay.max_staleness
     if not 0 <= depth <= max(bound, 0):
         yield (
-            f"replay.pipeline_depth must be between 0 and replay.max_staleness={bound}: work admitted further ahead is "
-            f"over-age before it is trained; got {depth}. Set replay.pipeline_depth={max(0, min(depth, bound))}, or "
-            "raise replay.max_staleness"
+            f"replay.pipeline_depth must be between 0 and replay.max_staleness={bound}; got {depth}. Groups admitted "
+            "further ahead are over-age before they are trained. Set "
+            f"replay.pipeline_depth={max(0, min(depth, bound))}, or raise replay.max_staleness"
         )
     if config.replay.readmit_dropped and config.replay.stale_policy == "wait":
         yield (
@@ -44,10 +44,9 @@ def autotune_can_steer(config: Config) -> Problems:
     found = [name for name, speaks_against in others.items() if speaks_against]
     if found:
         yield (
-            "rollout.autotune=true moves how far whole groups run ahead of a learner that takes each once and waits "
-            f"for none in particular, and {', '.join(found)} says otherwise. Leave it out, or choose "
-            "replay.max_staleness=1 or more, replay.admission=group, replay.stale_policy=mask or drop, replay.window=0 "
-            "and replay.max_times_sampled=1"
+            f"rollout.autotune=true does not work with {', '.join(found)}. Leave it out, or set replay.max_staleness=1 "
+            "or more, replay.admission=group, replay.stale_policy=mask or drop, replay.window=0 and "
+            "replay.max_times_sampled=1"
         )
 
 
@@ -57,14 +56,14 @@ def filters_leave_something(config: Config) -> Problems:
     given = config.advantage
     if given.estimator not in ("group", "reinforce_pp") or given.baseline not in SIBLING_BASELINES:
         yield (
-            "rollout.drop_zero_variance=true drops groups of equal rewards as teaching nothing, and with "
-            f"advantage.estimator={given.estimator} and advantage.baseline={given.baseline} they teach: the reward is "
-            "not compared with its siblings' alone. Leave it out, or use advantage=grpo, rloo, opo or "
+            "rollout.drop_zero_variance=true drops groups of equal rewards because they teach nothing. With "
+            f"advantage.estimator={given.estimator} and advantage.baseline={given.baseline} they do teach something: "
+            "rewards are not only compared within the group. Leave it out, or use advantage=grpo, rloo, opo or "
             "reinforce_pp_baseline"
         )
     elif config.rollout.group_size == 1:
         yield (
-            "rollout.drop_zero_variance=true drops every group of one: it has no spread of rewards. Set "
+            "rollout.drop_zero_variance=true drops every group of size one, whose rewards have no spread. Set "
             "rollout.group_size to 2 or more, or leave the filter out"
         )
 
@@ -74,11 +73,11 @@ def small_groups_teach_something(config: Config) -> Problems:
     if rollout.min_group_size > rollout.group_size:
         yield (
             f"rollout.min_group_size must be at most rollout.group_size={rollout.group_size}; got "
-            f"{rollout.min_group_size}. 0 asks for all members"
+            f"{rollout.min_group_size}. 0 requires all members"
         )
     if rollout.min_group_size == 1 < rollout.group_size and advantage.needs_siblings:
         yield (
-            "rollout.min_group_size=1 would train groups of one, whose advantage relative to the group "
+            "rollout.min_group_size=1 would train groups of one trajectory, whose advantage relative to the group "
             f"(advantage.baseline={advantage.baseline}, advantage.std={advantage.std}) is always 0. Set "
             "rollout.min_group_size=2 or more"
         )
@@ -88,33 +87,34 @@ def order_can_be_kept(config: Config) -> Problems:
     replay = config.replay
     if replay.stale_policy == "wait" and (replay.order != "fifo" or replay.max_times_sampled > 1):
         yield (
-            f"replay.stale_policy=wait trains the most urgent group first and none twice; replay.order={replay.order} "
-            f"and replay.max_times_sampled={replay.max_times_sampled} contradict it. Leave them out, or choose mask or "
-            "drop"
+            "replay.stale_policy=wait trains the most urgent group first, and each group once, so it does not work "
+            f"with replay.order={replay.order} and replay.max_times_sampled={replay.max_times_sampled}. Leave those "
+            "out, or set replay.stale_policy=mask or drop"
         )
     if replay.window and (replay.stale_policy == "wait" or replay.max_times_sampled > 1):
         yield (
-            f"replay.window={replay.window} trains groups about as they were admitted, once; replay.stale_policy="
-            f"{replay.stale_policy} and replay.max_times_sampled={replay.max_times_sampled} say otherwise. Leave the "
-            "window out, or use replay.stale_policy=mask and replay.max_times_sampled=1"
+            f"replay.window={replay.window} trains each group once, roughly in the order of admission, so it does not "
+            f"work with replay.stale_policy={replay.stale_policy} and "
+            f"replay.max_times_sampled={replay.max_times_sampled}. Leave the window out, or use "
+            "replay.stale_policy=mask and replay.max_times_sampled=1"
         )
     widest = (replay.max_staleness - replay.pipeline_depth) * config.learner.groups_per_step + 1
     if replay.window > widest >= 1:
         yield (
-            f"replay.window must be at most (replay.max_staleness - replay.pipeline_depth) * learner.groups_per_step + "
-            f"1 = {widest}, or a group that {replay.window - 1} others pass gets over-age; got {replay.window}. Set "
-            f"replay.window={widest}, or raise replay.max_staleness"
+            "replay.window must be at most (replay.max_staleness - replay.pipeline_depth) * learner.groups_per_step + "
+            f"1 = {widest}; got {replay.window}. Otherwise a group that {replay.window - 1} others pass gets over-age. "
+            f"Set replay.window={widest}, or raise replay.max_staleness"
         )
     if replay.order == "ess" and replay.max_times_sampled == 1:
         yield (
-            "replay.order=ess goes by what the learner measured when it trained a group last, and with "
-            "replay.max_times_sampled=1 none waits that was trained. Set replay.max_times_sampled=2 or more, or leave "
-            "replay.order out"
+            "replay.order=ess uses what the learner measured when it last trained a group, and with "
+            "replay.max_times_sampled=1 no waiting group was ever trained. Set replay.max_times_sampled=2 or more, or "
+            "leave replay.order out"
         )
     if replay.max_times_sampled > 1 and replay.max_staleness == 0:
         yield (
-            f"replay.max_times_sampled={replay.max_times_sampled} does nothing with replay.max_staleness=0: after one "
-            "step every token is over-age. Raise replay.max_staleness"
+            f"replay.max_times_sampled={replay.max_times_sampled} does nothing with replay.max_staleness=0, where "
+            "every token is over-age after one step. Raise replay.max_staleness"
         )
 
 
@@ -137,8 +137,8 @@ def samples_need_no_group(config: Config) -> Problems:
     found = [setting for setting, asked in wants_groups.items() if asked]
     if found:
         yield (
-            "replay.admission=sample orders, stores and judges each member of a group by itself, and "
-            f"{', '.join(found)} want the group before it is trained. Leave that out, or use replay.admission=group"
+            "replay.admission=sample assigns, stores and filters the members of a group separately, and whole groups "
+            f"are needed for {', '.join(found)}. Leave that out, or use replay.admission=group"
         )
 
 
@@ -163,8 +163,8 @@ def store_holds_a_batch(config: Config) -> Problems:
     depth = "replay.max_staleness" if config.rollout.autotune else "replay.pipeline_depth"
     if config.replay.max_bytes < need:
         yield (
-            f"replay.max_bytes={config.replay.max_bytes} would deadlock: workers wait for bytes to be freed while the "
-            f"learner waits for a batch that does not fit. ({depth} + 2) * learner.groups_per_step * "
+            f"replay.max_bytes={config.replay.max_bytes} is too small and would deadlock: workers wait for bytes to be "
+            f"freed while the learner waits for a batch that does not fit. ({depth} + 2) * learner.groups_per_step * "
             f"rollout.group_size * longest sequence * {each} bytes = {need}. Set replay.max_bytes={need} or more"
         )
 
@@ -173,8 +173,8 @@ def shards_keep_what_they_take(config: Config) -> Problems:
     replay = config.replay
     if replay.shards > 0 and replay.durability == "memory":
         yield (
-            f"replay.shards={replay.shards} needs replay.durability=journal: a shard that died would take groups with "
-            "it that the replay server has promised. Set replay.durability=journal, or replay.shards=0"
+            f"replay.shards={replay.shards} needs replay.durability=journal: if a shard dies, groups that the replay "
+            "server has acknowledged would be lost. Set replay.durability=journal, or replay.shards=0"
         )
 
 
@@ -182,8 +182,8 @@ def silence_outlasts_heartbeats(config: Config) -> Problems:
     beat, timeout = config.replay.heartbeat_s, config.replay.heartbeat_timeout_s
     if not 3 * beat <= timeout < math.inf:
         yield (
-            f"replay.heartbeat_timeout_s must be at least 3 * replay.heartbeat_s={beat}, or one late heartbeat kills a "
-            f"healthy worker; got {timeout}. Set replay.heartbeat_timeout_s={3 * beat:g} or more"
+            f"replay.heartbeat_timeout_s must be at least 3 * replay.heartbeat_s={beat}, or a healthy worker is given "
+            f"up after one late heartbeat; got {timeout}. Set replay.heartbeat_timeout_s={3 * beat:g} or more"
         )
 
 
@@ -233,8 +233,8 @@ def _network_address(config: Config, key: str, address: str) -> Problems:
         invites = serves_weights(config) and not config.weights.fetch_url
         if key == "replay.address" and invites and is_loopback(config.weights.host):
             yield (
-                f"weights.host={config.weights.host} is this machine to every machine, while replay.address={address} "
-                "invites workers from others. Set weights.host to the learner's address as the workers reach it"
+                f"weights.host={config.weights.host} is a loopback address, but replay.address={address} lets workers "
+                "connect from other machines. Set weights.host to an address of the learner that they can reach"
             )
 
 

@@ -35,20 +35,23 @@ def evaluation_is_truncated_within_bounds(config: Config) -> Problems:
     if given and config.eval.temperature == 0:
         said = " ".join(f"eval.{name}={value:g}" for name, value in given.items())
         yield (
-            f"{said}: nothing is drawn at eval.temperature=0, which is the argmax. Give eval.temperature=1, or leave "
-            "it out"
+            f"{said} does nothing at eval.temperature=0, which decodes greedily. Set eval.temperature=1, or leave it "
+            "out"
         )
 
 
 def _out_of_range(room: str, settings: RolloutConfig | EvalConfig) -> Problems:
     if not 0 < settings.top_p <= 1:
-        yield f"{room}.top_p must be above 0 and at most 1, where it is off; got {settings.top_p}"
+        yield f"{room}.top_p must be above 0 and at most 1 (1 turns it off); got {settings.top_p}"
     if settings.top_k == 1 and room == "rollout":
-        yield "rollout.top_k=1: all samples are the argmax and a group has no spread. Give 2 or more, or 0 (off)"
+        yield (
+            "rollout.top_k=1 always gives the likeliest token, so the samples of a group are all the same. Set 2 or "
+            "more, or 0 (off)"
+        )
     if settings.top_k < 0:
-        yield f"{room}.top_k must be at least 0, where it is off; got {settings.top_k}"
+        yield f"{room}.top_k must be at least 0 (0 turns it off); got {settings.top_k}"
     if not 0 <= settings.min_p < 1:
-        yield f"{room}.min_p must be at least 0, where it is off, and below 1; got {settings.min_p}"
+        yield f"{room}.min_p must be at least 0 (0 turns it off) and below 1; got {settings.min_p}"
 
 
 def engine_says_what_it_drew_from(config: Config) -> Problems:
@@ -57,10 +60,10 @@ def engine_says_what_it_drew_from(config: Config) -> Problems:
     if given and reason:
         said = " ".join(f"rollout.{name}={value:g}" for name, value in given.items())
         yield (
-            f"{said} with engine={config.engine.name}: {reason}, and without it every importance ratio is biased: the "
-            "learner's log-probs would be those of the whole vocabulary. Use engine=transformers, which records it, or "
-            "leave it out and sample from the whole distribution (rollout.temperature stays exact). Evaluations take "
-            "eval.top_p, eval.top_k and eval.min_p with any engine"
+            f"{said} with engine={config.engine.name}: {reason}. Without that, every importance ratio is biased, "
+            "because the learner's log-probs are over the whole vocabulary. Use engine=transformers, which records "
+            "it, or leave it out and sample from the whole distribution (rollout.temperature stays exact). "
+            "Evaluations take eval.top_p, eval.top_k and eval.min_p with any engine"
         )
 
 
@@ -69,9 +72,9 @@ def reference_is_renormalised_too(config: Config) -> Problems:
     if given and config.reference.from_rollout:
         said = " ".join(f"rollout.{name}={value:g}" for name, value in given.items())
         yield (
-            f"{said} with reference.path=rollout: the environment's log-probs are of the whole vocabulary, those of "
-            "the learner of what each token was drawn from, and their difference is no KL. Give reference.path=MODEL, "
-            "which the learner renormalises likewise, or leave it out"
+            f"{said} with reference.path=rollout: the environment's log-probs are over the whole vocabulary, and the "
+            "learner's over the tokens that were left to draw from, so their difference is not a KL. Set "
+            "reference.path=MODEL, which the learner renormalises in the same way, or leave it out"
         )
 
 

@@ -85,10 +85,16 @@ def numbers_in_range(config: Config) -> Problems:
     if not 0 <= config.learner.proximal_ema < 1:
         yield f"learner.proximal_ema must be at least 0 and below 1; got {config.learner.proximal_ema}"
     if config.learner.skip_spikes != 0 and not 1 < config.learner.skip_spikes < math.inf:
-        yield f"learner.skip_spikes must be 0 (off) or above 1, times the median; got {config.learner.skip_spikes}"
+        yield (
+            "learner.skip_spikes must be 0 (off) or above 1, as a multiple of the median; got "
+            f"{config.learner.skip_spikes}"
+        )
     kept = config.telemetry.samples_per_evaluation
     if not 0 <= kept <= MOST_SAMPLES:
-        yield f"telemetry.samples_per_evaluation must be 0 to {MOST_SAMPLES}: they travel with the results; got {kept}"
+        yield (
+            f"telemetry.samples_per_evaluation must be 0 to {MOST_SAMPLES}, because samples travel with the results; "
+            f"got {kept}"
+        )
     if not 0 < config.learner.beta2 < 1:
         yield f"learner.beta2 must be between 0 and 1; got {config.learner.beta2}"
 
@@ -101,8 +107,8 @@ def _temperatures(config: Config) -> Problems:
         if 0 < value < COLDEST or HOTTEST < value < math.inf:
             greedy = " eval.temperature=0 is greedy" if key.startswith("eval") else ""
             yield (
-                f"{key} must be {COLDEST} to {HOTTEST}; got {value}. Below, vLLM draws at {COLDEST} all the same, and "
-                f"logits that are divided by it overflow.{greedy}"
+                f"{key} must be {COLDEST} to {HOTTEST}; got {value}. Below {COLDEST}, vLLM samples at {COLDEST} all "
+                f"the same, and logits divided by it overflow.{greedy}"
             )
 
 
@@ -110,7 +116,7 @@ def run_name_is_a_folder_name(config: RunSettings) -> Problems:
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", config.run.name) or set(config.run.name) == {"."}:
         yield f"run.name must be 1 to 64 letters, digits, `.`, `_` or `-`; got {config.run.name!r}. Rename the run"
     if not config.run.dir:
-        yield "run.dir must not be empty. Leave it out for runs/<run.name>"
+        yield "run.dir must not be empty. Leave it out to use runs/<run.name>"
 
 
 def resume_or_overwrite(config: RunSettings) -> Problems:
@@ -136,18 +142,21 @@ def reward_is_whole(config: Config) -> Problems:
         key = f"reward.functions.{term.name}" if term.name else "reward"
         if term.function == MODEL_REWARD and not term.model:
             of = term.name or "reward=model"
-            yield f"{of} needs the model: give {key}.model=PATH of a classifier with one output"
+            yield f"{of} needs a model. Set {key}.model=PATH, a classifier with one output"
     if reward.host == "ray" and not terms:
-        yield "reward.host=ray shares a reward among the workers, and reward.function is not set. Leave it out"
+        yield (
+            "reward.host=ray shares a reward among the workers, but reward.function is not set. Set it, or leave "
+            "reward.host out"
+        )
     if reward.host == "ray" and config.rollout.host != "ray":
         yield (
-            f"reward.host=ray is a Ray actor and rollout.host={config.rollout.host} starts no Ray. Set "
+            f"reward.host=ray needs Ray, which rollout.host={config.rollout.host} does not start. Set "
             "rollout.host=ray, or reward.host=worker"
         )
     if reward.gpus > 0 and reward.host != "ray":
         yield (
-            f"reward.gpus={reward.gpus} is asked of Ray for the reward service, and reward.host={reward.host} has "
-            "none. Set reward.host=ray, or reward.gpus=0 (reward processes see the GPUs of their rollout worker)"
+            f"reward.gpus={reward.gpus} is only for a reward service on Ray; got reward.host={reward.host}. Set "
+            "reward.host=ray, or reward.gpus=0 (reward processes see the GPUs of their rollout worker)"
         )
 
 
@@ -173,8 +182,8 @@ def prompts_are_cut_where_they_are_read(config: Config) -> Problems:
 def cuts_nothing(environment: str, overlong: str) -> str:
     """The refusal of a cut that an environment would never see."""
     return (
-        f"data.overlong={overlong} cuts the tokens of a prompt, and environment={environment} reads the row's "
-        "messages, whole. Give data.overlong=drop or error, or a larger data.max_prompt_tokens"
+        f"data.overlong={overlong} shortens the tokens of a prompt, but environment={environment} reads the row's "
+        "messages, which cannot be cut. Set data.overlong=drop or error, or a larger data.max_prompt_tokens"
     )
 
 
@@ -209,13 +218,16 @@ def _evaluation_is_one(config: Config) -> Problems:
     """By its own settings."""
     if config.eval.samples > 1 and config.eval.temperature == 0:
         yield (
-            f"eval.samples={config.eval.samples} at eval.temperature=0 are so many times the same completion. Give "
-            "eval.temperature=1, or eval.samples=1"
+            f"eval.samples={config.eval.samples} at eval.temperature=0 would give the same completion "
+            f"{config.eval.samples} times. Set eval.temperature=1, or eval.samples=1"
         )
     if not math.isfinite(config.eval.pass_score):
         yield f"eval.pass_score must be a finite number; got {config.eval.pass_score}"
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", config.eval.name):
-        yield f"eval.name is part of a metric: 1 to 64 letters, digits, `.`, `_` or `-`; got {config.eval.name!r}"
+        yield (
+            "eval.name is part of the names of metrics, so it must be 1 to 64 letters, digits, `.`, `_` or `-`; got "
+            f"{config.eval.name!r}"
+        )
 
 
 OF_A_SET = (

@@ -146,9 +146,9 @@ def test_epochs_become_steps_by_the_rows_that_there_are(
     assert (config.learner.steps, config.learner.epochs, typed[2:]) == (16, 0, epochs)
     assert load_config(overrides) == config
     assert main(["learner", *epochs, "--dry-run"]) == 2
-    assert "learner.epochs=2.5 is counted in rows by `asyncrl local`" in capsys.readouterr().err
+    assert "learner.epochs=2.5 needs `asyncrl local`, which counts the rows" in capsys.readouterr().err
     assert main(["local", *epochs[:-1], "advantage=gae", "loss=ppo", "critic.warmup_steps=16"]) == 2
-    assert "critic.warmup_steps=16 leaves the policy none of learner.steps=16" in capsys.readouterr().err
+    assert "critic.warmup_steps=16 leaves none of learner.steps=16" in capsys.readouterr().err
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -273,16 +273,16 @@ def test_the_longest_row_is_found_and_what_becomes_of_it_said(
     [
         (["rollout.max_new_tokens=600"], ["= 1112, and the model of model.path has 1024 positions"]),
         (["engine.record_topk=300"], ["engine.record_topk=300 of the likeliest", "model of model.path has 258. Lower"]),
-        (["learner.copy_to=nosuch://x"], ["learner.copy_to=nosuch://x is no URL that fsspec can open here"]),
+        (["learner.copy_to=nosuch://x"], ["learner.copy_to=nosuch://x is not a URL that fsspec can open here"]),
         (
             ["weights.transport=pull", "weights.url=nosuch://x"],
-            ["weights.url=nosuch://x is no URL that fsspec can open here"],
+            ["weights.url=nosuch://x is not a URL that fsspec can open here"],
         ),
         (["ray.gpus_per_worker=1"], ["ray.gpus_per_worker=1", "this machine has 0"]),
         (["engine.device=cuda"], ["engine.device=cuda needs 1 GPU(s), and this machine has 0"]),
         (["learner.device=cuda", "learner.ranks=2"], ["learner.device=cuda needs 2 GPU(s)"]),
         (["weights.host=192.0.2.1"], ["weights.host=192.0.2.1 cannot be listened on"]),
-        (["weights.interface='lo,eth77'"], ["no such network interface here: eth77. This machine has lo"]),
+        (["weights.interface='lo,eth77'"], ["this machine has no network interface eth77. It has lo"]),
         (["run.dir=/proc/nothing/runs"], ["run.dir=/proc/nothing/runs cannot be written"]),
     ],
 )
@@ -325,7 +325,7 @@ def test_it_is_told_where_no_token_ends_a_completion(task: list[str], capsys: py
 
 def test_a_model_that_predicts_no_next_token_is_refused(task: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     Path("model/config.json").write_text(json.dumps({"architectures": ["BertForMaskedLM"]}))
-    assert "model.path=model is a BertForMaskedLM, which predicts no next token" in refused(task, capsys)
+    assert "model.path=model is a BertForMaskedLM, which has no head for the next token" in refused(task, capsys)
 
 
 def test_an_address_that_is_taken_is_refused(task: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -334,7 +334,7 @@ def test_an_address_that_is_taken_is_refused(task: list[str], capsys: pytest.Cap
         other.listen()
         port = other.getsockname()[1]
         said = refused([*task, f"replay.address=tcp://127.0.0.1:{port}"], capsys)
-    assert f"replay.address=127.0.0.1:{port}: something listens there already" in said
+    assert f"replay.address=127.0.0.1:{port} is already in use" in said
 
 
 def test_an_environment_that_scores_by_itself_needs_no_reward(

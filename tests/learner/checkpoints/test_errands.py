@@ -56,7 +56,7 @@ def test_what_fails_is_tried_again_said_and_counted_and_what_hangs_is_ended(tmp_
     assert errands.counts() == {"checkpoint/copies": 1.0, "checkpoint/copies_failed": 1.0}
     assert "(try 1 of 3), training goes on: no such host" in caplog.text
     assert "(try 3 of 3), training goes on: no right" in caplog.text
-    with pytest.raises(ConfigError, match=r"learner\.copy_to=nosuch://x is no URL that fsspec can open"):
+    with pytest.raises(ConfigError, match=r"learner\.copy_to=nosuch://x is not a URL that fsspec can open"):
         quick(copy_to="nosuch://x")
     hanging = quick(within_s=0.3)
     hanging.send([errand("import time; time.sleep(600)", tmp_path)])

@@ -234,7 +234,7 @@ def test_frequencies_that_a_longer_neighbour_changes_are_refused_where_one_may_c
     config = settings_for(tmp_path)  # sequences of up to 22 tokens
     build_model(config, torch.device("cpu"), None)
     longer = replace(config, rollout=replace(config.rollout, max_new_tokens=13))
-    with pytest.raises(ConfigError, match=r"sequences here may have 23\. Keep them within 22"):
+    with pytest.raises(ConfigError, match=r"Sequences here may have 23 tokens\. Keep them within 22"):
         build_model(longer, torch.device("cpu"), None)
     assert "within 22" in too_long_to_guess({"text_config": settings.to_dict()}, 23)
 

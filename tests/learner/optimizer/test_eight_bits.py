@@ -173,5 +173,5 @@ def test_a_rank_that_would_have_a_part_of_a_block_is_refused(monkeypatch: pytest
     whole = nn.Parameter(torch.zeros(4, 64))
     check_blocks([whole, nn.Parameter(torch.zeros(4, 24))])
     monkeypatch.setattr(eight_bits, "local", lambda tensor: tensor[:, :16])
-    with pytest.raises(ConfigError, match="cuts rows of 64 into 16, no multiple of 32"):
+    with pytest.raises(ConfigError, match="cuts rows of 64 into parts of 16, which is not a multiple of 32"):
         check_blocks([whole])
