@@ -101,7 +101,7 @@ def engine_kind(config: Config) -> str:
         if asked.stdout.strip() in ("True", "False"):
             return "cuda" if asked.stdout.strip() == "True" else "cpu"
         why = next(iter(asked.stderr.strip().splitlines()[-1:]), f"exit code {asked.returncode}")
-    raise ConfigError(f"engine.dtype=auto: torch does not say whether it sees a GPU ({why}). Give engine.dtype")
+    raise ConfigError(f"engine.dtype=auto: torch does not say whether it sees a GPU ({why}). Set engine.dtype")
 
 
 def prepared(path: str, overrides: Sequence[str]) -> tuple[Config, bool]:
@@ -119,8 +119,9 @@ def prepared(path: str, overrides: Sequence[str]) -> tuple[Config, bool]:
     config = load_config(given)
     if config.engine.name in SERVERS:
         raise ConfigError(
-            "an evaluation loads the weights of its folder, and servers have their own. Give engine=transformers or "
-            "engine=vllm, and of a run with servers engine.urls=[] engine.key_env="
+            "an evaluation loads the weights of its folder into an engine of its own, so it cannot use servers that "
+            "you started. Use engine=transformers or engine=vllm; for a run with servers also set engine.urls=[] "
+            "engine.key_env="
         )
     config.model = replace(config.model, lora_rank=0)  # what is evaluated is a whole model
     # No Ray is started here; and rows come in the order of the file.
@@ -128,7 +129,10 @@ def prepared(path: str, overrides: Sequence[str]) -> tuple[Config, bool]:
     typed = any(text.startswith(CHOOSES_ROWS) for text in overrides)
     found = None if typed else chosen_set(config)
     if found is None and not config.data.path:
-        raise ConfigError("a mixture has no order to evaluate it in. Give its sources one at a time: data.path=FILE")
+        raise ConfigError(
+            "data.mixture cannot be evaluated, because a mixture has no fixed order. Evaluate its sources one at a "
+            "time: data.path=FILE"
+        )
     if found is None:
         config.data = replace(config.data, mixture={}, order_by="", shuffle=False)
         tokens = config.eval.max_new_tokens or config.rollout.max_new_tokens
@@ -149,7 +153,10 @@ def chosen_set(config: Config) -> EvalSet | None:
     named = [each for each in sets if each.name == config.eval.name]
     if not named and len(sets) > 1:
         names = ", ".join(each.name for each in sets)
-        raise ConfigError(f"there are the sets {names}, and one is evaluated at a time. Give eval.name=NAME")
+        raise ConfigError(
+            f"the run has several evaluation sets ({names}), and one is evaluated at a time. Choose it with "
+            "eval.name=NAME"
+        )
     return next(iter(named or sets), None)
 
 

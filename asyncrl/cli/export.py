@@ -79,7 +79,7 @@ def main(run: Path, step: int | None, target: Path | None, *, average: bool) -> 
 def settings_of(run: Path) -> Config:
     file = run / CONFIG_FILE
     if not file.is_file():
-        raise RunFolderError(f"{run} is no run folder: it has no {CONFIG_FILE}")
+        raise RunFolderError(f"{run} is not a run folder: it has no {CONFIG_FILE}")
     if said := config_note(run):
         print(f"note: {said}", file=sys.stderr)
     if not is_supervised(run):
@@ -104,7 +104,7 @@ def refuse_lossy(target: Path, model: ModelConfig) -> None:
         ours = any((folder / name).is_file() for name in (EXPORTED_FILE, ADAPTER_FILE))
         if others := sealed.strangers(folder) if ours else sorted(path.name for path in folder.iterdir()):
             raise RunFolderError(
-                f"{folder} has {', '.join(others[:3])} in it, which no export wrote and an export would delete. Give "
+                f"{folder} contains {', '.join(others[:3])}, which no export wrote and this one would delete. Give "
                 "--to a folder that is new or empty, or that an export wrote"
             )
 
@@ -149,14 +149,14 @@ def read(config: Config, run: Path, step: int | None, part: str) -> tuple[Policy
             if step is not None:
                 raise CheckpointError(not_there(path)) from error
     raise CheckpointError(
-        f"{run} saved newer checkpoints and deleted the one that was read, {TRIES} times. Keep more of them with "
+        f"{run} saved newer checkpoints and deleted the one that was being read, {TRIES} times. Keep more of them with "
         "learner.keep_checkpoints or learner.keep_every, or export when the run has ended"
     )
 
 
 def not_there(path: Path) -> str:
     there = ", ".join(each.name for each in finished(path.parent)) or "none"
-    return f"{path} is not there. There are {there} (learner.keep_every keeps some for good)"
+    return f"{path} does not exist. There are {there} (learner.keep_every keeps some for good)"
 
 
 def fill(model: PolicyModel, path: Path, part: str) -> None:

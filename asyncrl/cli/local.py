@@ -73,7 +73,7 @@ def _run(config: Config, overrides: Sequence[str], typed: Sequence[str]) -> int:
     with_keys(config)  # Here, once; each role finds them by itself.
     commands = with_gpus(local_commands(config, overrides, run_id), config, visible_gpus() or ())
     if not Path(config.model.path).is_dir():
-        say(console, f"model.path={config.model.path} is no folder here: taken for a name on the Hugging Face hub")
+        say(console, f"model.path={config.model.path} is not a folder here: taken for a name on the Hugging Face hub")
     for each in commands:
         console.print(f"[bold]{each.role}[/bold]", highlight=False)
         say(console, f"  {each}")
@@ -107,8 +107,8 @@ def check_room(config: Config, folder: Path) -> None:
     free_mb = shutil.disk_usage(folder).free >> 20
     if free_mb < wanted_mb:
         raise RunFolderError(
-            f"run.dir={config.run.dir} has {free_mb} MiB free, and the journal begins with a file of "
-            f"replay.journal.segment_mb={wanted_mb} MiB. Free space there, lower it, or give another run.dir"
+            f"run.dir={config.run.dir} has {free_mb} MiB free, and the first file of the journal takes "
+            f"replay.journal.segment_mb={wanted_mb} MiB. Free space there, lower that setting, or give another run.dir"
         )
 
 

@@ -227,10 +227,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.errno == errno.EPIPE and sys.stdout is not None and _unread(sys.stdout.fileno()):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to say goes nowhere
             if given.command in (*COMMANDS, "sft") and not _unread(2):  # as with `2>&1`
-                print("asyncrl: ended, since nobody reads its output any more. Send it to a file", file=sys.stderr)
+                print("asyncrl: ended, because nobody reads its output any more. Send it to a file", file=sys.stderr)
             return EXIT_UNREAD
         if error.errno in NO_FILES:
-            print(f"asyncrl: {error}: it should be a file. Restore it from a copy, or move it away", file=sys.stderr)
+            print(f"asyncrl: {error}: this must be a file. Restore it from a copy, or move it away", file=sys.stderr)
             return EXIT_REFUSED
         if error.errno not in PLACES:
             raise
@@ -248,7 +248,7 @@ def _unread(pipe: int) -> bool:
 def run(given: argparse.Namespace) -> int:
     # By name, after parsing: a role loads torch or Ray, and `asyncrl --help` must not wait for either.
     if given.command in ("audit", "rerun", "export") and not given.run.is_dir():
-        raise RunFolderError(f"{given.run} is no folder here. Give the folder of a run, such as runs/NAME")
+        raise RunFolderError(f"{given.run} is not a folder here. Give the folder of a run, such as runs/NAME")
     if given.command in ("verify", "eval"):
         refuse_missing(given.path)
     return WAYS.get(given.command, _run_role)(given)
@@ -272,7 +272,9 @@ def _audit(given: argparse.Namespace) -> int:
 
 def _doctor(given: argparse.Namespace) -> int:
     if not given.folder.is_dir():
-        raise RunFolderError(f"{given.folder} is no folder here. Give the one that run folders are to lie in")
+        raise RunFolderError(
+            f"{given.folder} is not a folder on this machine. Give the one that run folders will be in"
+        )
     return load("asyncrl.cli.doctor").main(given.folder, as_json=given.json)
 
 
@@ -280,7 +282,9 @@ def _watch(given: argparse.Namespace) -> int:
     if "://" in given.run:
         return load("asyncrl.cli.watch_address").main(given.run, given.keys)
     if given.keys:
-        raise ConfigError(f"--keys is for a run's address, and {given.run} is a folder. Leave one of the two out")
+        raise ConfigError(
+            f"--keys belongs to the address of a run, but {given.run} is a folder. Leave one of the two out"
+        )
     return load("asyncrl.cli.watch").main(Path(given.run))
 
 
@@ -349,7 +353,7 @@ def refuse_missing(path: str) -> None:
     if path.startswith(("/", ".", "~")) or first == RUNS or len(given.parts) != 2 or Path(first).is_dir():
         hint = f" Did you mean {of_a_run}?" if of_a_run.is_dir() else ""
         raise RunFolderError(
-            f"{path} is no folder here. Give a run folder, or a Hugging Face model (a folder, or org/name on the hub)."
-            f"{hint}"
+            f"{path} is not a folder here. Give a run folder, or a Hugging Face model (a folder, or org/name on the "
+            f"hub).{hint}"
         )
-    print(f"{path} is no folder here: taken for a name on the Hugging Face hub", file=sys.stderr)
+    print(f"{path} is not a folder here: taken for a name on the Hugging Face hub", file=sys.stderr)

@@ -52,16 +52,16 @@ def main(arguments: Sequence[str], runs: Sequence[Path], picture: Path | None, *
         refuse_no_place("--picture", picture, PICTURES)
     for run in runs:
         if not (run / CONFIG_FILE).is_file():
-            raise RunFolderError(f"{run} is no run folder: it has no {CONFIG_FILE}. Give folders such as runs/NAME")
+            raise RunFolderError(f"{run} is not a run folder: it has no {CONFIG_FILE}. Give folders such as runs/NAME")
         if is_supervised(run):
-            raise RunFolderError(f"{run} is a run of asyncrl sft: no rollouts were in it. Give one of asyncrl local")
+            raise RunFolderError(f"{run} is a run of asyncrl sft, which has no rollouts. Give a run of asyncrl local")
     if runs:
         overrides = [str(runs[0] / CONFIG_FILE), *overrides]
     config = read_settings(overrides)
     if config.replay.admission != "group":
         raise ConfigError(
-            f"replay.admission={config.replay.admission} is not simulated: groups are admitted whole. Plan with "
-            "replay.admission=group"
+            f"replay.admission={config.replay.admission} cannot be simulated: the planner admits whole groups. Plan "
+            "with replay.admission=group"
         )
     gpus = gpus or config.placement.gpus or len(visible_gpus() or ())
     costs = given.costs(config.rollout.max_new_tokens, measured=bool(runs))
@@ -98,7 +98,7 @@ def sorted_out(arguments: Sequence[str]) -> tuple[int, Given, list[str]]:
         key, equals, value = text.partition("=")
         if key == GPUS and equals:
             if not value.isdecimal() or int(value) < 2:
-                raise ConfigError(f"gpus={value}: what is planned is how 2 or more are divided")
+                raise ConfigError(f"gpus={value}: the planner divides 2 or more GPUs. Give gpus=2 or more")
             gpus = int(value)
         elif key.startswith(COST):
             costs[key.removeprefix(COST)] = value
@@ -171,7 +171,7 @@ def feasible(config: Config, gpus: int, gpu_gb: float) -> list[Split]:
         ConfigError: there is none; with what is in the way of the last one.
     """
     if gpus < 2:
-        raise ConfigError("how many GPUs there are to be is not known: gpus=64")
+        raise ConfigError("the number of GPUs is missing. Give it, for example gpus=64")
     learner, width = config.learner, config.engine.tensor_parallel
     shards = math.lcm(learner.sequence_parallel, learner.expert_parallel)
     unit = learner.replicas * learner.tensor_parallel * shards
@@ -179,8 +179,8 @@ def feasible(config: Config, gpus: int, gpu_gb: float) -> list[Split]:
     model = model_size(Path(config.model.path)) if gpu_gb else None
     if gpu_gb and model is None:
         raise ConfigError(
-            f"cost.gpu_gb={gpu_gb:g} asks what fits; model.path={config.model.path} is no local folder of safetensors: "
-            "its size is not known. Leave the cost out, or give a folder"
+            f"cost.gpu_gb={gpu_gb:g} needs the size of the model, and model.path={config.model.path} is not a local "
+            "folder of safetensors. Leave the cost out, or give a folder"
         )
     sequences = learner.groups_per_step * config.rollout.group_size // learner.updates_per_batch
     useful = max(unit, sequences * learner.sequence_parallel * learner.tensor_parallel)

@@ -77,7 +77,7 @@ def cache_root() -> Path:
     try:
         return Path(os.environ.get("ASYNCRL_CACHE") or "~/.cache/asyncrl").expanduser().absolute()
     except RuntimeError as error:
-        raise AsyncRLError(f"no folder for the quickstart's model: {error}. Set ASYNCRL_CACHE=DIR") from error
+        raise AsyncRLError(f"the quickstart has no folder for its model: {error}. Set ASYNCRL_CACHE=DIR") from error
 
 
 def cache_folder(recipe: WarmupRecipe) -> Path:
@@ -125,7 +125,7 @@ def scratch_beside(folder: Path) -> Iterator[Path]:
                     raise
     except OSError as error:
         raise AsyncRLError(
-            f"{folder} cannot be made: {error}. Set ASYNCRL_CACHE=DIR to a folder that can be written"
+            f"{folder} cannot be created: {error}. Set ASYNCRL_CACHE=DIR to a folder that can be written"
         ) from error
 
 
@@ -155,7 +155,9 @@ def make(module: str, *arguments: str) -> None:
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=WARMUP_TIMEOUT_S
         )
     except subprocess.TimeoutExpired as error:
-        raise AsyncRLError(f"the warm-up was not done after {WARMUP_TIMEOUT_S:.0f} s: is the machine busy?") from error
+        raise AsyncRLError(
+            f"the warm-up did not finish within {WARMUP_TIMEOUT_S:.0f} s: is the machine busy?"
+        ) from error
     if done.returncode:
         raise AsyncRLError(f"the warm-up failed with exit code {done.returncode}:\n{done.stdout[-4000:]}")
     print(f"{done.stdout.strip().splitlines()[-1]} ({time.monotonic() - started:.0f} s)", flush=True)

@@ -147,16 +147,19 @@ def rerun_config(run: Path, overrides: Sequence[str]) -> Config:
         ConfigError: there is no run, or an override that the data does not leave open.
     """
     if not (run / "config.yaml").is_file():
-        raise ConfigError(f"{run} is no run folder: it has no config.yaml")
+        raise ConfigError(f"{run} is not a run folder: it has no config.yaml")
     if is_supervised(run):
         raise ConfigError(
-            f"{run} is a run of asyncrl sft: it has no batches of rollouts to train on again. Start it with another "
+            f"{run} is a run of asyncrl sft, which has no rollouts to train on again. Start asyncrl sft with another "
             "run.name to compare"
         )
     for text in overrides:
         key = text.partition("=")[0]
         if key in FIXED or not any(key == name or key.startswith(f"{name}.") for name in FREE):
-            raise ConfigError(f"a rerun cannot set {key}: its data was made without it. It can set {', '.join(FREE)}")
+            raise ConfigError(
+                f"a rerun cannot set {key}, because the run's data was generated without it. It can set "
+                f"{', '.join(FREE)}"
+            )
     recorded = read_config(run / "config.yaml")
     groups = {text.partition("=")[0] for text in overrides} & set(config_groups())
     # Recorded with every part of its preset: those of another one would be refused beside it.
@@ -231,7 +234,7 @@ def prepare(config: Config, run_id: str) -> Path:
         RunFolderError: an earlier one is there, or see `prepare_run_folder`, whose ways out a rerun has not got.
     """
     if owner_of(Path(config.run.dir).resolve()) not in (None, run_id) and not config.overwrite:
-        raise RunFolderError(f"{config.run.dir} holds this rerun already. To train it anew give overwrite=true")
+        raise RunFolderError(f"{config.run.dir} already holds this rerun. To train it again, add overwrite=true")
     return prepare_run_folder(config, run_id)
 
 

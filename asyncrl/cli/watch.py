@@ -21,7 +21,7 @@ TURN_S = 1.0
 def main(folder: Path) -> int:
     """Until nobody is in the run any more, or Ctrl-C, which the run does not notice. Raises RunFolderError."""
     if not (folder / CONFIG_FILE).is_file():
-        raise RunFolderError(f"{folder} is no run folder: it has no {CONFIG_FILE}. Give a folder such as runs/NAME")
+        raise RunFolderError(f"{folder} is not a run folder: it has no {CONFIG_FILE}. Give a folder such as runs/NAME")
     settings = read_settings(folder / CONFIG_FILE)
     # They may be of another version, or of another hand: to look at a run is refused for none of them.
     steps, given = settings.get("learner.steps"), settings.get("telemetry.ignore_alarms")

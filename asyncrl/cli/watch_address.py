@@ -55,8 +55,8 @@ def main(address: str, keys: str) -> int:
     """
     if not keys:
         raise ConfigError(
-            f"asyncrl watch {address} needs --keys DIR, a folder with server.key, viewer.key and viewer.key_secret: of "
-            "a run on this machine RUN/keys, else those that `asyncrl keys` made for it"
+            f"asyncrl watch {address} needs --keys DIR, a folder with server.key, viewer.key and viewer.key_secret. "
+            "For a run on this machine it is RUN/keys, otherwise the one that `asyncrl keys` made for the run"
         )
     host, port = host_of(address), address.rpartition(":")[2]
     if not (host and not is_everywhere(host) and 0 < int(port) < 65536) and not re.match("ipc://.", address):

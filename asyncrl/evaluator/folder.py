@@ -88,7 +88,7 @@ def _take(path: Path, made_of: Mapping[str, Any], overwrite: bool, patience: Pat
     file = path / EVAL_FILE
     if not file.is_file() and any(entry.name != f"{EVAL_FILE}.tmp" for entry in path.iterdir()):
         raise RunFolderError(
-            f"run.dir={path} holds files but no {EVAL_FILE}, so it is no folder of an evaluation and is left alone. "
+            f"run.dir={path} holds files but no {EVAL_FILE}, so it is not a folder of an evaluation and is left alone. "
             "Give another run.dir or run.name"
         )
     if file.is_file() and overwrite:

@@ -93,7 +93,7 @@ def test_asyncrl_eval_takes_the_set_that_is_named_or_the_only_one() -> None:
     assert named is not None and (named.config.data.path, named.config.reward.function) == ("b", "f1")
     first = chosen_set(load_config([*GIVEN, *sets, "eval.path=e"]))
     assert first is not None and first.config.data.path == "e"
-    with pytest.raises(ConfigError, match=r"there are the sets a, b, and one is evaluated at a time. Give eval.name"):
+    with pytest.raises(ConfigError, match=r"several evaluation sets \(a, b\).*Choose it with eval\.name"):
         chosen_set(load_config([*GIVEN, *sets]))
 
 

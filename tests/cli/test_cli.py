@@ -157,7 +157,7 @@ def test_ranks_are_counted_where_they_are_started(
         assert ("give learner.ranks" in capsys.readouterr().out) == (command == "replay")
     for command in ("local", "learner"):
         assert main([command, *files, "learner.replicas=2", "--dry-run"]) == 2
-        assert "learner.ranks=1 cannot be learner.replicas=2" in capsys.readouterr().err
+        assert "learner.ranks=1 must be a multiple of learner.replicas=2" in capsys.readouterr().err
         assert main([command, *files, "learner.replicas=2", "learner.ranks=4", "--dry-run"]) == 0
 
 
@@ -296,7 +296,7 @@ def test_any_other_error_of_the_system_keeps_its_trace(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("command", ["audit", "rerun", "verify"])
 def test_a_run_that_is_not_there_is_said_so(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, str(tmp_path / "no run")]) == 2
-    assert "no run is no folder here" in capsys.readouterr().err
+    assert "no run is not a folder here" in capsys.readouterr().err
 
 
 def test_a_run_that_is_missing_is_not_looked_for_on_the_network(
@@ -309,7 +309,7 @@ def test_a_run_that_is_missing_is_not_looked_for_on_the_network(
     monkeypatch.setattr(verify, "main", lambda path, _: asked.append(path) or 0)
     for missing in ("runs/none", "elsewhere/none", "none", "some/deep/folder", "./none"):
         assert main(["verify", missing]) == 2
-        assert f"{missing} is no folder here" in capsys.readouterr().err
+        assert f"{missing} is not a folder here" in capsys.readouterr().err
     assert main(["verify", "first"]) == 2
     assert "Did you mean runs/first?" in capsys.readouterr().err
     assert main(["verify", "runs/first"]) == main(["verify", "org/name"]) == 0
@@ -392,7 +392,7 @@ def test_a_folder_where_a_file_should_be_is_named(tmp_path: Path, capsys: pytest
     (tmp_path / "config.yaml").write_text("seed: 1\n")
     (tmp_path / "metrics.jsonl").mkdir()
     assert main(["compare", str(tmp_path)]) == 2
-    assert f"{str(tmp_path / 'metrics.jsonl')!r}: it should be a file" in capsys.readouterr().err
+    assert f"{str(tmp_path / 'metrics.jsonl')!r}: this must be a file" in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").rmdir()  # the end of the session reads all metrics that tests wrote
 
 

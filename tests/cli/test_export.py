@@ -130,7 +130,7 @@ def test_what_no_export_wrote_is_not_replaced_by_one(run: Path, capsys: pytest.C
     capsys.readouterr()
     (mine / "thesis.txt").write_text("years")
     for place, said in (
-        (mine, f"{mine} has thesis.txt in it, which no export wrote"),
+        (mine, f"{mine} contains thesis.txt, which no export wrote"),
         (run / "ckpt" / "step_1", "which no export wrote"),
         (run, "which no export wrote"),
         (run / "config.yaml", "config.yaml is a file. Give --to a folder"),
@@ -157,7 +157,7 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_is_passed_over_for_a_newer_
     assert "the policy after 3 steps" in capsys.readouterr().out
     del saved[1:]
     assert main(["export", str(run), "--step", "3"]) == 2
-    assert f"{run}/ckpt/step_3 is not there. There are step_2" in capsys.readouterr().err
+    assert f"{run}/ckpt/step_3 does not exist. There are step_2" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -246,7 +246,7 @@ def test_arguments_that_are_none_are_refused(tmp_path: Path, capsys: pytest.Capt
     files = {name: [str(tmp_path / f"{name}.yaml")] for name in ("list", "binary")}
     for arguments, says in (
         ([], "no settings"),
-        (files["list"], "holds no settings"),
+        (files["list"], "has no settings"),
         (files["binary"], "binary.yaml cannot be read"),
     ):
         assert main(["migrate", "verl", *arguments]) == 2
@@ -276,4 +276,4 @@ def test_what_is_no_number_where_theirs_is_one_is_refused_by_its_key(
 
 def test_a_launch_script_is_not_read_and_that_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["migrate", "verl", "run_grpo.sh"]) == 2
-    assert "run_grpo.sh is a shell script, which is not read: copy the arguments" in capsys.readouterr().err
+    assert "run_grpo.sh is a shell script, which is not read: copy its arguments" in capsys.readouterr().err

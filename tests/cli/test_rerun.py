@@ -49,7 +49,7 @@ def test_a_rerun_copies_nothing_and_takes_over_nothing_that_does_nothing(run: Pa
 def test_a_rerun_that_is_there_already_is_made_anew_with_the_setting_that_it_names(run: Path) -> None:
     prepare(rerun_config(run, []), "first")
     assert prepare(rerun_config(run, []), "first").is_dir(), "its ranks"
-    with pytest.raises(RunFolderError, match=r"already\. To train it anew give overwrite=true"):
+    with pytest.raises(RunFolderError, match=r"already holds this rerun\. To train it again, add overwrite=true"):
         prepare(rerun_config(run, []), "second")
     prepare(rerun_config(run, ["overwrite=true"]), "second")
 
@@ -122,7 +122,7 @@ def test_what_the_data_was_made_with_cannot_be_changed(run: Path, override: str)
 
 
 def test_what_is_no_run_or_has_no_journal_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no run folder"):
+    with pytest.raises(ConfigError, match="is not a run folder"):
         rerun_config(tmp_path, [])
     with pytest.raises(JournalError, match="has no journal"):
         read_surviving(tmp_path / "journal")

@@ -163,7 +163,7 @@ def test_without_its_keys_it_says_which_and_a_server_that_is_not_there_is_named(
         assert main(["watch", wrong, "--keys", str(tmp_path / "keys")]) == 2
         assert "takes a run folder, tcp://HOST:PORT or ipc://PATH" in capsys.readouterr().err
     assert main(["watch", str(tmp_path), "--keys", str(tmp_path / "keys")]) == 2
-    assert "--keys is for a run's address" in capsys.readouterr().err
+    assert "--keys belongs to the address of a run" in capsys.readouterr().err
     address = free_address()
     assert main(["watch", address, "--keys", str(tmp_path / "keys")]) != 0
     assert f"{address} did not answer" in capsys.readouterr().err

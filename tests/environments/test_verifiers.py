@@ -133,7 +133,7 @@ def test_rows_are_the_tasks_with_what_they_ask(monkeypatch: pytest.MonkeyPatch) 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({}, "has no taskset. Name a package"),
-    (ARGS | {"path": "nowhere"}, "environment.args.path=nowhere is no folder"),
+    (ARGS | {"path": "nowhere"}, "environment.args.path=nowhere is not a folder"),
     (ARGS | {"max_calls": 0}, "environment.args.max_calls must be above 0"),
     (ARGS | {"taskset": "chess_v1"}, "taskset 'chess_v1' not found"),
     (ARGS | {"harness": "chess"}, "harness 'chess' not found"),

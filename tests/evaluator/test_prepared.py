@@ -24,7 +24,7 @@ def test_a_run_that_sampled_a_part_of_the_vocabulary_is_evaluated_as_eval_says_w
     with pytest.raises(ConfigError, match=r"Evaluations take eval\.top_p"):
         prepared(str(run), ["engine=vllm", "rollout.top_p=0.8"])
     server = ["engine=server", "engine.urls=[http://127.0.0.1:8000]", "rollout.top_p=1", "rollout.top_k=0"]
-    with pytest.raises(ConfigError, match="servers have their own"):
+    with pytest.raises(ConfigError, match="servers that you started"):
         prepared(str(run), [*server, "rollout.workers=1"])
 
 
@@ -48,5 +48,5 @@ def test_a_torch_that_cannot_be_asked_for_its_gpus_is_told_with_its_last_line(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     config = load_config([*TRAINING, "rollout.top_p=1", "rollout.top_k=0"])
-    with pytest.raises(ConfigError, match=r"ImportError: libcudart is not here\)\. Give engine\.dtype"):
+    with pytest.raises(ConfigError, match=r"ImportError: libcudart is not here\)\. Set engine\.dtype"):
         engine_kind(config)

@@ -81,7 +81,7 @@ def test_a_plan_from_a_run_says_what_it_took_from_it(
 def test_splits_are_those_that_could_be_started(tmp_path: Path) -> None:
     config = load_config([*files(tmp_path), "engine=vllm", "engine.tensor_parallel=2"])
     assert feasible(config, 6, 0.0) == [Split(ranks=ranks, engines=(6 - ranks) // 2) for ranks in (1, 2, 3, 4)]
-    for gpus, gpu_gb, said in ((2, 0.0, "no split of 2"), (0, 0.0, "gpus=64"), (4, 80.0, "no local folder")):
+    for gpus, gpu_gb, said in ((2, 0.0, "no split of 2"), (0, 0.0, "gpus=64"), (4, 80.0, "not a local folder")):
         with pytest.raises(ConfigError, match=said):
             feasible(config, gpus, gpu_gb)
 

@@ -13,6 +13,6 @@ def refuse_no_place(option: str, path: Path, kinds: Sequence[str] = ()) -> None:
     if path.is_dir():
         raise ConfigError(f"{option} {path} is a folder. Give the name of a file, such as {path / 'NAME'}")
     if not path.parent.is_dir():
-        raise ConfigError(f"{option} {path}: there is no folder {path.parent}. Make it, or give another place")
+        raise ConfigError(f"{option} {path}: there is no folder {path.parent}. Create it, or give another place")
     if kinds and path.suffix.lower() not in kinds:
-        raise ConfigError(f"{option} {path}: its name ends in none of {', '.join(kinds)}")
+        raise ConfigError(f"{option} {path}: its name must end in one of {', '.join(kinds)}")

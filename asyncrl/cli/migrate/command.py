@@ -46,7 +46,7 @@ def read(arguments: Sequence[str]) -> dict[str, Any]:
             found[waiting] = one if before is True else [*(before if isinstance(before, list) else [before]), one]
     if not found:
         scripts = [text for text in arguments if text.endswith(".sh")]
-        read = f" {scripts[0]} is a shell script, which is not read: copy the arguments out of it." if scripts else ""
+        read = f" {scripts[0]} is a shell script, which is not read: copy its arguments." if scripts else ""
         raise ConfigError(f"no settings were given.{read} Give key=value arguments, or a YAML file of them")
     return found
 
@@ -75,7 +75,7 @@ def _file(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"the settings file {path} cannot be read: {error}. Give a YAML file") from error
     if not isinstance(read, dict):
-        raise ConfigError(f"{path} holds no settings. Give a YAML file of `key: value` lines")
+        raise ConfigError(f"{path} has no settings. Give a YAML file of `key: value` lines")
     return _flat(read)
 
 

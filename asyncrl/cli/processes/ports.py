@@ -26,4 +26,4 @@ def free_port() -> int:
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
             return port
-    raise ConfigError(f"no port of {PORTS.start} to {PORTS.stop} is free: end what holds them")
+    raise ConfigError(f"no port from {PORTS.start} to {PORTS.stop - 1} is free. End the processes that use them")

@@ -94,4 +94,4 @@ def _check_given(taskset: str, env: Mapping[str, Any] | None, path: str) -> None
     if not taskset and not dict(env or {}).get("taskset"):
         raise ConfigError("environment.name=verifiers has no taskset. Name a package: environment.args.taskset=NAME")
     if path and not os.path.isdir(path):
-        raise ConfigError(f"environment.args.path={path} is no folder")
+        raise ConfigError(f"environment.args.path={path} is not a folder")

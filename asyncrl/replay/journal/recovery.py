@@ -49,7 +49,7 @@ def read_journal(path: Path) -> Iterator[tuple[int, ev.Event]]:
         JournalError: there is no journal, or it is damaged; the message names file and byte.
     """
     if not path.is_dir():
-        raise JournalError(f"{path} is no folder: this run has no journal (replay.durability=memory keeps none)")
+        raise JournalError(f"{path} is not a folder: this run has no journal (replay.durability=memory keeps none)")
     yield from read_history(FolderDisk(path, locked=False))
 
 

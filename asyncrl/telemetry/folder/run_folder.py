@@ -201,7 +201,7 @@ def refuse_used_folder(config: RunSettings) -> None:
         )
     if owner_of(folder) is None:
         raise RunFolderError(
-            f"run.dir={config.run.dir} holds files but no {RUN_FILE}, so it is no run folder of asyncrl and is left "
+            f"run.dir={config.run.dir} holds files but no {RUN_FILE}, so it is not a run folder of asyncrl and is left "
             "alone. Give another run.dir or run.name"
         )
     if config.resume == "never" and not config.overwrite:

@@ -107,7 +107,7 @@ def of_each(folders: Sequence[Path], read: Callable[[Path], Read]) -> list[Read]
 def settings_of(folder: Path) -> dict[str, Any]:
     """By dotted key. Raises RunFolderError where there is no run."""
     if not (folder / CONFIG_FILE).is_file():
-        raise RunFolderError(f"{folder} is no run folder: it has no {CONFIG_FILE}. Give folders such as runs/NAME")
+        raise RunFolderError(f"{folder} is not a run folder: it has no {CONFIG_FILE}. Give folders such as runs/NAME")
     return read_settings(folder / CONFIG_FILE)
 
 

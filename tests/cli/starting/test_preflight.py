@@ -272,7 +272,10 @@ def test_the_longest_row_is_found_and_what_becomes_of_it_said(
     ("settings", "says"),
     [
         (["rollout.max_new_tokens=600"], ["= 1112, and the model of model.path has 1024 positions"]),
-        (["engine.record_topk=300"], ["engine.record_topk=300 of the likeliest", "model of model.path has 258. Lower"]),
+        (
+            ["engine.record_topk=300"],
+            ["engine.record_topk=300 is more than the 258 tokens in the vocabulary of model.path. Lower it"],
+        ),
         (["learner.copy_to=nosuch://x"], ["learner.copy_to=nosuch://x is not a URL that fsspec can open here"]),
         (
             ["weights.transport=pull", "weights.url=nosuch://x"],

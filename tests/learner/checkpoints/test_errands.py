@@ -197,7 +197,7 @@ def test_the_checkpoint_to_export_is_the_one_that_was_asked_for_or_the_newest_wh
         chosen_checkpoint(tmp_path, None)
     first, second = (saves.save(state(step), learner(0, updates=1), {}) for step in (0, 1))
     assert chosen_checkpoint(tmp_path, None) == second and chosen_checkpoint(tmp_path, 1) == first
-    with pytest.raises(CheckpointError, match=r"step_7 is not there\. There are step_1, step_2"):
+    with pytest.raises(CheckpointError, match=r"step_7 does not exist\. There are step_1, step_2"):
         chosen_checkpoint(tmp_path, 7)
     (second / "state.json").write_text("{}")
     assert chosen_checkpoint(tmp_path, None) == first

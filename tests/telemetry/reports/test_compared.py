@@ -160,7 +160,7 @@ def test_what_is_no_number_has_no_end(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_what_is_no_run_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", str(tmp_path)]) == 2
-    assert "no run folder" in capsys.readouterr().err
+    assert "not a run folder" in capsys.readouterr().err
 
 
 def test_a_setting_that_an_older_version_did_not_have_differs_only_where_it_does_something_else(

@@ -186,7 +186,7 @@ def test_the_command_writes_it_into_the_first_run(tmp_path: Path, capsys: pytest
     assert data_in((folder / "report.html").read_text())["runs"][0]["name"] == "a"
     assert main(["report", str(folder), "--to", str(tmp_path / "x.html")]) == 0 and (tmp_path / "x.html").exists()
     assert main(["report", str(tmp_path)]) == 2
-    assert "no run folder" in capsys.readouterr().err
+    assert "not a run folder" in capsys.readouterr().err
     empty = tmp_path / "empty"
     empty.mkdir()
     (empty / "config.yaml").write_text("seed: 1\n")
