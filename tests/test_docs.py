@@ -51,6 +51,13 @@ def test_the_readme_s_defaults_are_the_defaults() -> None:
         assert shown.group(1) == str(getattr(getattr(config, room), key)).lower()
 
 
+def test_the_changelog_is_one_line_for_each_thing_under_its_area() -> None:
+    _, unreleased = (ROOT / "CHANGELOG.md").read_text().split("## [Unreleased]", 1)
+    areas = re.split(r"^### ", unreleased, flags=re.MULTILINE)[1:]
+    lines = [line for area in areas for line in area.splitlines()[1:] if line]
+    assert areas and [line for line in lines if not line.startswith("- ")] == []
+
+
 def test_the_cluster_settings_of_the_readme_are_accepted() -> None:
     settings = re.search(r'^S="([^"]+)"', (ROOT / "README.md").read_text(), flags=re.MULTILINE)
     assert settings is not None
