@@ -16,6 +16,7 @@ from asyncrl.learner.settings import CriticConfig, LearnerConfig, ReferenceConfi
 from asyncrl.losses.settings import LossConfig
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.rewards.settings import RewardConfig
+from asyncrl.weights.settings import WeightsConfig
 
 
 class RowSettings(Protocol):
@@ -50,159 +51,168 @@ class RunSettings(Protocol):
 @dataclass(kw_only=True, slots=True)
 class RunConfig:
     name: str = "run"
-    """Letters, digits, `.`, `_`, `-`; at most 64."""
+    """Name of the run, and of its folder unless `run.dir` is set: letters, digits, `.`, `_` and `-`, at most 64."""
     dir: str = "runs/${run.name}"
-    """The run folder. A used one is refused unless `resume` or `overwrite` says what to do with it."""
+    """The run folder. One that holds a run is refused unless `resume` or `overwrite` says what to do with it."""
     disk_patience_s: float = 3600.0
-    """While the disk of the run folder is full the run waits and says so once a minute, at most so long; then it ends
-    and can be resumed."""
+    """Seconds that a run whose disk is full waits for space, reporting once a minute. Then it ends and can be
+    resumed."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
     path: str = MISSING
-    """Directory (or hub name) of a Hugging Face causal LM with its tokenizer."""
+    """Folder, or name on the Hugging Face hub, of a causal language model with its tokenizer."""
     renderer: str = "auto"
-    """What turns messages into tokens and back: `auto`, `default` (the tokenizer's chat template) or a renderer's name
-    (`qwen3`, `llama-3`, ...). `auto` takes the one of the model's family that is proven to write what the template
-    writes, and `default` where there is none. See docs/chat.md."""
+    """What turns messages into tokens and back: a renderer's name, `default` (the tokenizer's chat template), or
+    `auto`: the renderer of the model's family if it is proven to write what the template writes, else `default`. See
+    docs/chat.md."""
     chat: dict[str, Any] = field(default_factory=dict)
-    """Options of the renderer, or of the chat template: `model.chat.enable_thinking=false`."""
+    """Options for the renderer or the chat template: `model.chat.enable_thinking=false`."""
     dtype: str = "auto"
-    """Compute dtype of the learner: `float32`, `bfloat16`, or `auto`, bfloat16 on a GPU and else float32. Master
-    weights and reductions are always fp32. float32 is exact on a GPU too (no TF32), and refused there where attention
-    would build too many scores: bfloat16 builds none."""
+    """Compute dtype of the learner; `auto` is bfloat16 on a GPU and float32 on a CPU. Master weights and reductions are
+    always float32; float32 on a GPU is exact (no TF32), and refused where attention would not fit into memory."""
     fp32_head: bool = False
-    """Logits of a model in bfloat16 are computed in float32, from the same weights, in the learner and in the engines
-    alike: rounded to bfloat16 they are the coarsest numbers of all."""
+    """Compute the logits of a bfloat16 model in float32, from the same weights, in the learner and in the engines.
+    Rounded to bfloat16, logits are the coarsest numbers of the model."""
     activation_checkpointing: bool = False
-    """Compute activations again in the backward pass: less memory, more time."""
+    """Compute activations again in the backward pass instead of keeping them: less memory, more time."""
     checkpoint_every: int = 1
-    """With `activation_checkpointing`: of every so many layers one is computed again, the others keep what they need.
-    1 is every layer; 2 takes half of the time and gives half of the memory back. `--dry-run` shows what it takes."""
+    """With `activation_checkpointing`: recompute only one of this many layers. 1 recomputes every layer; 2 halves both
+    the extra time and the memory saved (`--dry-run` shows how much)."""
     checkpoint_keep: str = "nothing"
-    """With `activation_checkpointing`: what a layer that is computed again keeps beside its input. `attention` is its
-    output, whose arithmetic grows with the square of the length; `matmul` also that of every matrix product."""
+    """With `activation_checkpointing`: what a recomputed layer keeps besides its input: `nothing`, the output of
+    `attention` (whose cost grows with the square of the length), or `matmul`, also that of every matrix product."""
     compile: bool = False
-    """The learner's decoder layers are compiled by torch.compile before the first step: its start takes up to minutes
-    longer. What is computed differs by rounding. See docs/parallel.md."""
+    """Compile the learner's decoder layers with torch.compile; the start takes up to minutes longer, and results differ
+    by rounding. See docs/parallel.md."""
     lora_rank: int = 0
-    """Above 0: only LoRA adapters of this rank are trained and sent to the engines; the base stays as it is."""
+    """Above 0: train and publish only LoRA adapters of this rank, the base model stays as it is. 0 trains the whole
+    model."""
     lora_alpha: int = 32
-    """An adapter adds lora_alpha / lora_rank * B A to its layer's weight."""
+    """Scale of the adapters: each adds lora_alpha / lora_rank * B A to its layer's weight."""
     lora_targets: list[str] = field(default_factory=list)
-    """Names of the linear layers that get adapters (`q_proj`, or longer); empty is all of the blocks."""
+    """Linear layers that get adapters, by the ends of their names: `[q_proj,v_proj]`. Empty: all linear layers of the
+    blocks."""
 
 
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
     path: Any = MISSING
-    """Rows with `prompt` (text, or a list of chat messages) and any other columns: a JSONL or parquet file, a folder of
-    them or one made by `save_to_disk`, `hf:NAME[:CONFIG][:SPLIT]` of the Hugging Face hub, or a class of your own,
-    `file.py:Name`. Several: a list, or a glob. See docs/data.md."""
+    """Where the rows are (`prompt` as text or chat messages, and any other columns): JSONL or parquet files, a folder
+    of them or one of `save_to_disk`, a list or a glob, `hf:NAME[:CONFIG][:SPLIT]`, or a class of yours, `file.py:Name`.
+    See docs/data.md."""
     prompt_column: str = "prompt"
-    """The column that holds the prompt, where it has another name."""
+    """Column that holds the prompt."""
     mixture: dict[str, Any] = field(default_factory=dict)
-    """Instead of `path`, several sources by name, each with `path` and, as it likes, `weight` (1), `where`,
+    """Several sources by name instead of `path`, each with its `path` and optionally `weight` (1), `where`,
     `prompt_column` and `args`: `data.mixture.gsm8k.path=FILE data.mixture.gsm8k.weight=2`."""
     where: dict[str, Any] = field(default_factory=dict)
-    """Only rows whose columns have these values, `data.where.level=[3,4,5]`, or lie within bounds,
-    `data.where.score.min=0.2 data.where.score.max=0.8`."""
+    """Use only rows whose columns have one of these values, `data.where.level=[3,4,5]`, or lie within bounds, both
+    included: `data.where.score.min=0.2 data.where.score.max=0.8`."""
     order_by: str = ""
-    """Column of numbers, or texts, by which the rows of an epoch come, smallest first (a curriculum); `shuffle` then
-    mixes those that are equal. Empty is no such order."""
+    """Column (numbers or texts) that orders the rows of an epoch, smallest first; `shuffle` then only mixes equal ones.
+    Empty: not ordered."""
     curriculum: str = ""
-    """`pass_rate`: rows that every group solves, or none, are drawn less. The replay server measures how often each row
-    is solved, and keeps it over resumes. Empty draws each row once an epoch."""
+    """`pass_rate` draws rows less often that every group solves, or none, as measured during the run and kept over
+    resumes. Empty: every row once per epoch."""
     curriculum_window: list[float] = field(default_factory=lambda: [0.05, 0.95])
-    """Pass rates, both included, of the rows that are drawn whenever their turn comes, as are those never measured."""
+    """Lowest and highest pass rate of rows that are always drawn when it is their turn. So are rows that were not
+    measured yet."""
     curriculum_explore: float = 0.1
-    """Share of the other rows that are drawn all the same at their turn: what was hopeless may not be any more."""
+    """Share of the rows outside the window that are drawn at their turn all the same, since the policy may have
+    changed."""
     curriculum_passes_at: float = 0.5
-    """Least reward of a completion that has passed."""
+    """Lowest reward with which a completion counts as passed."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Arguments of a class of your own: `data.args.NAME=VALUE`."""
+    """Arguments for a class of yours: `data.args.NAME=VALUE`."""
     shuffle: bool = True
-    """A new seeded permutation each epoch; false keeps the order of the rows."""
+    """Shuffle the rows anew each epoch, by `seed`; false keeps their order."""
     max_prompt_tokens: int = 512
-    """Of a prompt as rendered by the chat template; what becomes of a longer one says `overlong`."""
+    """Longest prompt in tokens, as the chat template renders it; `overlong` says what happens to a longer one."""
     overlong: str = "drop"
-    """What becomes of a longer prompt when it is drawn: `drop` its group (counted as `over_length`), `truncate_left` or
-    `truncate_right` (so many tokens are cut there; only where the environment reads tokens, as `single_turn` does), or
-    `error`, which ends the run and names the row."""
+    """What happens when a prompt that is too long is drawn: `drop` its group (counted as `over_length`), cut it with
+    `truncate_left` or `truncate_right` (only where the environment reads tokens, as `single_turn` does), or end the run
+    with an `error` that names the row."""
 
 
 @dataclass(kw_only=True, slots=True)
 class EngineConfig:
     name: str = "transformers"
-    """`vllm` (CPU or GPU), `transformers` (built in, CPU or GPU; not for every model, see docs/models.md), servers
-    that you started: `server` (vLLM), `sglang` (docs/servers.md), or `fake` (deterministic, for tests)."""
+    """What generates: `vllm`, `transformers` (built in; not for every model, see docs/models.md), servers that you
+    started (`server` for vLLM, `sglang`; see docs/servers.md), or `fake` for tests."""
     urls: list[str] = field(default_factory=list)
-    """With `engine=server` or `sglang`: where they are, `engine.urls=[http://127.0.0.1:8000,http://10.0.0.7:8000]`. On
-    this machine or a private network alone: no key guards what loads weights into vLLM."""
+    """Addresses of the servers of `engine=server` or `sglang`:
+    `engine.urls=[http://127.0.0.1:8000,http://10.0.0.7:8000]`. Only this machine or a private network, since no key
+    protects the loading of weights into vLLM."""
     key_env: str = ""
-    """With `engine=server` or `sglang`: environment variable with the key that they were started with (`--api-key`)."""
+    """Environment variable with the key that the servers of `engine=server` or `sglang` were started with
+    (`--api-key`). Empty: no key."""
     device: str = "auto"
-    """`auto` is a GPU where there is one."""
+    """Where the engine runs; `auto` takes a GPU if there is one."""
     dtype: str = "auto"
-    """Of the engine's weights: `float32`, `bfloat16`, or `auto`, bfloat16 on a GPU and else float32."""
+    """Dtype of the engine's weights; `auto` is bfloat16 on a GPU and float32 on a CPU."""
     max_sequences: int = 256
-    """Sequences decoded together; more wait in the engine."""
+    """Sequences that one engine decodes together; more wait. Raise it to use a GPU better, lower it if memory is
+    short."""
     threads: int = 1
-    """Intra-op threads of the engine process (CPU)."""
+    """CPU threads within an operation of the engine process."""
     tensor_parallel: int = 1
-    """Processes, hence GPUs, that share one engine's model (vllm)."""
+    """GPUs (on a CPU: processes) that share one vLLM engine's model, all on one machine."""
     max_model_len: int = 0
-    """Longest prompt and completion together (vllm); 0 is the longest that fits the model and the KV cache."""
+    """Longest prompt and completion together, in tokens (vllm). 0: as long as the model and the KV cache allow."""
     kv_cache_mb: int = 0
-    """Memory of the KV cache per process (vllm); 0 is vLLM's own share of a GPU, and 256 MiB on a CPU."""
+    """Memory for the KV cache in MiB, per engine process (vllm). 0: vLLM's own share of a GPU, and 256 MiB on a CPU."""
     record_topk: int = 0
-    """Record so many of the likeliest tokens, with their log-probs, at each sampled token: 8 bytes each in the replay.
-    `loss.centering` needs them. 0 is none."""
+    """Record this many of the likeliest tokens and their log-probs at each sampled token, for `loss.centering`; each
+    takes 8 bytes in the replay. 0: none."""
     exact: bool = False
-    """Engine and learner compute the same log-probs bit for bit at the same version (transformers, on CPUs, in float32,
-    with `weights.on_update=recompute`), and the canary allows no difference. Costs time, see docs/exact.md."""
+    """Make engine and learner compute the same log-probs bit for bit, at some cost in time (see docs/exact.md). Needs
+    the built-in engine, CPUs, float32 and `weights.on_update=recompute`."""
     vllm: dict[str, Any] = field(default_factory=dict)
-    """Any other engine argument of vLLM, by its own name: `engine.vllm.gpu_memory_utilization=0.8`."""
+    """Any other engine argument of vLLM, by its own name: `engine.vllm.gpu_memory_utilization=0.8`. Those that would
+    make log-probs or versions wrong are refused (docs/vllm.md)."""
 
 
 @dataclass(kw_only=True, slots=True)
 class AdvantageConfig:
     estimator: str = "group"
-    """`group` (against the siblings), `gdpo` (each of `components` against the siblings'), `turns` (what each turn and
-    the later ones earned, against all turns of the siblings; `turns_by_number`: against theirs of the same number),
-    `reinforce_pp` (whitened returns), or with a critic `gae`, `vtrace` or `retrace`, these two also as `vtrace_turns`
-    and `retrace_turns`, whose traces are cut once per turn; or `own`, what `function` returns."""
+    """How advantages are computed: `group` (against the siblings), `gdpo` (each of `components` against the siblings'),
+    `turns` or `turns_by_number` (each turn against all turns, or those of the same number), `reinforce_pp` (whitened
+    returns), `own` (`function`); with a critic `gae`, `vtrace`, `retrace`, or `vtrace_turns` and `retrace_turns`, which
+    cut traces once per turn."""
     function: str = ""
-    """With `advantage=own`: yours, `file.py:name` or `package.module:name`. It takes
-    `asyncrl.advantages.AdvantageInputs`, a whole step, and returns a number per trajectory or per token. See
+    """With `advantage=own`: your function, `file.py:name` or `package.module:name`. It takes
+    `asyncrl.advantages.AdvantageInputs` (a whole step) and returns a number per trajectory or token; see
     docs/own_learning.md."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Its arguments: `advantage.args.NAME=VALUE`. A function is called with them, a class made with them."""
+    """Arguments of `function`: `advantage.args.NAME=VALUE`. A class is instantiated with them."""
     baseline: str = "mean"
-    """`mean` of the group, `loo` (leave one out), `opo` (mean weighted by length), `none`, or `greedy`: the reward of a
-    greedy completion of the same prompt, made for that and not trained on."""
+    """What is subtracted from a reward: the `mean` of its group, `loo` (mean of the other members), `opo` (mean
+    weighted by length), `greedy` (reward of an extra greedy completion, which is not trained on), or `none`."""
     std: str = "none"
-    """Divide by the standard deviation (ddof 1) of the `group`, of the `batch`, or `none`. With the estimators per
-    token `batch` whitens all loss tokens of a step (mean 0, ddof 0)."""
+    """Divide advantages by the standard deviation of the `group` or of the `batch`, or by `none`. Estimators per token
+    take `batch` to whiten all loss tokens of a step (mean 0)."""
     gamma: float = 1.0
-    """Discount per sampled token; with `turns` and `turns_by_number` per turn."""
+    """Discount per sampled token; with `turns` and `turns_by_number` per turn. 1: none."""
     lam: float = 0.95
-    """Decay of the trace of `gae`, `vtrace` and `retrace`."""
+    """Decay of the trace of `gae`, `vtrace` and `retrace`: 1 follows the returns, 0 the critic."""
     lam_alpha: float = 0.0
-    """Above 0: the advantages of `gae` and `retrace` use 1 - 1/(lam_alpha * length) for each sequence (VAPO: 0.05), and
-    `lam` is that of the critic's targets alone."""
+    """Above 0: `gae` and `retrace` use a lambda of 1 - 1/(lam_alpha * length) for each sequence (VAPO: 0.05), and `lam`
+    only for the critic's targets. 0: `lam` for both."""
     c_bar: float = 1.0
-    """Cap of the ratio in the trace of `vtrace` and `retrace`: above 1, credit travels further back."""
+    """Cap of the ratio in the traces of `vtrace` and `retrace`. Above 1, credit travels further back."""
     components: dict[str, float] = field(default_factory=dict)
-    """With `gdpo`: named parts of the reward, each with its weight: `advantage.components.correct=1`. With `own`: parts
-    that its function needs; the numbers do nothing."""
+    """With `gdpo`: named parts of the reward, each with its weight: `advantage.components.correct=1`. With `own`: the
+    parts that its function needs; their numbers do nothing."""
     kl_coef: float = 0.0
-    """Price of log(learner / reference) in the reward, per token."""
+    """Coefficient of log(learner / reference), which is subtracted from the reward of each token. 0: no KL in the
+    reward."""
     kl_target: float = 0.0
-    """Above 0: KL per token that an adaptive controller holds by moving `kl_coef`."""
+    """Above 0: `kl_coef` is adjusted during the run to hold this KL, in nats per token. 0: `kl_coef` stays as it is."""
     kl_horizon: float = 10000.0
-    """Sequences over which the controller answers an error of 20 % with a change of 20 %."""
+    """With `kl_target`: sequences over which a KL that is 20 % off changes `kl_coef` by 20 %. Smaller adjusts
+    faster."""
 
     @property
     def uses_critic(self) -> bool:
@@ -237,127 +247,79 @@ class AdvantageConfig:
 @dataclass(kw_only=True, slots=True)
 class RolloutConfig:
     workers: int = 1
-    """Processes with an engine each, of one pool."""
+    """Rollout workers of a pool, each a process with its own engine."""
     host: str = "ray"
-    """`ray` actors, or `process`: plain child processes, for debugging."""
+    """What workers run as: `ray` actors, or plain child processes (`process`), without Ray."""
     group_size: int = 8
-    """Completions of a prompt: siblings that are rewarded, stored and trained as one."""
+    """Completions of each prompt; they are stored and trained together, and compared with one another."""
     temperature: float = 1.0
-    """The recorded log-probs are those of the distribution that was sampled from."""
+    """Sampling temperature. Recorded log-probs are those of the distribution that was sampled from, and the learner
+    uses the same temperature."""
     top_p: float = 1.0
-    """Draw from the likeliest tokens that have this probability together; 1 is the whole vocabulary. What each token
-    was drawn from is recorded, and the learner's log-probs are renormalised over it (engine=transformers). See
-    docs/sampling.md."""
+    """Sample only from the likeliest tokens that together have this probability; 1 is the whole vocabulary. What each
+    token was drawn from is recorded, and the learner renormalises over it (engine=transformers, docs/sampling.md)."""
     top_k: int = 0
-    """Draw from so many tokens, the likeliest; 0 is all. Recorded and replayed as with `top_p`."""
+    """Sample only from this many of the likeliest tokens; 0 is no limit. Recorded and replayed as with `top_p`."""
     min_p: float = 0.0
-    """Draw from tokens of at least this share of the likeliest one's probability; 0 is all. Likewise."""
+    """Sample only from tokens with at least this share of the likeliest token's probability; 0 is no limit. Recorded
+    and replayed as with `top_p`."""
     max_new_tokens: int = 256
-    """Longest completion; what is cut there is `truncated` and has its reward all the same."""
+    """Longest completion in tokens. One that is cut there counts as truncated, and is rewarded all the same."""
     max_in_flight: int = 64
-    """Groups being generated at once, over all workers; with `replay.admission=sample`, their members."""
+    """Groups generated at the same time, over all workers (members, with `replay.admission=sample`). Raise it until
+    engines are full; beyond that, groups only wait and age."""
     autotune: bool = False
-    """Move `replay.pipeline_depth` (from what it says, within the bound) and `max_in_flight` (up to what it says) while
-    the run goes on, so that the learner is busy with tokens as fresh as can be. See docs/planning.md."""
+    """Adjust `replay.pipeline_depth` and `rollout.max_in_flight` during the run, so that the learner is busy with
+    tokens as fresh as possible. They begin at their settings; the depth stays within the bound, `max_in_flight` below
+    its setting (docs/planning.md)."""
     min_group_size: int = 0
-    """Members that failed are made again alone, `max_attempts` times in all. A group that has this many by then is
-    trained without the rest; with fewer it is dropped as `incomplete`. 0 asks for all members."""
+    """Train a group without members that failed in all `max_attempts`, if at least this many are left; with fewer it is
+    dropped as `incomplete`. 0: all members are needed."""
     max_attempts: int = 3
-    """How often a group is tried before it is dropped with its reason."""
+    """How often a group (or a failed member) is tried before it is dropped with its reason."""
     drop_zero_variance: bool = False
-    """Drop groups whose rewards are all the same, and sample a new prompt for each (DAPO's dynamic sampling)."""
+    """Drop groups whose rewards are all equal, and sample another prompt for each (DAPO's dynamic sampling)."""
     drop_truncated: str = "never"
-    """Drop groups of which `any`, or `all`, completions were cut at `max_new_tokens`; `never` keeps them."""
+    """Drop groups in which `any` or `all` completions were cut at `max_new_tokens`; `never` keeps them."""
     filters: list[str] = field(default_factory=list)
-    """Functions of your own, `file.py:name` or `package.module:name`, that drop finished groups: `f(group)` returns
-    true to keep it, false or the reason (text) to drop it. See docs/groups.md."""
+    """Functions of yours that drop finished groups, `file.py:name` or `package.module:name`. `f(group)` returns true to
+    keep a group, false or the reason (a text) to drop it; see docs/groups.md."""
     max_worker_restarts: int = 10
-    """Per worker and hour; a worker that dies more often fails the run."""
-
-
-@dataclass(kw_only=True, slots=True)
-class WeightsConfig:
-    transport: str = "broadcast"
-    """`broadcast` (process group of learner and workers: gloo on CPU, nccl on GPU), `files` (safetensors in the run
-    folder, which all share), or `pull` (workers fetch them over HTTP or from `weights.url`, from wherever they are)."""
-    host: str = "127.0.0.1"
-    """Address of the learner's weight store, or of the server of `pull`, as the workers reach it."""
-    port: int = 0
-    """Its port; 0 is any that is free. With a firewall between learner and workers, one that it lets through."""
-    backend: str = "auto"
-    """Of the broadcast: `nccl` (GPUs on both sides, none of them shared), `gloo` (anything), `ipc` (learner and engines
-    on one machine: engines copy out of the learner's memory, on a GPU that of the GPU, where two copies then lie), or
-    `auto`: nccl where learner and engines have GPUs of their own by `placement.mode`, else gloo."""
-    interface: str = ""
-    """Network interface of this machine that the weights take (`eth1`; gloo: several, by commas). Empty: that of
-    `GLOO_SOCKET_IFNAME` or `NCCL_SOCKET_IFNAME`; without them gloo takes the one that leads to `weights.host`."""
-    wire_dtype: str = "auto"
-    """`float32`, `bfloat16`, or `auto`, bfloat16 where the learner computes in it on a GPU; shards are cast before they
-    are gathered."""
-    bucket_mb: int = 64
-    """Tensors travel in buckets of at most this."""
-    senders: str = "rank0"
-    """Of the broadcast: `rank0` gathers all weights and sends them, or `all`: each learner rank sends what it holds,
-    nothing is gathered, and rank 0 keeps its share alone in memory."""
-    copies: str = "two"
-    """What the learner holds of its weights beside them: `two` copies of what a rank sends, one being filled while the
-    other is on its way, so that training waits for a copy at most; or `none` (of the broadcast): they are cast and sent
-    piece by piece, and the optimizer waits until they are sent. For models of which two more do not fit."""
-    slices: str = "auto"
-    """Of the broadcast to an engine or server of several processes (tensor parallelism): each of them receives and
-    stages what vLLM's loaders keep of the weights there (`auto`), or `never`: the whole model."""
-    delta: str = "never"
-    """Send only what changed since the version before, without loss: `never`, `always`, or `auto`, while that is
-    faster (`files` and `pull`: while it saves half of the bytes). For bfloat16 on slow links: a small step changes few
-    of its bits, and nearly all of float32's."""
-    url: str = ""
-    """Of `pull`: URL of any file system that fsspec knows (`s3://bucket/run`), to which the learner writes and from
-    which workers read. Empty: the learner serves what lies in the run folder, over HTTP at `weights.host`."""
-    fetch_url: str = ""
-    """Of `pull`: where workers read what the learner publishes, if it is another URL than that at which it does: a
-    proxy with TLS before its server (`https://...`), a cache before the bucket."""
-    on_update: str = "keep"
-    """Keys of running sequences at an update: `keep` them (cheap), or `recompute` them with the new weights."""
-    verify_every: int = 10
-    """Versions between two canaries (engine and learner must agree on the log-probs of probe tokens); 0 is only the
-    first version of a worker and after every (re)join."""
-    timeout_s: float = 60.0
-    """Longest wait for any one peer in any one phase of an update."""
+    """Restarts of each worker per hour; one that dies more often fails the run."""
 
 
 @dataclass(kw_only=True, slots=True)
 class TelemetryConfig:
     samples_per_step: int = 4
-    """Rows of `samples.jsonl` per step: prompt, completion, reward; and at most so many more of groups that were
-    dropped since the step before, or of members that a group is trained without, with the reason. Their texts lose
-    their middle beyond 2,048 characters."""
+    """Rows written to `samples.jsonl` per step (prompt, completion, reward), and at most as many of dropped groups and
+    missing members, with the reason. Texts over 2,048 characters lose their middle."""
     samples_per_evaluation: int = 8
-    """Rows of `eval_samples.jsonl` per evaluation of a set, evenly over it: the first completion of each, and its
-    reward. Texts beyond 8,192 characters lose their middle."""
+    """Rows written to `eval_samples.jsonl` per evaluation of a set, the same rows each time. Texts over 8,192
+    characters lose their middle."""
     wandb: bool = False
-    """Also log to Weights & Biases (extra `wandb`). Project and keys come from its own environment variables."""
+    """Also log to Weights & Biases (extra `wandb`); its own environment variables give project and key."""
     tensorboard: bool = False
     """Also write event files for TensorBoard (extra `tensorboard`)."""
     on_alarm: str = "continue"
-    """What an alarm does besides being told (docs/alarms.md): `continue`, or `stop`, which saves a checkpoint and ends
-    the run."""
+    """What an alarm does besides being reported (docs/alarms.md): `continue`, or `stop`: save a checkpoint and end the
+    run."""
     ignore_alarms: list[str] = field(default_factory=list)
-    """Names of alarms that are neither told nor heeded."""
+    """Names of alarms that are neither reported nor acted on; `asyncrl alarms` lists them."""
     trace: bool = False
-    """Write down what each process does when, in `logs/trace`, at most 64 MB for each: `asyncrl trace RUN` makes one
-    picture of it (docs/trace.md)."""
+    """Record what each process does when, in `logs/trace` (at most 64 MB per process). `asyncrl trace RUN` turns it
+    into one picture (docs/trace.md)."""
 
 
 @dataclass(kw_only=True, slots=True)
 class RayConfig:
     address: str = ""
-    """Of an existing cluster (`auto`, `host:port`); empty starts a local one."""
+    """Address of an existing Ray cluster (`auto`, or `host:port`); empty starts one on this machine."""
     environment: list[str] = field(default_factory=list)
-    """Further environment variables, by name or by how they begin (`MY_*`), that workers on that cluster get. Those
-    that begin with HF_, NCCL_ and VLLM_ always travel."""
+    """Further environment variables for workers on that cluster, by name or by how they begin (`MY_*`). Those that
+    begin with HF_, NCCL_ and VLLM_ always travel."""
     gpus_per_worker: float = 0.0
-    """GPUs that Ray reserves for each rollout worker; 0 is what its engine takes: `engine.tensor_parallel` where
-    engines run on GPUs, and of a GPU that several share an even part."""
+    """GPUs that Ray reserves for each rollout worker. 0: what its engine takes (`engine.tensor_parallel`, or an equal
+    part of a shared GPU)."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -365,19 +327,19 @@ class PlacementConfig:
     """Which GPUs of this machine each process of `asyncrl local` gets (CUDA_VISIBLE_DEVICES)."""
 
     mode: str = "auto"
-    """`dedicated`: the learner's ranks have the first GPUs, the engines those behind them, nobody shares. `colocated`:
-    both begin at the first, and share its memory. `auto`: colocated where there is one GPU alone, else dedicated."""
+    """`dedicated`: the learner's ranks take the first GPUs and the engines those after them. `colocated`: both begin at
+    the first GPU and share its memory; `auto` does so only where there is a single GPU."""
     gpus: int = 0
-    """So many of those that are here; 0 is all. `--dry-run` also plans for more than there are."""
+    """How many of this machine's GPUs to use; 0 is all. With `--dry-run` it may be more than there are."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Config:
     seed: int = 0
-    """Of the order of the data, the sampled tokens (not vLLM's) and new adapters."""
+    """Seeds the order of the data, sampling (but not vLLM's) and new adapters."""
     resume: str = "never"
-    """`never`, `auto` (from the newest checkpoint if there is one; the steps after it are trained again as they were,
-    unless settings of the learner changed) or the path of a checkpoint, from which a branch begins."""
+    """`never`, `auto` (from the newest checkpoint, if there is one), or the path of a checkpoint, from which a branch
+    begins. With `auto`, steps after the checkpoint are trained again as they were, unless learner settings changed."""
     overwrite: bool = False
     """Delete what an earlier run left in the run folder."""
     run: RunConfig = field(default_factory=RunConfig)

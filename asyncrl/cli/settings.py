@@ -46,7 +46,7 @@ class Setting:
     """Which values are; empty where no rule looks at the value alone."""
     meaning: str
     changed_by: tuple[str, ...]
-    """`replay=sync (0)`: choices of files in `configs/` that give it another value."""
+    """`experiment=grpo, lora (30.0)`: files of `configs/` that give it another value, by their group and that value."""
 
     @property
     def room(self) -> str:
@@ -72,7 +72,7 @@ def catalogue(kind: type = Config) -> list[Setting]:
 
 
 def _changes(defaults: dict[str, Any]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    files: dict[str, dict[tuple[str, str], list[str]]] = {}
     default_choices = chosen_by_default()
     for group in config_groups():
         for file in sorted((config_dir() / group).glob("*.yaml")):
@@ -80,9 +80,13 @@ def _changes(defaults: dict[str, Any]) -> dict[str, list[str]]:
                 continue
             for key, value in choice_values(group, file.stem).items():
                 if key in defaults and value != defaults[key]:
-                    found.setdefault(key, []).append(f"{group}={file.stem} ({_shown(key, value)})")
+                    files.setdefault(key, {}).setdefault((group, _shown(key, value)), []).append(file.stem)
+    found = {
+        key: [f"{group}={', '.join(names)} ({value})" for (group, value), names in of_key.items()]
+        for key, of_key in files.items()
+    }
     # Every file of this group is one value of it.
-    return found | {"loss.preset": ["loss=NAME"]}
+    return found | {"loss.preset": ["loss=NAME"], "run.name": ["experiment=NAME"]}
 
 
 def _shown(key: str, value: Any) -> str:
@@ -157,7 +161,7 @@ def as_text(settings: Sequence[Setting], width: int) -> Iterator[str]:
     for setting in settings:
         facts = [setting.kind, f"default {setting.default}" if setting.default != "required" else "required"]
         yield f"{setting.key}  ({', '.join(facts)}{'; ' + setting.allowed if setting.allowed else ''})"
-        for text in (setting.meaning, "changed by " + ", ".join(setting.changed_by) if setting.changed_by else ""):
+        for text in (setting.meaning, "changed by " + "; ".join(setting.changed_by) if setting.changed_by else ""):
             yield from textwrap.wrap(text, width, initial_indent="    ", subsequent_indent="    ")
 
 
@@ -168,7 +172,7 @@ def as_markdown(settings: Sequence[Setting], head: str = HEAD) -> str:
         parts.append("| setting | type | default | may be | meaning | changed by |\n|---|---|---|---|---|---|\n")
         for setting in settings:
             if setting.room == room:
-                cells = (setting.kind, setting.default, setting.allowed, setting.meaning, ", ".join(setting.changed_by))
+                cells = (setting.kind, setting.default, setting.allowed, setting.meaning, "; ".join(setting.changed_by))
                 row = " | ".join(cell.replace("|", "\\|") for cell in cells)
                 parts.append(f"| `{setting.key}` | {row} |\n")
     return "".join(parts)

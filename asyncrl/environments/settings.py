@@ -9,14 +9,14 @@ from typing import Any
 @dataclass(kw_only=True, slots=True)
 class EnvironmentConfig:
     name: str = "single_turn"
-    """`single_turn`, `tools` (calls functions), `python` (runs programs in a sandbox), `search` (asks a retriever),
-    `reasoning_gym` (its tasks), `gymnasium` (text games), `openai` (an agent that uses OpenAI's API), `verifiers`
-    (its tasksets and harnesses), or yours, `file.py:Name` or `package.module:Name`: see docs/environments.md."""
+    """What turns a prompt into trajectories: `single_turn`, `tools` (calls functions), `python` (runs programs),
+    `search` (asks a retriever), `reasoning_gym`, `gymnasium` (text games), `openai` (an agent written against that
+    API), `verifiers`, or yours, `file.py:Name` or `package.module:Name`. See docs/environments.md."""
     args: dict[str, Any] = field(default_factory=dict)
-    """What it is made with, by the names of its parameters: `environment.args.max_turns=4`."""
+    """Arguments of the environment, by name: `environment.args.max_turns=4`."""
     timeout_s: float = 0.0
-    """Longest that one episode of several turns may take; past it the episode has failed and is made again. 0 is no
-    bound but `replay.group_timeout_s`."""
+    """Longest time in seconds for one episode of several turns; one that takes longer has failed and is generated
+    again. 0: only `replay.group_timeout_s` limits it."""
     max_tokens: int = 0
-    """Longest episode in tokens, prompt and observations included; it is cut there and has its reward. 0 is as long as
-    the engine holds."""
+    """Longest episode in tokens, prompt and observations included; a longer one is cut there and keeps its reward. 0:
+    as long as the engine allows."""

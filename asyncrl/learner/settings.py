@@ -12,20 +12,21 @@ from typing import Any
 @dataclass(kw_only=True, slots=True)
 class CriticConfig:
     path: str = ""
-    """Causal LM or token classifier to start from; empty is `model.path`. A new value head starts at 0."""
+    """Causal language model or token classifier that the critic starts from; empty is `model.path`. A new value head
+    starts at 0."""
     lr: float = 1e-5
-    """Peak rate; warm-up and schedule are the learner's."""
+    """Peak learning rate of the critic; warm-up and schedule are the learner's."""
     warmup_steps: int = 0
-    """First steps in which only the critic is trained."""
+    """At the start, steps in which only the critic learns."""
     value_clip: float = 0.0
-    """How far the updates of a batch may move a value before its loss has no further gradient; 0 is no limit."""
+    """How far the updates of one batch may move a value; beyond that its loss has no gradient. 0: no limit."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ReferenceConfig:
     path: str = ""
-    """The policy that the KL is measured against (`loss.kl_coef`, `advantage.kl_coef`); empty is `model.path`. With
-    `rollout`, its log-probs come with the trajectories, attached by the environment, and no model is loaded."""
+    """Model that the KL is measured against (`loss.kl_coef`, `advantage.kl_coef`); empty is `model.path`. `rollout`: no
+    such model is loaded, its log-probs come with the trajectories, from the environment."""
 
     @property
     def from_rollout(self) -> bool:
@@ -37,131 +38,126 @@ class CheckpointSettings:
     """Settings of checkpoints, of whatever is trained."""
 
     async_save: bool = True
-    """Checkpoints are written in the background, from a copy of weights and moments in host memory (with AdamW 12 bytes
-    per parameter, divided over the ranks). If false, every save blocks training."""
+    """Write checkpoints while training goes on, from a copy in host memory (with AdamW 12 bytes per parameter, over the
+    ranks). False: every checkpoint holds its step up."""
     save_timeout_s: float = 3600.0
-    """Limit in seconds on writing a checkpoint, in addition to `run.disk_patience_s` on a full disk. Beyond it the run
-    ends and can be resumed. The next checkpoint, and the end of the run, wait for the running save."""
+    """Longest time in seconds for writing a checkpoint, besides `run.disk_patience_s` on a full disk; then the run ends
+    and can be resumed. The next checkpoint and the end of the run wait for the one under way."""
     keep_checkpoints: int = 2
-    """Number of checkpoints to keep. Older ones are deleted, except the best one and those of `keep_every`."""
+    """How many of the newest checkpoints are kept, besides the best and those of `keep_every`."""
     keep_every: int = 0
-    """Checkpoints at multiples of this many steps are kept for good; 0 is none."""
+    """Keep the checkpoint of every so many steps for good; 0 keeps none."""
     export_every: int = 0
-    """Steps between exported models, `exports/step_50/hf`, which other libraries can load; a process beside training
-    makes them from checkpoints. 0 is none. The last model is always exported, as `hf/`. See also `asyncrl export`."""
+    """Every so many steps, export the checkpoint as a Hugging Face model, `exports/step_50/hf`, beside training; 0:
+    none. The last one is exported to `hf/` in any case."""
     copy_to: str = ""
-    """URL of any file system that fsspec knows (`s3://bucket/run`, `gs://...`, `file:///backup`). Each checkpoint is
-    also copied there, by a process beside training. Nothing there is deleted, and no checkpoint of another run is
-    replaced: give each run a folder of its own. Write access is tried before the first step. A copy that fails three
-    times, or takes longer than `save_timeout_s`, is logged and counted (`checkpoint/copies_failed`), and training
-    continues."""
+    """URL of any file system that fsspec knows (`s3://bucket/run`, `file:///backup`), to which each checkpoint is
+    copied as well; nothing there is deleted, and each run needs its own. A copy that fails three times, or takes longer
+    than `save_timeout_s`, is reported and counted, and training goes on."""
     keep_best: str = ""
-    """A metric, `eval/heldout/accuracy` or one of the steps: the checkpoint at which it was best is kept, as
-    `ckpt/best`. For an evaluation that is the checkpoint whose weights the evaluation was requested for."""
+    """A metric, such as `eval/heldout/accuracy` or `reward/mean`: the checkpoint at which it was best is kept as
+    `ckpt/best`. Empty: none."""
     keep_best_by: str = "max"
-    """`max` or `min`: which value of `keep_best` is better."""
+    """Whether the largest (`max`) or the smallest (`min`) value of `keep_best` is the best."""
 
 
 @dataclass(kw_only=True, slots=True)
 class LearnerConfig(CheckpointSettings):
     ranks: int = 1
-    """FSDP2 ranks that `asyncrl local` starts. Under your own torchrun its world size is used instead."""
+    """Learner processes that `asyncrl local` starts, each with a GPU where there are any; the model is sharded over
+    them (FSDP2). Under your own torchrun, its world size counts."""
     replicas: int = 1
-    """Copies of the model, each sharded over an equal share of the ranks (HSDP). Weights are then gathered only within
-    a copy, whose ranks are neighbours, and gradient shards are summed over the copies. Must divide the number of ranks;
-    see docs/parallel.md."""
+    """Copies of the model among the ranks, each sharded over an equal share of them (HSDP); must divide the number of
+    ranks. Useful on several machines: weights are then gathered only within a copy (docs/parallel.md)."""
     sequence_parallel: int = 1
-    """Neighbouring ranks that share every micro-batch, each with part of its tokens and, in attention, with part of its
-    heads (Ulysses). Multiplied by `replicas` and `tensor_parallel` it must divide the number of ranks; see
-    docs/parallel.md."""
+    """Neighbouring ranks that share each micro-batch: each has part of its tokens and, in attention, of its heads
+    (Ulysses). For sequences whose activations do not fit one GPU; must divide the ranks, together with `replicas` and
+    `tensor_parallel` (docs/parallel.md)."""
     expert_parallel: int = 1
-    """Neighbouring ranks that hold different experts of each layer of a mixture and send each other the tokens routed
-    to them, each rank with sequences of its own. Must divide the ranks of a copy of the model. For Qwen3-MoE,
-    Qwen2-MoE, Mixtral, GLM-4-MoE and DeepSeek-V3; see docs/parallel.md."""
+    """Neighbouring ranks that hold different experts of a mixture and exchange the tokens that chose them; must divide
+    the ranks of a copy of the model. For Qwen3-MoE, Qwen2-MoE, Mixtral, GLM-4-MoE and DeepSeek-V3
+    (docs/parallel.md)."""
     tensor_parallel: int = 1
-    """Neighbouring ranks that compute every layer together, each with part of its heads and of its inner width, on the
-    same sequences. Multiplied by `replicas` it must divide the number of ranks. For Llama, Mistral, Qwen2 and Qwen3;
-    see docs/parallel.md."""
+    """Neighbouring ranks that compute every layer together on the same sequences, each with part of its heads and
+    width; must divide the ranks, together with `replicas`. For Llama, Mistral, Qwen2 and Qwen3, where a layer does not
+    fit one GPU (docs/parallel.md)."""
     router_replay: bool = False
-    """For a mixture of experts: the built-in engine records the experts of every token, and the policy routes the token
-    to the same experts in training (Rollout Routing Replay, R3, arXiv 2510.11370). Takes layers * experts per token
-    bytes more per token in the replay. For Qwen3-MoE, Qwen2-MoE, Mixtral, GLM-4-MoE and DeepSeek-V3; see
-    docs/losses.md."""
+    """Train a mixture of experts with the experts that the built-in engine chose when sampling (Rollout Routing Replay,
+    arXiv 2510.11370); takes layers * experts per token bytes more per token in the replay. For Qwen3-MoE, Qwen2-MoE,
+    Mixtral, GLM-4-MoE and DeepSeek-V3 (docs/losses.md)."""
     device: str = "auto"
-    """`auto` is a GPU if there is one."""
+    """Where the learner trains; `auto` takes GPUs if there are any."""
     groups_per_step: int = 32
-    """Groups in a batch, over all ranks."""
+    """Groups in the batch of a step, over all ranks."""
     updates_per_batch: int = 1
-    """Optimizer steps per leased batch, each on its own share of the groups."""
+    """Optimizer steps per batch, each on an equal share of its groups."""
     epochs_per_batch: int = 1
-    """Passes over a batch, each of `updates_per_batch` optimizer steps on the same shares (PPO's epochs). Advantages,
-    values and proximal log-probs stay those from before the first pass."""
+    """Passes over a batch (PPO's epochs), each of `updates_per_batch` optimizer steps. Advantages, values and proximal
+    log-probs stay those from before the first."""
     proximal_ema: float = 0.0
-    """Above 0: the proximal policy is a moving average of the weights with this decay per optimizer step."""
+    """Above 0: the proximal policy is a moving average of the weights, with this decay per optimizer step. 0: it is the
+    policy before the batch's first update."""
     early_groups: int = 0
-    """Above 0: forward and backward of each part of this many groups run as soon as these have arrived, while the
-    learner waits for the rest of its batch. The gradients are those of the whole batch up to rounding, and bitwise the
-    same whenever the groups arrive. The groups of a part share no micro-batch with others: a smaller number starts
-    sooner but makes smaller micro-batches. Switched off, with a line in the log at the start, if a batch must be
-    complete first. See docs/staleness.md."""
+    """Train on every so many groups as soon as they arrive, while the rest of the batch is still generated; the result
+    differs from whole batches by rounding only. 0: off, as it is (with a line at the start) where the loss or advantage
+    needs the whole batch (docs/staleness.md)."""
     max_tokens_per_microbatch: int = 16384
-    """Token budget of one forward and backward on a rank. A trajectory that is longer gets a micro-batch of its own."""
+    """Tokens of one forward and backward pass on a rank; a longer trajectory goes alone. Lower it if a GPU runs out of
+    memory."""
     max_attention_per_microbatch: int = 0
-    """The same budget in tokens as attention holds them, where a shared prompt counts once per completion: 64
-    completions of an 8 k prompt are half a million. 0 is 4 times `max_tokens_per_microbatch`. A larger group is
-    split."""
+    """The same budget in tokens as attention holds them, where a prompt counts once per completion; a group that
+    exceeds it is split. 0 is 4 times `max_tokens_per_microbatch`."""
     reduce_gradients: str = "auto"
-    """When gradients are reduced over the ranks: with the `last` micro-batch of an optimizer step, until which every
-    rank holds the whole gradient in fp32, or with `each`, which sends more. `auto` is `each` if weights, moments and
+    """When the ranks reduce their gradients: with the `last` micro-batch of an optimizer step (each rank holds the
+    whole gradient in fp32 until then), or with `each`, which sends more. `auto` is `each` where weights, moments and
     that gradient would take more than half of a rank's memory."""
     offload: str = "none"
-    """What is kept in host memory instead of GPU memory. `optimizer`: AdamW's moments, copied to the GPU and back for
-    the step of their parameter. `all`: also weights and gradients, of every model of the learner (FSDP2's CPU offload):
-    a layer is copied to the GPU for its computation, and AdamW steps on the CPU. See docs/parallel.md."""
+    """What is kept in host memory instead of on the GPU: `none`, the `optimizer`'s moments, or `all`, also weights and
+    gradients (FSDP2's CPU offload; AdamW then runs on the CPU). Saves GPU memory, costs time (docs/parallel.md)."""
     steps: int = 100
-    """Train steps of the run. A resumed run continues to the same number."""
+    """Train steps of the whole run; a resumed run continues to the same number."""
     epochs: float = 0.0
-    """Above 0, for `asyncrl local`: passes over the rows; replaces `steps`. The rows are counted, and `steps` is set to
-    the number that trains as many groups; a dropped group does not count."""
+    """Above 0: passes over the rows; `asyncrl local` counts the rows and sets `learner.steps` to as many as train them
+    so often (dropped groups do not count). 0: `learner.steps` rules."""
     optimizer: str = "adamw"
-    """`adamw_8bit` keeps AdamW's moments of matrices in 8 bits: 2.25 bytes per parameter instead of 8. See
-    docs/parallel.md."""
+    """`adamw`, or `adamw_8bit`, which keeps the moments of matrices in 8 bits: 2.25 bytes per parameter instead of 8
+    (docs/parallel.md)."""
     lr: float = 1e-6
     """Peak learning rate of AdamW."""
     schedule: str = "constant"
-    """After the warm-up: `constant`, or `linear` or `cosine` decay to `min_lr_ratio` at `steps`."""
+    """Learning rate after the warm-up: `constant`, or `linear` or `cosine` down to `min_lr_ratio` at
+    `learner.steps`."""
     min_lr_ratio: float = 0.0
-    """Fraction of the peak rate, the critic's too, at which `linear` and `cosine` end."""
+    """Share of the peak learning rate (the critic's too) at which `linear` and `cosine` end."""
     warmup_steps: int = 0
-    """First steps in which the rate rises linearly."""
+    """Steps over which the learning rate rises linearly to its peak; 0: none."""
     weight_decay: float = 0.0
-    """Applied to matrices only, not to norms and biases."""
+    """AdamW's weight decay, on matrices only (not on norms and biases)."""
     beta1: float = 0.9
     """Decay of AdamW's first moment."""
     beta2: float = 0.95
     """Decay of AdamW's second moment."""
     adam_eps: float = 1e-8
-    """Added to the square root of AdamW's second moment."""
+    """AdamW's epsilon, added to the root of the second moment."""
     clip_norm: float = 1.0
-    """Largest L2 norm of the whole gradient; a larger one is scaled down to it."""
+    """Largest L2 norm of the whole gradient; a longer one is scaled down to it."""
     skip_spikes: float = 0.0
-    """Above 0: an optimizer step is skipped if its gradient norm, before clipping, exceeds this many times the median
-    of the last 64, separately for policy and critic. The batch counts as trained; `optim/spikes_skipped` counts the
-    steps. 0 skips none."""
+    """Skip an optimizer step whose gradient norm, before clipping, is more than so many times the median of the last 64
+    (policy and critic separately); its batch counts as trained. 0: never."""
     max_nonfinite_steps: int = 3
-    """Consecutive steps skipped for a non-finite loss or gradient before the run stops."""
+    """The run stops after this many optimizer steps in a row were skipped for a loss or gradient that is not finite."""
     save_every: int = 50
     """Steps between checkpoints; the last step is always saved."""
     max_restarts: int = 3
-    """How often in a row torchrun restarts the ranks after one of them died; a saved checkpoint resets the count."""
+    """How often in a row, with no checkpoint saved in between, the ranks are restarted after one of them died."""
     hook: str = ""
-    """Your own code, `file.py:name` or `package.module:name`, called before and after every optimizer step of the
-    policy with an `asyncrl.learner.hook.Update`, for what no setting covers. See docs/own_learning.md."""
+    """Your function, `file.py:name` or `package.module:name`, called before and after every optimizer step of the
+    policy with an `asyncrl.learner.hook.Update`. See docs/own_learning.md."""
     hook_args: dict[str, Any] = field(default_factory=dict)
-    """Its arguments: `learner.hook_args.NAME=VALUE`. A function is called with them, a class constructed with them."""
+    """Arguments of `hook`: `learner.hook_args.NAME=VALUE`. A class is instantiated with them."""
     profile: str = ""
-    """`FIRST:LAST`: during these train steps every rank writes a trace of torch's profiler (for Perfetto and
-    chrome://tracing) into `profile/` of the run folder, on a GPU with a memory snapshot. Profiled steps are slower."""
+    """`FIRST:LAST`: trace these steps with torch's profiler into `profile/` of the run folder, for Perfetto or
+    chrome://tracing (on a GPU also a memory snapshot). Profiled steps are slower."""
 
     @property
     def optimizer_steps(self) -> int:

@@ -8,68 +8,73 @@ from dataclasses import dataclass, field
 @dataclass(kw_only=True, slots=True)
 class JournalConfig:
     retain: str = "none"
-    """`none` keeps what recovery needs, `window` also the newest `window_mb`, `all` the whole run: what `asyncrl audit`
-    of all steps and `asyncrl rerun` need."""
+    """What the journal keeps: `none`, only what recovery needs; `window`, also the newest `window_mb`; `all`, the whole
+    run, as `asyncrl rerun` and `asyncrl audit` of all steps need."""
     fsync_ms: float = 5.0
-    """At most so long are events gathered to become durable together; every reply waits for its own."""
+    """Longest time in milliseconds for which events are gathered into one sync to disk; replies wait for it. Smaller
+    answers sooner and syncs more often."""
     segment_mb: int = 64
-    """Size of one journal file, taken from the disk at once."""
+    """Size of one journal file in MiB, reserved on disk at once."""
     window_mb: int = 1024
-    """With `retain=window`: how much stays after it is no longer needed."""
+    """With `replay.journal.retain=window`: how many MiB are kept beyond what recovery needs."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ReplayConfig:
     address: str = "tcp://127.0.0.1:5577"
-    """Where the replay server binds and everyone connects. Loopback only, unless `keys` is set."""
+    """Where the replay server listens and everyone connects. Other than loopback only with `replay.keys`."""
     keys: str = ""
-    """Directory made by `asyncrl keys`, one key pair per role: whoever connects proves its role, and all is encrypted.
-    Empty: `<run.dir>/keys`, made by itself. Required off loopback, where each machine has a folder of its own."""
+    """Folder of keys made by `asyncrl keys`, one pair per role: every connection proves its role and is encrypted.
+    Empty: made automatically in `<run.dir>/keys`, for one machine; required for any other address."""
     local_sockets: bool = True
-    """Processes of the server's user on its machine come by unix sockets in `<replay.keys>/local` (mode 0700), where
-    nothing needs to be encrypted: a fifth (1 k tokens) to half (32 k) less processor time per group. All
-    others, and all of them if this is false, come by tcp with their keys."""
+    """Let the server's own user connect on the same machine over unix sockets, without encryption, which takes a fifth
+    (1 k tokens) to half (32 k) less processor time per group. False: everyone uses tcp and keys."""
     max_staleness: int = 4
-    """Hard bound: no token older than this, in policy versions, ever contributes to a gradient."""
+    """Hard bound in policy versions: an older token never contributes to a gradient. 0 is synchronous training; raise
+    it for long generations."""
     pipeline_depth: int = 2
-    """How many batches ahead of the learner admission lets rollouts run; at most `max_staleness`."""
+    """How many batches ahead of the learner rollouts may run; typical staleness is close to it. Raise it if the learner
+    waits (`idle/learner`), lower it for fresher data."""
     stale_policy: str = "mask"
-    """`mask` over-age tokens, `drop` the whole group, or `wait` so that none gets over-age."""
+    """What happens to tokens over the bound: `mask` them, `drop` their whole group, or `wait`: the learner waits so
+    that none gets that old."""
     readmit_dropped: bool = False
-    """Put the prompt of a group dropped as stale back in the stream."""
+    """Generate a new group for the prompt of one that was dropped as stale."""
     admission: str = "group"
-    """`group`: all members of a group are ordered of one worker and inserted at once. `sample`: each is ordered,
-    inserted and stored by itself, so that one that takes long holds only its own place; a group is trained when all are
-    there."""
+    """`group`: one worker generates all members of a group and sends them together. `sample`: members are generated and
+    stored one by one, so that a long one holds only its own place; the group is trained when all are there
+    (docs/staleness.md)."""
     order: str = "fifo"
-    """Which of the waiting groups are trained next: `fifo`, `freshest`, `prioritized` (largest spread of rewards),
-    `uniform` (at random), or, with `max_times_sampled` above 1, `ess` (new ones, then those whose importance weights
-    still have the largest effective sample size). It can choose only while more wait than a batch needs."""
+    """Which waiting groups are trained next: `fifo`, `freshest`, `prioritized` (largest spread of rewards), `uniform`
+    (random), or `ess` (new ones, then the largest effective sample size; needs `max_times_sampled` above 1). Matters
+    only while more wait than a batch needs."""
     window: int = 0
-    """Windowed FIFO: a group is trained only if it is among the `window` groups from the oldest open one on, as they
-    were admitted. At most `window - 1` younger ones pass a straggler and none gets over-age; the learner may wait. 1:
-    strictly in order; 0: no window. At most `(max_staleness - pipeline_depth) * learner.groups_per_step + 1`."""
+    """Only this many groups, counted from the oldest unfinished one, may be trained, so that long ones are not left
+    behind; the learner may wait. 1: strictly in order; 0: no window; at most `(max_staleness - pipeline_depth) *
+    learner.groups_per_step + 1`."""
     max_times_sampled: int = 1
-    """In how many steps a group may be trained. Above 1 the rollouts make fewer groups; the bound holds at each use."""
+    """In how many steps a group may be trained. Above 1, rollouts make fewer groups and data gets older; the bound on
+    its age holds at each use."""
     group_timeout_s: float = 3600.0
-    """After so long an order is given to another worker, and what the first one makes of it is refused; 0 is never."""
+    """After so many seconds an unfinished group is given to another worker, and what the first one makes of it is
+    refused. 0: never."""
     max_bytes: int = 1 << 30
-    """Memory for stored groups; the byte credits of all producers together never exceed it."""
+    """Memory in bytes for stored groups. When it is full, workers wait."""
     heartbeat_s: float = 1.0
-    """Time between two signs of life of a peer."""
+    """Seconds between two heartbeats of a peer."""
     heartbeat_timeout_s: float = 10.0
-    """Silence after which a worker is taken for dead and its assignments go to others."""
+    """Seconds of silence after which a worker counts as dead and its groups go to others."""
     wait_timeout_s: float = 300.0
-    """Longest wait without progress (learner for a batch, worker for the server) before a typed error. Tokens and
-    environment steps are progress: a first group may take longer."""
+    """Longest wait in seconds without any progress (the learner for a batch, a worker for the server) before an error.
+    Generated tokens and environment steps are progress, so a first group may take longer."""
     shards: int = 0
-    """So many processes store the payloads and hand them to the learner's ranks; the replay server then sees headers
-    alone. 0: it stores them itself, which carries a thousand GPUs (docs/scale.md)."""
+    """Processes that store the payloads and serve them to the learner's ranks, so that the replay server handles only
+    headers. 0: the server stores them itself, enough for a thousand GPUs (docs/scale.md)."""
     shard_address: str = ""
-    """Where a shard binds: each has its own, `asyncrl local` chooses them."""
+    """Where a shard listens, if you start it yourself; `asyncrl local` chooses the addresses."""
     durability: str = "journal"
-    """`journal`: what the server acknowledges survives its death and the machine's, in `<run.dir>/journal`. `memory`:
-    a server that dies takes all groups since the last checkpoint with it, and the run ends."""
+    """`journal`: what the server acknowledged survives its death, and the machine's, in `<run.dir>/journal`. `memory`:
+    a server that dies loses all groups since the last checkpoint, and ends the run."""
     max_restarts: int = 10
-    """How often in an hour `asyncrl local` restarts a replay server, or a shard, that died; only with a journal."""
+    """How often per hour `asyncrl local` restarts a replay server or shard that died; needs the journal."""
     journal: JournalConfig = field(default_factory=JournalConfig)

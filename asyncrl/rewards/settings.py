@@ -11,31 +11,30 @@ from omegaconf import MISSING
 @dataclass(kw_only=True, slots=True)
 class RewardConfig:
     function: str = MISSING
-    """One that ships by its name (`gsm8k`, `math`, `f1` ..., docs/rewards.md), or yours: `file.py:name` or
-    `package.module:name`. Not needed with an environment of your own that scores by itself."""
+    """A reward that ships, by name (`gsm8k`, `math`, `f1` and others, docs/rewards.md), or yours: `file.py:name` or
+    `package.module:name`. Not needed with an environment that scores by itself."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Its arguments: `reward.args.NAME=VALUE`. A class is made with them, a function called with them."""
+    """Arguments of `function`: `reward.args.NAME=VALUE`. A class is instantiated with them."""
     functions: dict[str, Any] = field(default_factory=dict)
-    """Instead of `function`, several by name, each with `function` and, as it likes, `weight` (1), `args`,
-    `data_source` (only rows of these) and `model`: `reward.functions.style={function: format, weight: 0.2}`. A text
-    alone is the function. The reward is their weighted sum; `rewards/<name>` is each."""
+    """Several rewards by name instead of `function`, each with its `function` (a text alone means this) and optionally
+    `weight` (1), `args`, `model` and `data_source` (the rows it is for): `reward.functions.style={function: format,
+    weight: 0.2}`. The reward is their weighted sum; each is a metric `rewards/<name>`."""
     metric: str = "reward"
-    """What its mean over evaluated rows is called: `eval/<set>/reward`, or `accuracy` where it scores 1 for right and 0
-    for wrong. A row with another score has then failed."""
+    """Name of the mean over evaluated rows: `eval/<set>/reward`, or `accuracy` for a function that scores only 1 or 0
+    (with it, any other score is a failure)."""
     timeout_s: float = 10.0
-    """Deadline of one call, that is of one completion, or of a group where the function takes the group. Past it the
-    process is killed and the completion has no reward; async calls of a group run side by side and are cancelled."""
+    """Longest time in seconds for one call: one completion, or a group if the function takes groups. After it the
+    process is killed (an async call is cancelled), and the completion has no reward."""
     max_failure_share: float = 0.5
-    """Of the last 200 completions of a rollout worker: when more than this share got no reward, or one of
-    `rollout.filters` failed for them, the run stops with the reason and the row. 1 is never."""
+    """The run stops, with the reason and the row, when more than this share of a worker's last 200 completions got no
+    reward (or failed in one of `rollout.filters`). 1: never."""
     workers: int = 1
-    """Reward processes per rollout worker, or of the one service."""
+    """Reward processes per rollout worker, or of the one service with `reward.host=ray`."""
     concurrency: int = 0
-    """Async calls that one reward process runs side by side; 0 is 64, and with `code` one per core."""
+    """Async calls that one reward process runs side by side. 0 is 64, or with `code` one per core."""
     model: str = ""
-    """With `reward=model`: folder (or hub name) of a classifier with one output. `function` then names what is made
-    with this path, and called like a reward function."""
+    """With `reward=model`: folder, or name on the hub, of a classifier with one output."""
     host: str = "worker"
-    """`worker`: each rollout worker has its reward processes; `ray`: all share one service, a Ray actor."""
+    """Where rewards run: `worker`, in processes of each rollout worker, or `ray`, in one service that all share."""
     gpus: float = 0.0
-    """GPUs of that service."""
+    """GPUs of that service (`reward.host=ray`)."""

@@ -23,107 +23,117 @@ from asyncrl.schema import (
 @dataclass(kw_only=True, slots=True)
 class SftDataConfig:
     path: Any = MISSING
-    """Rows with a conversation (`messages`), or a prompt and a completion: a JSONL or parquet file, a folder of them
-    or one made by `save_to_disk`, `hf:NAME[:CONFIG][:SPLIT]` of the Hugging Face hub, or a class of your own,
-    `file.py:Name`. Several: a list, or a glob. See docs/data.md."""
+    """Where the rows are (`messages`, or a prompt and a completion): JSONL or parquet files, a folder of them or one of
+    `save_to_disk`, a list or a glob, `hf:NAME[:CONFIG][:SPLIT]`, or a class of yours, `file.py:Name`. See
+    docs/data.md."""
     mixture: dict[str, Any] = field(default_factory=dict)
-    """Instead of `path`, several sources by name, each with `path` and, as it likes, `weight` (1), `where`,
+    """Several sources by name instead of `path`, each with its `path` and optionally `weight` (1), `where`,
     `prompt_column` and `args`."""
     where: dict[str, Any] = field(default_factory=dict)
-    """Only rows whose columns have these values, `data.where.level=[3,4,5]`, or lie within bounds,
-    `data.where.score.min=0.2`."""
+    """Use only rows whose columns have one of these values, `data.where.level=[3,4,5]`, or lie within bounds, both
+    included: `data.where.score.min=0.2`."""
     order_by: str = ""
-    """Column of numbers, or texts, by which the rows of an epoch come, smallest first; empty is no such order."""
+    """Column (numbers or texts) that orders the rows of an epoch, smallest first; `shuffle` then only mixes equal ones.
+    Empty: not ordered."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Arguments of a class of your own: `data.args.NAME=VALUE`."""
+    """Arguments for a class of yours: `data.args.NAME=VALUE`."""
     shuffle: bool = True
-    """A new seeded permutation each epoch; false keeps the order of the rows."""
+    """Shuffle the rows anew each epoch, by `seed`; false keeps their order."""
     messages_column: str = "messages"
-    """The column that holds whole conversations. A source whose first row has none is read by prompt and completion."""
+    """Column that holds whole conversations. A source whose first row has none is read by prompt and completion."""
     prompt_column: str = "prompt"
-    """The column of the prompt, text or messages. A column in a column is named with a dot: `extra_info.question`."""
+    """Column that holds the prompt (text or messages); a dot reaches into a column: `extra_info.question`."""
     completion_column: str = ""
-    """The column of what the model is to write, text or messages; empty is `completion` or else `response`. Naming it
-    says that rows are no conversations in `messages_column`."""
+    """Column that holds what the model should write (text or messages). Empty: `completion`, else `response`; a name
+    means that rows are not conversations of `messages_column`."""
     chat: bool = False
-    """A prompt and a completion in text are a user's and an assistant's message, and go through the chat template.
-    False takes the texts as they are, with the tokenizer's EOS behind them."""
+    """Treat a prompt and a completion that are texts as messages of a user and an assistant, through the chat template.
+    False: take the texts as they are, with the tokenizer's end token after them."""
     learn: str = "every"
-    """Which of the assistant's turns carry loss: `every` one, or the `last`. A message with `weight: 0` never does."""
+    """Which turns of the assistant carry loss: `every` one, or the `last`. A message with `weight: 0` never does."""
     max_tokens: int = 2048
-    """Of a row as it is rendered; what becomes of a longer one says `overlong`."""
+    """Longest row in tokens, as it is rendered; `overlong` says what happens to a longer one."""
     overlong: str = "drop"
-    """What becomes of a longer row: `drop` it (counted), `truncate_left` or `truncate_right` (it is cut there, and
-    dropped where nothing with loss is left), or `error`, which ends the run and names the row."""
+    """What happens to a row that is too long: `drop` it (counted), cut it with `truncate_left` or `truncate_right`
+    (dropped if nothing with loss is left), or end the run with an `error` that names the row."""
 
 
 @dataclass(kw_only=True, slots=True)
 class SftLearnerConfig(CheckpointSettings):
     ranks: int = 1
-    """FSDP2 ranks that `asyncrl sft` starts; under your own torchrun its world size rules."""
+    """Learner processes that `asyncrl sft` starts, each with a GPU where there are any; the model is sharded over them
+    (FSDP2). Under your own torchrun, its world size counts."""
     replicas: int = 1
-    """Copies of the model that the ranks hold, each cut over an equal share of them (HSDP), see docs/parallel.md."""
+    """Copies of the model among the ranks, each sharded over an equal share of them (HSDP); must divide the number of
+    ranks. Useful on several machines: weights are then gathered only within a copy (docs/parallel.md)."""
     sequence_parallel: int = 1
-    """Neighbouring ranks that share every micro-batch, each with some of its tokens and, in attention, with some of its
-    heads (Ulysses). With `replicas` and `tensor_parallel` it divides the number of ranks; see docs/parallel.md."""
+    """Neighbouring ranks that share each micro-batch: each has part of its tokens and, in attention, of its heads
+    (Ulysses). For sequences whose activations do not fit one GPU; must divide the ranks, together with `replicas` and
+    `tensor_parallel` (docs/parallel.md)."""
     expert_parallel: int = 1
-    """Neighbouring ranks that have different experts of each layer of a mixture, and send each other the tokens that
-    chose them, each with rows of its own. It divides the ranks of a copy of the model. Of Qwen3-MoE, Qwen2-MoE,
-    Mixtral, GLM-4-MoE and DeepSeek-V3; see docs/parallel.md."""
+    """Neighbouring ranks that hold different experts of a mixture and exchange the tokens that chose them; must divide
+    the ranks of a copy of the model. For Qwen3-MoE, Qwen2-MoE, Mixtral, GLM-4-MoE and DeepSeek-V3
+    (docs/parallel.md)."""
     tensor_parallel: int = 1
-    """Neighbouring ranks that compute every layer together, each with some of its heads and of its inner width, on the
-    same sequences. With `replicas` it divides the number of ranks. Of Llama, Mistral, Qwen2 and Qwen3; see
-    docs/parallel.md."""
+    """Neighbouring ranks that compute every layer together on the same sequences, each with part of its heads and
+    width; must divide the ranks, together with `replicas`. For Llama, Mistral, Qwen2 and Qwen3, where a layer does not
+    fit one GPU (docs/parallel.md)."""
     device: str = "auto"
-    """`auto` is a GPU where there is one."""
+    """Where the learner trains; `auto` takes GPUs if there are any."""
     rows_per_step: int = 32
-    """Rows in a batch, over all ranks; one optimizer step each."""
+    """Rows in the batch of a step, over all ranks; each batch is one optimizer step."""
     epochs: float = 1.0
-    """How often every row comes; the last step takes the rows that are left."""
+    """Passes over the rows; the last step takes the rows that are left."""
     steps: int = 0
-    """Above 0: train steps of the run, whatever `epochs` says. A resumed run goes on to the same number."""
+    """Above 0: train steps of the whole run, whatever `epochs` says; a resumed run continues to the same number. 0:
+    `epochs` rules."""
     max_tokens_per_microbatch: int = 16384
-    """Budget of one forward and backward on a rank, in tokens; one longer row goes alone."""
+    """Tokens of one forward and backward pass on a rank; a longer row goes alone. Lower it if a GPU runs out of
+    memory."""
     reduce_gradients: str = "auto"
-    """When the ranks' gradients meet: with the `last` micro-batch of a step, with `each` (a rank then never holds more
-    than its shard), or `auto`: with each where the whole gradient has no room on a rank."""
+    """When the ranks reduce their gradients: with the `last` micro-batch of an optimizer step (each rank holds the
+    whole gradient in fp32 until then), or with `each`, which sends more. `auto` is `each` where weights, moments and
+    that gradient would take more than half of a rank's memory."""
     offload: str = "none"
-    """What lies in host memory instead of a GPU's: `optimizer` (AdamW's moments) or `all` (weights and gradients, too),
-    see docs/parallel.md."""
+    """What is kept in host memory instead of on the GPU: `none`, the `optimizer`'s moments, or `all`, also weights and
+    gradients (FSDP2's CPU offload; AdamW then runs on the CPU). Saves GPU memory, costs time (docs/parallel.md)."""
     optimizer: str = "adamw"
-    """`adamw_8bit` keeps AdamW's moments of matrices in 8 bits, see docs/parallel.md."""
+    """`adamw`, or `adamw_8bit`, which keeps the moments of matrices in 8 bits: 2.25 bytes per parameter instead of 8
+    (docs/parallel.md)."""
     lr: float = 1e-5
-    """Peak rate of AdamW."""
+    """Peak learning rate of AdamW."""
     schedule: str = "cosine"
-    """After the warm-up: `constant`, `linear` or `cosine`, both to zero at the last step."""
+    """Learning rate after the warm-up: `constant`, or `linear` or `cosine` down to zero at the last step."""
     warmup_steps: int = 0
-    """First steps in which the rate rises linearly."""
+    """Steps over which the learning rate rises linearly to its peak; 0: none."""
     weight_decay: float = 0.0
-    """On matrices alone, not on norms and biases."""
+    """AdamW's weight decay, on matrices only (not on norms and biases)."""
     beta2: float = 0.95
     """Decay of AdamW's second moment."""
     clip_norm: float = 1.0
     """Largest L2 norm of the whole gradient; a longer one is scaled down to it."""
     max_nonfinite_steps: int = 3
-    """Consecutive steps skipped for a non-finite loss or gradient before the run stops."""
+    """The run stops after this many optimizer steps in a row were skipped for a loss or gradient that is not finite."""
     save_every: int = 100
     """Steps between checkpoints; the last step is always saved."""
     keep_best: str = ""
-    """A metric, `eval/heldout/loss` or one of the steps: the checkpoint at which it was best stays, as `ckpt/best`."""
+    """A metric, such as `eval/heldout/loss`: the checkpoint at which it was best is kept as `ckpt/best`. Empty:
+    none."""
     keep_best_by: str = "min"
-    """`max` or `min`: which value of `keep_best` is better."""
+    """Whether the largest (`max`) or the smallest (`min`) value of `keep_best` is the best."""
     max_restarts: int = 3
-    """How often torchrun restarts the ranks after one of them died, in a row: with no checkpoint saved in between."""
+    """How often in a row, with no checkpoint saved in between, the ranks are restarted after one of them died."""
 
 
 @dataclass(kw_only=True, slots=True)
 class SftEvalConfig:
     path: Any = ""
-    """Held-out rows as in `data.path`, with the same columns; empty is no evaluation."""
+    """Held-out rows, given as in `data.path` and with the same columns; empty: no evaluation."""
     name: str = "heldout"
     """Name of the set in the metrics `eval/<name>/...`."""
     every: int = 0
-    """Steps between evaluations. With `path` the first and the last weights are evaluated too; with 0 they alone."""
+    """Steps between evaluations. With `eval.path` the first and the last weights are evaluated too; with 0 only
+    they."""
     rows: int = 0
     """Rows taken from the start of the file; 0 is all of them."""
 
@@ -131,12 +141,12 @@ class SftEvalConfig:
 @dataclass(kw_only=True, slots=True)
 class SftTelemetryConfig:
     wandb: bool = False
-    """Also log to Weights & Biases (extra `wandb`). Project and keys come from its own environment variables."""
+    """Also log to Weights & Biases (extra `wandb`); its own environment variables give project and key."""
     tensorboard: bool = False
     """Also write event files for TensorBoard (extra `tensorboard`)."""
     trace: bool = False
-    """Write down what each rank does when, in `logs/trace`, at most 64 MB for each: `asyncrl trace RUN` makes one
-    picture of it (docs/trace.md)."""
+    """Record what each rank does when, in `logs/trace` (at most 64 MB per process). `asyncrl trace RUN` turns it into
+    one picture (docs/trace.md)."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -144,9 +154,9 @@ class SftConfig:
     """Implements `schema.RunSettings`."""
 
     seed: int = 0
-    """Of the order of the rows and of new adapters."""
+    """Seeds the order of the rows and new adapters."""
     resume: str = "never"
-    """`never`, `auto` (from the newest checkpoint if there is one) or the path of a checkpoint, from which a branch
+    """`never`, `auto` (from the newest checkpoint, if there is one), or the path of a checkpoint, from which a branch
     begins."""
     overwrite: bool = False
     """Delete what an earlier run left in the run folder."""
