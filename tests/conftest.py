@@ -158,7 +158,7 @@ def _every_run_wrote_metrics_that_are_registered(tmp_path_factory: pytest.TempPa
         if (rows.parent / CONFIG_FILE).is_file():
             names = {name for row in read_lines(rows).rows for name in row if name not in OF_EVERY_ROW}
             strange |= {name: str(rows) for name in names if metric_of(name) is None}
-    assert strange == {}, "write these into asyncrl/telemetry/metrics/registry.py"
+    assert strange == {}, "write these into asyncrl/telemetry/metrics/of_steps.py or of_runs.py"
 
 
 @pytest.fixture(autouse=True)

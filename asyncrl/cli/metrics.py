@@ -6,20 +6,26 @@ import sys
 from collections.abc import Sequence
 
 from asyncrl.errors import ConfigError
-from asyncrl.telemetry.metrics.registry import METRICS, Metric
+from asyncrl.telemetry.metrics.metric import Metric
+from asyncrl.telemetry.metrics.registry import METRICS
 
 HEAD = """# Metrics
 
-Made by `asyncrl metrics --markdown > docs/metrics.md` from `asyncrl/telemetry/metrics/registry.py`: change that,
-not this page.
+Made by `asyncrl metrics --markdown > docs/metrics.md` from `asyncrl/telemetry/metrics/of_steps.py` and
+`asyncrl/telemetry/metrics/of_runs.py`: change those, not this page.
 On the command line `asyncrl metrics WORD` shows those whose name or meaning has the word.
 
-A step is one row of `metrics.jsonl`, and an evaluation is one. A row also has `step`, `policy_version` (the version
-that the step published), `time` (seconds since the epoch) and `crc`. *Better* says which way a run wants it, other
-things being equal. *Total* is counted up since the process that counts it began, so it begins at 0 again in a resume;
-all others are of the step, or of the moment. A value that is not finite is `null`.
+`metrics.jsonl` has a row for each step and one for each evaluation. Besides metrics a row has `step`, `policy_version`
+(the version that the step published), `time` (seconds since the epoch) and `crc` (a checksum).
 
-`histograms.jsonl` has a row per step too: of each `histogram/*` its `edges` and, one fewer, the `counts` between them.
+- *unit*: `share` is a number from 0 to 1; `1` is a plain number.
+- *better*: whether a run wants it higher or lower, other things being equal.
+- *total*: counted since the process that counts it started, so it begins at 0 again after a resume. All others are of
+  the step, or of the moment.
+
+A value that is not finite is `null`.
+
+`histograms.jsonl` has a row for each step with the `histogram/*`: `edges`, and the `counts` between them (one fewer).
 W&B and TensorBoard get them as histograms.
 """
 

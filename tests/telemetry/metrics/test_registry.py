@@ -97,7 +97,7 @@ def test_every_name_in_the_code_is_registered() -> None:
         for text, path in found.items()
         if not (known(text) or PART.search(text) or text in PARTS)
     }
-    assert strange == {}, "write these into asyncrl/telemetry/metrics/registry.py"
+    assert strange == {}, "write these into asyncrl/telemetry/metrics/of_steps.py or of_runs.py"
 
 
 def of_losses() -> Iterator[str]:
