@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.cli.main import main, parse
+from asyncrl.cli.arguments.parser import parse
+from asyncrl.cli.main import main
 from asyncrl.config import config_keys, load_config
 from asyncrl.sft.rules import load_sft
 from asyncrl.sft.settings import SftConfig

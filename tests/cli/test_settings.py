@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli import local
+from asyncrl.cli.arguments.parser import parser
 from asyncrl.cli.arguments.settings_file import with_files
-from asyncrl.cli.main import main, parser
+from asyncrl.cli.main import main
 from asyncrl.cli.rerun import rerun_config
 from asyncrl.cli.settings import SFT_HEAD, as_markdown, catalogue, matching
 from asyncrl.config import (
