@@ -1,9 +1,9 @@
-"""What a LoRA adapter is on the wire: pairs of matrices under their peft names, and the scaling.
+"""Wire format of a LoRA adapter: pairs of matrices under their peft names, and the scaling.
 
     base_model.model.<module>.lora_A.weight  [rank, in]      base_model.model.<module>.lora_B.weight  [out, rank]
-    adapter.rank_alpha                       int32 [2]: integers, which no wire dtype rounds
+    adapter.rank_alpha                       int32 [2]: integers, so that no wire dtype rounds them
 
-The policy is W = W0 + alpha / rank * B A; W0 is that of `model.path` on every machine and never travels.
+The policy is W = W0 + alpha / rank * B A; every machine has W0 from `model.path`, and it is never sent.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Pair:
 
 
 def peft_names(module: str) -> tuple[str, str]:
-    """Names of A and B of a linear layer."""
+    """Names of A and B for a linear layer."""
     return _PREFIX + module + _SIDES[0], _PREFIX + module + _SIDES[1]
 
 
@@ -51,16 +51,16 @@ def is_adapter(names: Iterable[str]) -> bool:
 
 
 def read_scaling(tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
-    """(rank, alpha)."""
+    """Return (rank, alpha)."""
     rank, alpha = tensors[SCALING].tolist()
     return rank, alpha
 
 
 def read_pairs(tensors: Mapping[str, torch.Tensor]) -> dict[str, Pair]:
-    """`{module: Pair}` of a whole update; values are not looked at, so tensors on `meta` will do.
+    """Return `{module: Pair}` of a whole update; values are not read, so tensors on `meta` are accepted.
 
     Raises:
-        ModelMismatchError: not an adapter, a name that is none of an adapter's, or half a pair; names the first.
+        ModelMismatchError: not an adapter, a name that does not belong to an adapter, or half a pair; names the first.
     """
     if SCALING not in tensors:
         raise ModelMismatchError(
@@ -82,7 +82,8 @@ def read_pairs(tensors: Mapping[str, torch.Tensor]) -> dict[str, Pair]:
 
 
 def target_layers(model: nn.Module, targets: Sequence[str]) -> list[str]:
-    """Names of a Hugging Face model's linear layers in the blocks: of all, or of those that end in one of `targets`.
+    """Return the names of the linear layers in a Hugging Face model's blocks: all, or those that end in one of
+    `targets`.
 
     Raises:
         ConfigError: a target matches none, or there are none; the message names the nearest.

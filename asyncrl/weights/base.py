@@ -1,6 +1,7 @@
-"""The weights seam: publisher in the learner, subscriber in each rollout worker, one file per transport.
+"""Interface of weight transfer: a publisher in the learner, a subscriber in each rollout worker, one file per
+transport.
 
-    publish(v): every learner rank gathers on a thread; rank 0 keeps a snapshot and sends it from another
+    publish(v): every learner rank gathers on a thread; rank 0 keeps a snapshot and sends it on another thread
     receive(v): bytes into staging -> fingerprints recomputed -> `load` into the engine between steps -> served(v)
 
 A version counts as served only after its fingerprint matched.
@@ -18,17 +19,18 @@ from asyncrl.weights.canary import Canary
 
 
 class StagedTensors(dict[str, torch.Tensor]):
-    """Tensors in staging. An engine may keep them instead of copying, and says so: staging then goes on elsewhere."""
+    """Tensors in staging. An engine that keeps them instead of copying sets `kept`; staging then continues in other
+    memory."""
 
     kept = False
 
 
 LoadWeights = Callable[[int, Mapping[str, torch.Tensor]], None]
-"""`load(policy_version, tensors)`: swap all tensors into the engine at once; blocks until it serves them."""
+"""`load(policy_version, tensors)`: swap all tensors into the engine at once; blocks until the engine serves them."""
 
 
 class PublisherRendezvous(Protocol):
-    """The part of the replay client a publisher needs (wired by the learner; weights never imports replay)."""
+    """The part of the replay client that a publisher needs (passed in by the learner; weights never imports replay)."""
 
     def announce(self, values: dict[str, Any]) -> None: ...
     def members(self) -> list[Any]:
@@ -37,10 +39,11 @@ class PublisherRendezvous(Protocol):
 
 
 class SubscriberRendezvous(Protocol):
-    """The part of the replay client a subscriber needs, blocking (the worker wraps its async client)."""
+    """The part of the replay client that a subscriber needs, with blocking calls (the worker wraps its async
+    client)."""
 
     def watch(self, revision: int, wait_s: float) -> Any:
-        """Board with `.revision` and `.values`."""
+        """Return the board, with `.revision` and `.values`."""
         ...
 
     def served(self, policy_version: int, fingerprint: str) -> None: ...
@@ -48,11 +51,11 @@ class SubscriberRendezvous(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishStats:
-    """Of one `publish`."""
+    """Statistics of one `publish`."""
 
     wait_previous_s: float
-    """Seconds that the call waited: for the copy of the version before, if nobody had waited for that, and until a
-    snapshot was free, when two versions were on their way."""
+    """Seconds that the call waited: for the copy of the previous version, if nobody had waited for it, and for a free
+    snapshot, if two versions were still being sent."""
     nbytes: int
 
 
@@ -63,26 +66,27 @@ class Publisher(Protocol):
         """Snapshot `(name, shard or tensor)` pairs under this version and send them in the background.
 
         Collective over the learner ranks: DTensors are cast to the wire dtype, then gathered, in this order. Waits
-        (bounded) for the copy before, and for a snapshot that is not on its way. `canary` goes with the version, to be
-        proven by the engines. The tensors may still be read after it returns: see `copied`. Nothing of the version
-        leaves before `tensors` has given all of them.
+        (bounded) for the previous copy, and for a snapshot that is not being sent. `canary` is sent with the version,
+        and the engines are verified against it. The tensors may still be read after the call returns: see `copied`.
+        Nothing of the version is sent before `tensors` is exhausted.
 
         Raises:
-            WeightsError: a version before could not be copied or sent; no snapshot became free in time; the names are
-                not those of the first call.
+            WeightsError: a previous version could not be copied or sent; no snapshot became free in time; the names
+                differ from those of the first call.
         """
         ...
 
     def wait_copied(self) -> float:
-        """Until the tensors of the last `publish` are copied (bounded): before a further version is announced.
+        """Wait (bounded) until the tensors of the last `publish` are copied; called before a further version is
+        announced.
 
         Returns the seconds that took. Raises WeightsError if the copy failed: that version is not sent.
         """
         ...
 
     def copied(self) -> Iterator[Sequence[torch.Tensor]]:
-        """For who wants to write to the tensors of the last `publish`: while they are being copied, some of them, as
-        often as nothing reads those any more (bounded). When it ends nothing reads any.
+        """Iterate while the tensors of the last `publish` are being copied, for a caller that wants to write to them:
+        yields some of them each time nothing reads those any more (bounded). When it ends nothing reads any of them.
 
         Raises WeightsError if the copy failed: that version is not sent.
         """
@@ -91,12 +95,12 @@ class Publisher(Protocol):
     def stats(self) -> dict[str, float]:
         """`weights/*` metrics: wire seconds, engines served, re-sends, epoch.
 
-        Those of one send appear together when everyone has answered, with `weights/sent_version`, its version.
+        Those of one send appear together once every engine has answered, with its version as `weights/sent_version`.
         """
         ...
 
     def close(self, *, failed: bool = False) -> None:
-        """Let what is on its way arrive. `failed`: this rank ends by an error, and the others wait for it in vain."""
+        """Let pending sends finish. `failed`: this rank ends with an error, so the other ranks wait for it in vain."""
         ...
 
 
@@ -108,7 +112,7 @@ class Subscriber(Protocol):
 
     @property
     def proven(self) -> bool:
-        """Whether what the engine makes now may leave the worker: false while a version waits for its canary."""
+        """Whether the engine's present output may leave the worker: false while a version waits for its canary."""
         ...
 
     def check(self) -> None:

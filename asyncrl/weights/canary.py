@@ -2,8 +2,8 @@
 
     learner at v: log-probs of the probes --with v--> engine, after loading v: its log-probs --compare--> served
 
-Fingerprints prove what arrived; only this proves what the engine made of it (a tied head that was not re-tied, experts
-packed from old weights, a tensor the loader skipped).
+Fingerprints prove what arrived; only the canary proves that the engine loaded it correctly (it finds a tied head that
+was not re-tied, experts packed from old weights, a tensor that the loader skipped).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ MAX_PROBES, MAX_TOKENS = 64, 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
-    """Largest |difference| of a log-prob that is rounding, over all probe tokens and on average."""
+    """Largest absolute difference of a log-prob that counts as rounding: maximum and mean over all probe tokens."""
 
     max: float
     mean: float
     share: float = 1.0
-    """Of the probe tokens, how many must be within `max`."""
+    """Fraction of the probe tokens that must be within `max`."""
 
     def admits(self, found: Difference) -> bool:
-        """Whether `found`, by `compare` with `max` as its bound, is rounding."""
+        """Whether `found`, returned by `compare` with `max` as its bound, is rounding."""
         return found.within >= self.share and found.mean <= self.mean
 
 
@@ -49,26 +49,26 @@ ROUTED = Tolerance(max=0.75, mean=0.15, share=0.95)
     bfloat16   float32    0.018 to 0.058   5e-3 to 1.1e-2     the same
     bfloat16   bfloat16   0.029 to 0.15    6e-3 to 2e-2       the same
 
-With room for deeper models. In float32 a tensor that is one small step old is found; in bfloat16 a wrong matrix or norm
-is, and a slightly old one is not: where that matters, verify in float32.
+The bounds leave room for deeper models. In float32 a tensor that is one small step old is found. In bfloat16 a wrong
+matrix or norm is found, and a slightly old one is not: where that matters, verify in float32.
 
-Where all logits are small, HALF would let pass what rounding cannot explain: see `SPACINGS`.
+If all logits are small, HALF would admit differences that rounding cannot explain: see `SPACINGS`.
 
-ROUTED is HALF for a mixture of experts: where a router is nearly undecided, rounding chooses another expert, and that
-token's log-prob is another one though no weight is wrong. It is the outer bound, see `ROUTED_NOISES`. 58 random
-Qwen3-MoE, 2 to 8 layers, 4 to 64 experts, bfloat16 against float32: one to four of the tokens in a hundred took other
-experts; max 1.44, mean 0.098, at least 97.8 % of the tokens within 0.75. Two experts of one layer exchanged: mean 0.2
-to 1 where there are 4 or 8 of them; of 64 that is not found, and in float32 it always is (max above 0.1)."""
+ROUTED is HALF for a mixture of experts: where a router is nearly undecided, rounding selects another expert, and that
+token's log-prob changes although no weight is wrong. It is the outer bound, see `ROUTED_NOISES`. 58 random Qwen3-MoE, 2
+to 8 layers, 4 to 64 experts, bfloat16 against float32: one to four of the tokens in a hundred took other experts; max
+1.44, mean 0.098, at least 97.8 % of the tokens within 0.75. With two experts of one layer exchanged: mean 0.2 to 1 for
+4 or 8 experts; of 64 experts that is not found, and in float32 it always is (max above 0.1)."""
 
 
 SPACING = 2.0**-7
-"""Of bfloat16 at 1, relative."""
+"""Relative spacing of bfloat16 at 1."""
 NOISES, ROUTED_NOISES, HEAD_SPACINGS = 3.0, 8.0, 0.5
 SPACINGS = 2.0
-"""Mean difference that is rounding in bfloat16: NOISES times what the learner found rounding to do to this very model
-(`Canary.noise`) and, of bfloat16's spacing at the largest |logit|, HEAD_SPACINGS; of a learner that did not look,
-SPACINGS of them. HALF's mean is the outer bound. Random Qwen3, Qwen2 and Llama, bfloat16 against a learner in float32
-and one in bfloat16 with another attention, 16 probes of 24 tokens, in such spacings:
+"""Largest mean difference that counts as rounding in bfloat16: NOISES times the measured effect of rounding on this
+very model (`Canary.noise`) plus HEAD_SPACINGS times bfloat16's spacing at the largest |logit|; SPACINGS such spacings
+if the learner did not measure the noise. HALF's mean is the outer bound. Random Qwen3, Qwen2 and Llama, bfloat16
+against a learner in float32 and one in bfloat16 with another attention, 16 probes of 24 tokens, in such spacings:
 
     layers, width, initial deviation    honest          bound          the last two exchanged
     2 and 6, 64, 0.02 to 0.1            0.05 to 0.37    0.6 to 0.95    5.6 to 33
@@ -76,21 +76,21 @@ and one in bfloat16 with another attention, 16 probes of 24 tokens, in such spac
     24, 128, 0.02 to 0.1                0.23 to 1.1     1.1 to 1.9     1.5 to 2.2: all 36 found
     48, 64, 0.02 to 0.1                 0.25 to 0.66    1.3 to 1.7     0.8 to 1.2: none found
 
-The middle two of 24 are 2.5 to 4.9 off. What breaks it: chaotic models. Initialised with 0.2, 24 layers differ from
-themselves by up to 2.0, and the outer bound, 1.6 to 1.9 there, refuses 2 of 12.
+With the middle two of 24 exchanged: 2.5 to 4.9. The bound fails for chaotic models: initialised with 0.2, models of 24
+layers differ from themselves by up to 2.0, and the outer bound, 1.6 to 1.9 there, refuses 2 of 12.
 
-Of a mixture of experts it is ROUTED_NOISES times, and ROUTED's mean the outer bound: a disturbed router chooses other
-experts too. 173 random Qwen3-MoE, 2, 8 and 24 layers, width 64, 4 to 64 experts, deviation 0.02 to 0.2, random probes
-and text, learner in float32 and bfloat16: it refuses none of the 157 honest ones that ROUTED alone admits, and of
-24 layers finds the middle two exchanged in 36 of 36 (ROUTED alone: 4), two experts of the first layer in 15 (0), of
-the last in none."""
+For a mixture of experts the factor is ROUTED_NOISES, and ROUTED's mean the outer bound: a disturbed router selects
+other experts too. 173 random Qwen3-MoE, 2, 8 and 24 layers, width 64, 4 to 64 experts, deviation 0.02 to 0.2, random
+probes and text, learner in float32 and bfloat16: the bound refuses none of the 157 correct ones that ROUTED alone
+admits. With 24 layers it finds the middle two layers exchanged in 36 of 36 (ROUTED alone: 4), two experts of the first
+layer in 15 (0), of the last in none."""
 
 
 def tolerance(
     *dtypes: str, routed: bool = False, largest_logit: float = math.inf, noise: float = math.inf
 ) -> Tolerance:
-    """By the dtypes of learner, wire and engine, whether tokens are routed to experts, and what the learner found at
-    the probes: the largest |logit|, and its `Canary.noise`."""
+    """Tolerance from the dtypes of learner, wire and engine, whether tokens are routed to experts, and what the learner
+    measured at the probes: the largest |logit| and its `Canary.noise`."""
     if set(dtypes) == {"float32"}:
         return FULL
     if routed and noise == math.inf:
@@ -102,21 +102,21 @@ def tolerance(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:
-    """Probe tokens, and what the learner's model at this version thinks of them."""
+    """Probe tokens, and the learner's log-probs of them at this version."""
 
     sequences: tuple[NDArray[np.int32], ...]
     """[T] each."""
     logprobs: tuple[NDArray[np.float32], ...]
-    """[T - 1] each: of tokens 1.., at temperature 1."""
+    """[T - 1] each: log-probs of tokens 1.., at temperature 1."""
     learner_dtype: str
     wire_dtype: str
     routed: bool = False
-    """A mixture of experts, see `ROUTED`."""
+    """Whether the model is a mixture of experts, see `ROUTED`."""
     largest_logit: float = math.inf
-    """Largest |logit| where the probes' tokens were predicted; of a learner that does not say, infinite."""
+    """Largest |logit| at the positions that predict the probe tokens; infinite if the learner does not report it."""
     noise: float = math.inf
-    """Mean |difference| that an error of half of bfloat16's spacing at most, in all that its layers give, makes to the
-    learner's own log-probs; infinite where it did not look."""
+    """Mean |difference| in the learner's own log-probs caused by an error of at most half of bfloat16's spacing in all
+    outputs of its layers; infinite if the learner did not measure it."""
 
     def to_wire(self) -> dict[str, Any]:
         """msgpack-able; read back by `from_wire`."""
@@ -131,7 +131,7 @@ class Canary:
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Canary:
-        """Raises WeightsError when the arrays do not fit each other, or are more than a canary ever is."""
+        """Raises WeightsError if the arrays do not fit each other, or exceed the limits of a canary."""
         try:
             sequences = tuple(np.frombuffer(data, "<i4").astype(np.int32) for data in wire["sequences"])
             logprobs = tuple(np.frombuffer(data, "<f4").astype(np.float32) for data in wire["logprobs"])
@@ -157,29 +157,30 @@ class Canary:
         )
 
     def tolerance(self, engine_dtype: str) -> Tolerance:
-        """What an engine of that dtype may differ by."""
+        """Tolerance for an engine of that dtype."""
         dtypes = self.learner_dtype, self.wire_dtype, engine_dtype
         return tolerance(*dtypes, routed=self.routed, largest_logit=self.largest_logit, noise=self.noise)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """|engine - learner| over all probe tokens. A log-prob that is no number differs infinitely."""
+    """|engine - learner| over all probe tokens. A log-prob that is NaN differs infinitely."""
 
     max: float
     mean: float
     within: float
-    """Share of the tokens whose difference is at most the bound asked for."""
+    """Fraction of the tokens whose difference is at most the given bound."""
     probe: int
-    """The first probe with a difference of its own above the bound asked for; else the one with the largest."""
+    """The first probe with a difference above the given bound; if there is none, the one with the largest
+    difference."""
     token: int
-    """Of that probe, the token with its largest difference."""
+    """The token of that probe with the largest difference."""
     learner: float
     engine: float
 
 
 def compare(canary: Canary, scored: Sequence[NDArray[np.float32]], bound: float = math.inf) -> Difference:
-    """Raises WeightsError when `scored` is not one array per probe, of its length."""
+    """Raises WeightsError unless `scored` has one array per probe, of its length."""
     if [len(values) for values in scored] != [len(values) for values in canary.logprobs]:
         raise WeightsError(f"the engine scored {[len(v) for v in scored]} tokens of probes it was given")
     parts = [_differences(ours, theirs) for ours, theirs in zip(canary.logprobs, scored, strict=True)]
@@ -209,23 +210,23 @@ SAME_BITS = "With engine.exact=true both must have it, and the same torch and tr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """How a worker proves what its engine serves.
+    """How a worker verifies what its engine serves.
 
     Args:
-        score: of the engine, at the version it just loaded.
-        verify_every: versions between two proofs; 0 is only the first of this worker and after every (re)join.
+        score: the engine's scoring function, at the version it just loaded.
+        verify_every: versions between two proofs; 0 verifies only this worker's first version and after every (re)join.
     """
 
     score: Score
     engine_dtype: str
     verify_every: int = 0
     exact: bool = False
-    """The engine computes as the learner does: nothing is rounding."""
+    """Whether the engine computes exactly as the learner does, so that no difference counts as rounding."""
     everywhere: Callable[[Sequence[NDArray[np.int32]]], list[list[NDArray[np.float32]]]] | None = None
-    """Of an engine that is several: what `score` gives, of each. All have to agree with the learner."""
+    """For an engine of several replicas: the result of `score` from each. All must agree with the learner."""
 
     def prove(self, policy_version: int, canary: Canary) -> Difference:
-        """Raises WeightsError, with the first probe that is off, when the engine disagrees with the learner."""
+        """Raises WeightsError, naming the first probe that is off, if the engine disagrees with the learner."""
         allowed = EXACT if self.exact else canary.tolerance(self.engine_dtype)
         answers = self.everywhere(canary.sequences) if self.everywhere else [self.score(canary.sequences)]
         found = max((compare(canary, scored, allowed.max) for scored in answers), key=lambda each: each.max)
@@ -242,6 +243,6 @@ class Proof:
 
 
 def random_probes(vocabulary: int, seed: int, *, count: int = 4, length: int = 24) -> tuple[NDArray[np.int32], ...]:
-    """The same for a seed, wherever they are made: token ids drawn evenly from the vocabulary, [length] each."""
+    """Return probes that depend on `seed` alone: token ids drawn uniformly from the vocabulary, [length] each."""
     keys = np.random.Philox(key=[seed % 2**64, 0xCA9A]).random_raw(count * length)
     return tuple((keys % vocabulary).astype(np.int32).reshape(count, length))

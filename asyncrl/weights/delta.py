@@ -1,11 +1,11 @@
-"""Delta publication: of a bucket only the elements that changed since the version before, without loss.
+"""Delta publication: sends of a bucket only the elements that changed since the previous version, without loss.
 
     gaps    [k] uint16 distances between changed elements, then [k] their new values     few changes
     mask    one bit per element, then the new values of those set                          more
     full    the bucket as it is                                                            most of it changed
 
-The smallest is taken, bucket by bucket. At small learning rates an optimizer step moves most bfloat16 weights by less
-than their last bit; float32 weights nearly all change, and go in full.
+The smallest encoding is chosen for each bucket. At small learning rates an optimizer step changes most bfloat16 weights
+by less than their last bit; nearly all float32 weights change, and are sent in full.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ FULL, GAPS, MASK = "full", "gaps", "mask"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """One bucket, as it goes over the wire."""
+    """One encoded bucket, as sent over the wire."""
 
     kind: str
     payload: UInt8[torch.Tensor, " bytes"]
     changed: int
-    """Elements in the payload."""
+    """Number of elements in the payload."""
 
     def header(self) -> list[Any]:
-        """What the receiver is told before: `[kind, bytes, changed]`."""
+        """Header that is sent to the receiver before the payload: `[kind, bytes, changed]`."""
         return [self.kind, len(self.payload), self.changed]
 
 
 def encode(new: UInt8[torch.Tensor, " bytes"], old: UInt8[torch.Tensor, " bytes"], element_bytes: int) -> Encoded:
-    """The smallest of the three encodings of `new` for a receiver that has `old`.
+    """Return the smallest of the three encodings of `new` for a receiver that has `old`.
 
     Args:
-        element_bytes: width of what changes as one, 1, 2, 4 or 8; the buffers are multiples of 16 bytes.
+        element_bytes: bytes per element, 1, 2, 4 or 8; the buffers are multiples of 16 bytes.
     """
     fresh, known = (buffer.view(_INTEGERS[element_bytes]) for buffer in (new, old))
     changed = _changed(new, old, fresh, known)
@@ -58,7 +58,7 @@ def encode(new: UInt8[torch.Tensor, " bytes"], old: UInt8[torch.Tensor, " bytes"
         return Encoded(kind=FULL, payload=new, changed=len(fresh))
     if kind == GAPS:
         gaps = torch.diff(places, prepend=places.new_full((1,), -1)) if len(places) else places
-        # torch has no arithmetic on uint16: the low two bytes of each distance are taken.
+        # torch has no arithmetic on uint16, so the low two bytes of each distance are taken.
         low = gaps.to(torch.int32).view(torch.uint8).view(-1, 4)[:, :2].reshape(-1)
         return Encoded(kind=GAPS, payload=torch.cat([low, _bytes(fresh[places])]), changed=len(places))
     return Encoded(
@@ -70,7 +70,7 @@ def apply(encoded: Encoded, buffer: UInt8[torch.Tensor, " bytes"], element_bytes
     """Turn the old version in `buffer` into the new one, in place.
 
     Raises:
-        WeightsError: the payload does not fit the bucket; the buffer may be torn then.
+        WeightsError: the payload does not fit the bucket; the buffer may then be partly overwritten.
     """
     payload, target = encoded.payload, buffer.view(_INTEGERS[element_bytes])
     if encoded.kind == FULL and len(payload) == len(buffer):
@@ -79,7 +79,7 @@ def apply(encoded: Encoded, buffer: UInt8[torch.Tensor, " bytes"], element_bytes
     head = 2 * encoded.changed if encoded.kind == GAPS else -(-len(target) // 8)
     if encoded.kind not in (GAPS, MASK) or len(payload) != head + encoded.changed * element_bytes:
         raise WeightsError(f"a {encoded.kind!r} delta of {len(payload)} bytes does not fit {encoded.changed} elements")
-    # Copied: behind an odd head the values would not be aligned.
+    # Cloned: after a head of odd length the values would not be aligned.
     values = payload[head:].clone().view(_INTEGERS[element_bytes])
     places = _read_gaps(payload[:head]) if encoded.kind == GAPS else _unpack(payload[:head], len(target))
     if len(places) != encoded.changed or (len(places) and int(places[-1]) >= len(target)):
@@ -88,10 +88,10 @@ def apply(encoded: Encoded, buffer: UInt8[torch.Tensor, " bytes"], element_bytes
 
 
 def payload_limit(header: Sequence[Any], nbytes: int) -> int:
-    """Bytes of a payload that `header` announces for a bucket of `nbytes`.
+    """Return the number of bytes of the payload that `header` announces for a bucket of `nbytes`.
 
     Raises:
-        WeightsError: more than the bucket itself, or no number.
+        WeightsError: more bytes than the bucket itself, or an invalid header.
     """
     kind, size, changed = header
     if kind not in (FULL, GAPS, MASK) or not 0 <= int(size) <= nbytes or not 0 <= int(changed) <= nbytes:
@@ -102,7 +102,8 @@ def payload_limit(header: Sequence[Any], nbytes: int) -> int:
 def _changed(
     new: torch.Tensor, old: torch.Tensor, fresh: torch.Tensor, known: torch.Tensor
 ) -> Int[torch.Tensor, " changed"]:
-    """Ascending places of the elements that differ. Words of 8 bytes first: most are equal, which is faster."""
+    """Ascending positions of the elements that differ. Words of 8 bytes are compared first: most are equal, so it is
+    faster."""
     words = (new.view(torch.int64) != old.view(torch.int64)).nonzero()[:, 0]
     per_word = _WORD // fresh.itemsize
     places = (words[:, None] * per_word + torch.arange(per_word, device=new.device)).view(-1)
@@ -110,7 +111,7 @@ def _changed(
 
 
 def _with_stepping_stones(places: Int[torch.Tensor, " changed"]) -> Int[torch.Tensor, " places"]:
-    """Unchanged elements put in where two changed ones are farther apart than a gap can say."""
+    """Insert unchanged elements where two changed ones are farther apart than a gap can express."""
     if not len(places):
         return places
     gaps = torch.diff(places, prepend=places.new_full((1,), -1))
@@ -152,10 +153,12 @@ def _bytes(values: torch.Tensor) -> torch.Tensor:
 
 
 class DeltaChoice:
-    """Whether the next version goes as a delta: `never`, `always`, or `auto`, by what the last ones took.
+    """Decides whether the next version is sent as a delta: `never`, `always`, or `auto`, by how long the last ones
+    took.
 
-    A delta costs time at both ends; on a fast link that is more than it saves. `auto` goes back to full versions when
-    it was slower, and tries again after `retry` versions. Who does not know the link counts bytes instead of seconds.
+    A delta costs time at both ends; on a fast link that is more than it saves. `auto` returns to full versions when a
+    delta was slower, and tries again after `retry` versions. A caller that does not know the link passes bytes instead
+    of seconds.
     """
 
     def __init__(self, mode: str, retry: int = 50) -> None:
@@ -177,6 +180,6 @@ class DeltaChoice:
         self._full_s = seconds
 
     def sent_delta(self, encode_s: float, send_s: float) -> None:
-        """Applying it takes the receivers about as long as encoding took."""
+        """Record a delta. Applying it takes the receivers about as long as encoding took."""
         if self._mode == "auto" and 2 * encode_s + send_s > self._full_s:
             self._rest = self._retry

@@ -1,4 +1,5 @@
-"""From the config to the two ends of a transport. A new transport is one file and one branch in each function."""
+"""Builds the two ends of a weight transport from the config. A new transport is one file and one branch in each
+function."""
 
 from __future__ import annotations
 
@@ -27,18 +28,18 @@ from asyncrl.weights.publishing.snapshot import BackgroundPublisher, Sender
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FILES = ("files", "pull")
 _PHASES = 10
-"""`publish` waits this many times `weights.timeout_s` for the sender: a send may lose several peers one by one."""
+"""Multiple of `weights.timeout_s` that `publish` waits for the sender: one send may lose several peers one by one."""
 
 
 def make_publisher(
     config: Config, rendezvous: PublisherRendezvous, run_dir: Path, rank: int, device: torch.device, world: int = 1
 ) -> Publisher:
-    """The learner's end, collective over its `world` ranks. Only rank 0 sends, unless `weights.senders=all`;
-    `rendezvous` and `run_dir` are not used on other ranks.
+    """Build the learner's end, collectively over its `world` ranks. Only rank 0 sends, unless `weights.senders=all`;
+    other ranks do not use `rendezvous` and `run_dir`.
 
     Raises:
         ConfigError: unknown transport or wire dtype; a gather without copies.
-        WeightsError: this rank does not reach rank 0's store.
+        WeightsError: this rank cannot reach rank 0's store.
     """
     weights = with_dtypes(config, learner=device.type).weights
     if weights.wire_dtype not in _DTYPES:
@@ -97,7 +98,7 @@ def _unknown(transport: str) -> ConfigError:
 
 
 def _shelf(weights: WeightsConfig, folder: Path) -> Shelf:
-    """Where `pull` puts its versions."""
+    """Where `pull` stores its versions."""
     if weights.url:
         return UrlShelf(weights.url, folder, read_url=weights.fetch_url, within_s=_PHASES / 2 * weights.timeout_s)
     server = FilesServer(folder, weights.host, weights.port, weights.timeout_s)
@@ -116,15 +117,15 @@ def make_subscriber(
     admit: Callable[[Mapping[str, torch.Tensor]], None] | None = None,
     everywhere: Callable[..., Any] | None = None,
 ) -> Subscriber:
-    """The worker's end; its thread runs from here to `close`.
+    """Build the worker's end; its thread runs from here to `close`.
 
     Args:
-        receiver: the engine's own, if it has one.
-        score: the engine's; None (an engine without a model) proves nothing.
-        stall_s: seconds the engine was halted for loads, since its start.
-        admit: raises for names, shapes or dtypes (tensors on `meta`) that the engine's model has not, before any
-            memory is taken for them.
-        everywhere: of an engine that is several, see `Proof`.
+        receiver: the engine's own receiver, if it has one.
+        score: the engine's scoring function; None (an engine without a model) skips the canary.
+        stall_s: returns the seconds for which the engine was paused for loads since it started.
+        admit: raises for names, shapes or dtypes (tensors on `meta`) that the engine's model does not have, before any
+            memory is allocated for them.
+        everywhere: for an engine of several replicas, see `Proof`.
     """
     weights = config.weights
     gpu = _engine_gpu(config.engine.device)
@@ -157,7 +158,7 @@ def make_subscriber(
 
 
 def _engine_gpu(device: str) -> torch.device | None:
-    """With its number: nccl takes no other."""
+    """The engine's GPU with its index, which nccl requires."""
     if device == "cpu" or not torch.cuda.is_available():
         return None
     number = torch.device(device).index if device.startswith("cuda") else None
@@ -165,8 +166,9 @@ def _engine_gpu(device: str) -> torch.device | None:
 
 
 def backend_of(config: Config, device: torch.device) -> str:
-    """nccl needs a GPU on both ends, and refuses two ranks on one. `asyncrl local` has placed the engines and tells the
-    learner by `placement.mode`; under a torchrun of one's own that is `auto`, and a lone GPU is taken to be shared.
+    """Return the broadcast backend. nccl needs a GPU on both ends, and refuses two ranks on one. `asyncrl local` has
+    placed the engines and passes the result to the learner as `placement.mode`. Under a user's own torchrun that is
+    `auto`, and a single GPU is taken to be shared.
 
     Raises:
         ConfigError: nccl without a GPU.

@@ -1,10 +1,10 @@
-"""Fingerprints: proof that the bytes an engine holds are the bytes the learner meant.
+"""Fingerprints: prove that the bytes an engine holds are the bytes that the learner sent.
 
     bytes --every 128 KiB--> leaf: xxh3-64 of them --> xxh3-128 of all leaves, in order
 
-Leaves, because xxh3 goes through its input in order: on a GPU as many of them as there are go side by side, computed
-in torch (`leaves_on_device`), and 8 bytes of each come back to the host instead of all. On the host the library does
-it, whose calls for a leaf are long enough to let other threads run.
+The input is divided into leaves because xxh3 reads its input sequentially. On a GPU torch computes many leaves in
+parallel (`leaves_on_device`), and only 8 bytes per leaf are copied to the host. On the host the xxhash library computes
+them; its call for one leaf is long enough to release the interpreter lock to other threads.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from jaxtyping import Int64, UInt8
 from numpy.typing import NDArray
 
 LEAF = 1 << 17
-"""Bytes: 128 of the blocks that xxh3 mixes one after another, and above the 100,000 from which the library lets go of
-the interpreter."""
+"""Bytes per leaf: 128 of the blocks that xxh3 mixes one after another, and above the 100,000 bytes from which the
+library releases the interpreter lock."""
 _AT_ONCE = 64 << 20
-"""Bytes of a device that are hashed together: the largest of what that takes beside them."""
+"""Bytes hashed in one pass on a device; bounds the temporary memory that hashing takes."""
 
 
 class Fingerprint:
-    """Of the bytes of a bucket that comes in pieces, in order: the same however it is cut, and wherever it lies.
+    """Fingerprint of a bucket's bytes, which arrive in pieces and in order. It does not depend on how the bytes are
+    divided into pieces, nor on the device they are on.
 
-    A piece that was just written is still in the processor's cache, where reading it costs a fifth of what it does
+    A piece that was just written is still in the processor's cache, where reading it costs a fifth of what it costs
     later.
     """
 
     def __init__(self) -> None:
         self._digest = xxhash.xxh3_128()
         self._leaf = xxhash.xxh3_64()
-        """Of the leaf that is not whole yet."""
+        """State of the leaf that is not complete yet."""
         self._begun = 0
-        """Bytes of it."""
+        """Bytes of that leaf so far."""
 
     def update(self, piece: torch.Tensor) -> None:
-        """The next bytes: those of a tensor of any dtype and shape, as if it lay together. Of one on a device whole
-        leaves are hashed there, and only the ends are read back."""
+        """Add the bytes of a tensor of any dtype and shape, as if it were contiguous. Whole leaves of a tensor on a
+        device are hashed there; only the ends are copied to the host."""
         flat = piece.detach().contiguous().view(-1).view(torch.uint8)
         if flat.device.type == "cpu":
             self.update_bytes(flat.numpy().data)
@@ -48,7 +49,7 @@ class Fingerprint:
             self.update_on_device(flat)
 
     def update_on_device(self, flat: UInt8[torch.Tensor, " bytes"]) -> None:
-        """The next bytes, where they lie; on the host too, and slower than `update_bytes`."""
+        """Add bytes on the device they are on. Works for host tensors too, but more slowly than `update_bytes`."""
         first = min(-self._begun % LEAF, len(flat))
         whole = (len(flat) - first) // LEAF * LEAF
         self.update_bytes(flat[:first].cpu().numpy().data)
@@ -57,7 +58,7 @@ class Fingerprint:
         self.update_bytes(flat[first + whole :].cpu().numpy().data)
 
     def update_bytes(self, piece: memoryview) -> None:
-        """The next bytes, on the host."""
+        """Add bytes on the host."""
         start = 0
         while start < len(piece):
             part = piece[start : start + LEAF - self._begun]
@@ -80,14 +81,14 @@ class Fingerprint:
 
 
 def bucket_fingerprint(buffer: torch.Tensor) -> str:
-    """Of a tensor as a whole (padding included)."""
+    """Return the fingerprint of a whole tensor (padding included)."""
     fingerprint = Fingerprint()
     fingerprint.update(buffer)
     return fingerprint.hex()
 
 
 def chain(fingerprints: Iterable[str]) -> str:
-    """One fingerprint of the whole model from those of its buckets; swapping two buckets changes it."""
+    """Return one fingerprint of the whole model from those of its buckets; swapping two buckets changes it."""
     digest = xxhash.xxh3_128()
     for fingerprint in fingerprints:
         digest.update(f"{fingerprint};".encode())
@@ -114,7 +115,7 @@ def _words(offset: int) -> NDArray[np.uint64]:
 
 
 def _keys(last: bool) -> NDArray[np.int64]:
-    """[16, 8] what the words of a block are mixed with; of the last block the last stripe has another."""
+    """[16, 8] keys that the words of a block are mixed with; the last stripe of the last block has a different key."""
     offsets = [8 * stripe for stripe in range(_STRIPES)]
     if last:
         offsets[-1] = len(_SECRET) - 64 - 7
@@ -122,8 +123,9 @@ def _keys(last: bool) -> NDArray[np.int64]:
 
 
 def leaves_on_device(flat: UInt8[torch.Tensor, " bytes"]) -> bytes:
-    """xxh3-64 digests (8 bytes, big-endian) of the leaves of `flat`, computed where it lies; `len(flat)` is a multiple
-    of `LEAF`. What is summed needs no order; one after another go only the 128 blocks of a leaf, all leaves at once."""
+    """Return the xxh3-64 digests (8 bytes each, big-endian) of the leaves of `flat`, computed on its device;
+    `len(flat)` is a multiple of `LEAF`. Sums need no order; only the 128 blocks of a leaf are processed one after
+    another, for all leaves at once."""
     if flat.storage_offset() % 8:
         flat = flat.clone()
     words = flat.view(torch.int64).view(-1, LEAF // _BLOCK, _STRIPES, _LANES)
@@ -137,7 +139,7 @@ def leaves_on_device(flat: UInt8[torch.Tensor, " bytes"]) -> bytes:
 
 
 def _scrambled(sums: Int64[torch.Tensor, "leaves blocks lanes"]) -> Int64[torch.Tensor, "leaves lanes"]:
-    """The state after the last block. Products and sums of int64 wrap around, as those of uint64 do."""
+    """Return the state after the last block. int64 products and sums wrap around like those of uint64."""
     key = torch.from_numpy(_words(len(_SECRET) - 64).view(np.int64).copy()).to(sums.device)
     state = torch.from_numpy(_START.view(np.int64)).to(sums.device) + sums[:, 0]
     for block in sums.unbind(1)[1:]:
@@ -147,7 +149,7 @@ def _scrambled(sums: Int64[torch.Tensor, "leaves blocks lanes"]) -> Int64[torch.
 
 
 def _finished(state: NDArray[np.uint64]) -> bytes:
-    """[leaves, 8] -> digests: the lanes in pairs, multiplied to 128 bits and folded, and an avalanche."""
+    """[leaves, 8] -> digests: the lanes are multiplied in pairs to 128 bits and folded, followed by an avalanche."""
     pairs = (state ^ _words(11)).reshape(-1, _LANES // 2, 2)
     folded = _folded(pairs[:, :, 0], pairs[:, :, 1]).sum(1, dtype=np.uint64)
     digest = folded + np.uint64(LEAF * _P64[0] % 2**64)
@@ -158,7 +160,7 @@ def _finished(state: NDArray[np.uint64]) -> bytes:
 
 
 def _folded(a: NDArray[np.uint64], b: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The low half of the product of 128 bits xor its high one."""
+    """The low half of the 128-bit product xor its high half."""
     low, half = np.uint64(_LOW), np.uint64(32)
     a0, a1, b0, b1 = a & low, a >> half, b & low, b >> half
     across = a1 * b0 + (a0 * b0 >> half)

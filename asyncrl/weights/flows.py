@@ -1,10 +1,10 @@
-"""What each sender sends in one epoch, and to whom: its share, cut along what the receivers want of it.
+"""Computes what each sender sends in one epoch, and to whom: its share, cut along the parts that the receivers want.
 
-    lane     receivers that want the same parts; each sender has a group with those of each lane
-    flow     one sender's buckets in their order, each of them for one lane
+    lane     receivers that want the same parts; each sender has a process group with those of each lane
+    flow     the buckets of one sender in their order, each of them for one lane
 
-Every element is in one bucket at most, so all senders together send no more than the model has. A receiver takes the
-buckets of its lanes in the order of the flow, and so does the sender: nobody waits for one who waits for him.
+Every element is in one bucket at most, so all senders together send no more than the size of the model. Senders and
+receivers both process the buckets of their lanes in the order of the flow, so no two of them wait for each other.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from asyncrl.weights.shares import Share, Shares
 from asyncrl.weights.sliced import Wanted
 
 MOST_LANES = 32
-"""Groups that a sender forms; with more kinds of receivers all get the whole model."""
+"""Limit on the groups that a sender forms; with more kinds of receivers, all of them get the whole model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """One sender's."""
+    """What one sender sends."""
 
     manifest: Manifest
-    """Of parts of tensors, each under a name of its own."""
+    """Manifest of parts of tensors, each under a name of its own."""
     parts: Mapping[str, tuple[str, Box]]
-    """By that name: which tensor, and which part of it."""
+    """Maps that name to the tensor and the part of it."""
     lanes: tuple[int, ...]
-    """Of each bucket."""
+    """Lane of each bucket."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flows:
     whole: Manifest
-    """Of the model."""
+    """Manifest of the model."""
     lanes: tuple[tuple[int, ...], ...]
-    """Ranks of the receivers, ascending."""
+    """Ranks of the receivers of each lane, ascending."""
     of: tuple[Flow, ...]
-    """By sender."""
+    """Flows by sender."""
 
     def received(self, rank: int) -> dict[str, list[Box]]:
-        """The parts that come to a receiver, by tensor."""
+        """The parts that a receiver gets, by tensor."""
         found: dict[str, list[Box]] = {entry.name: [] for entry in entries(self.whole)}
         for flow in self.of:
             for bucket, lane in zip(flow.manifest.buckets, flow.lanes, strict=True):
@@ -55,7 +55,7 @@ class Flows:
         return found
 
     def brings(self, rank: int, wanted: Wanted) -> bool:
-        """Whether a receiver gets what it wants, exactly once, and nothing else."""
+        """Whether a receiver gets what it wants exactly once, and nothing else."""
         received = self.received(rank)
         for entry in entries(self.whole):
             want, parts = wanted.get(entry.name, (whole(entry.shape),)), received[entry.name]
@@ -65,7 +65,7 @@ class Flows:
         return True
 
     def to_wire(self) -> list[Any]:
-        """msgpack-able; read back by `from_wire`. Tensors by their number in the whole manifest."""
+        """msgpack-able; read back by `from_wire`. Tensors are identified by their index in the whole manifest."""
         numbers = {entry.name: number for number, entry in enumerate(entries(self.whole))}
 
         def row(flow: Flow, entry: Entry) -> list[int]:
@@ -83,7 +83,7 @@ class Flows:
 
     @classmethod
     def from_wire(cls, wire: Sequence[Any], whole_manifest: Manifest) -> Flows:
-        """Raises WeightsError unless there are such lanes, and the parts lie in their tensors."""
+        """Raises WeightsError unless the lanes exist and the parts lie within their tensors."""
         lanes = tuple(tuple(map(int, lane)) for lane in wire[0])
         if not all(lane and lane[0] > 0 and list(lane) == sorted(set(lane)) for lane in lanes):
             raise WeightsError(f"lanes of receivers {lanes} are not ranks in order")
@@ -109,29 +109,30 @@ def _part(known: Sequence[Entry], number: Any, ends: Sequence[Any]) -> tuple[Ent
 
 
 def lane_name(sender: int, lane: int) -> str:
-    """What tells its group from the others of an epoch."""
+    """Name that tells this group from the others of an epoch."""
     return f"{sender}.{lane}"
 
 
 def all_of(manifest: Manifest) -> Shares:
-    """Of one sender, that has the whole model."""
+    """Shares of a single sender that has the whole model."""
     share = Share(manifest=manifest, boxes={entry.name: whole(entry.shape) for entry in entries(manifest)})
     return Shares(whole=manifest, of=(share,))
 
 
 def flows_of(manifest: Manifest, shares: Shares | None, wanted: Sequence[Wanted], cap_bytes: int) -> Flows | None:
-    """See `cut`; None where one sender has the whole model for all receivers. `shares`: of several senders."""
+    """See `cut`; None if one sender sends the whole model to all receivers. `shares`: those of several senders, or
+    None."""
     if shares is None and not any(wanted):
         return None
     return cut(shares or all_of(manifest), wanted, cap_bytes)
 
 
 def cut(shares: Shares, wanted: Sequence[Wanted], cap_bytes: int) -> Flows:
-    """Every element that a receiver wants, to it exactly once.
+    """Assign every element that a receiver wants to that receiver exactly once.
 
     Args:
-        wanted: by receiver; its rank in the group is one more than its place here.
-        cap_bytes: of a bucket that is for some of the receivers only.
+        wanted: by receiver; its rank in the group is its index here plus one.
+        cap_bytes: limit on a bucket that is for some of the receivers only.
     """
     alike: dict[frozenset[tuple[str, tuple[Box, ...]]], list[int]] = {}
     for rank, each in enumerate(wanted, 1):
@@ -147,11 +148,11 @@ def cut(shares: Shares, wanted: Sequence[Wanted], cap_bytes: int) -> Flows:
 def _cut_share(
     share: Share, kinds: Sequence[tuple[Wanted, Sequence[int]]], cap_bytes: int, lanes: dict[tuple[int, ...], int]
 ) -> list[tuple[int, list[tuple[Entry, Box]]]]:
-    """(lane, parts) of each bucket. Those of one bucket of the share follow each other lane by lane, so that none waits
-    for more than that.
+    """Return (lane, parts) of each bucket. The buckets cut from one bucket of the share alternate between the lanes, so
+    that no lane waits for more than one bucket of the share.
 
     Args:
-        kinds: what is wanted, and the ranks that want it.
+        kinds: the distinct wants, and the ranks that have each.
     """
     rows = []
     for bucket in share.manifest.buckets:
@@ -174,7 +175,7 @@ def _cut_share(
 
 
 def _packed(parts: Sequence[tuple[Entry, Box]], cap_bytes: int) -> list[list[tuple[Entry, Box]]]:
-    """Into buckets of at most `cap_bytes`, in order."""
+    """Divide into buckets of at most `cap_bytes`, in order."""
     buckets: list[list[tuple[Entry, Box]]] = []
     size = cap_bytes
     for entry, box in parts:

@@ -1,10 +1,11 @@
-"""Handles of tensors for other processes of one machine: `export` makes bytes of one, `Opened` a tensor of the bytes.
+"""Handles of tensors for other processes on the same machine: `export` turns a tensor into bytes, `Opened` does the
+reverse.
 
     host memory    an anonymous file (memfd) that is reached through its owner in /proc: it has no name that could stay
-                   behind, and is gone with the last process that maps it, whatever that dies of
-    a GPU's        the handle of CUDA for the allocation, as torch gives it
+                   behind, and is gone with the last process that maps it, however that process ends
+    GPU memory     the CUDA handle of the allocation, as torch gives it
 
-A handle is trusted no further than its own process is: who opens one copies, and proves the copy by its fingerprint.
+A handle is only as trustworthy as its process: a reader copies the contents, and verifies the copy by its fingerprint.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ import torch
 from jaxtyping import UInt8
 
 _OWN: dict[int, tuple[int, str]] = {}
-"""Address of shared host memory -> its file and its name."""
+"""Address of shared host memory -> its descriptor and its name."""
 
 
 def machine() -> str:
-    """Differs where handles cannot be opened: on another machine, since a restart, in another container."""
+    """Identifies where handles can be opened: differs on another machine, after a reboot, and in another container."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def shared_bytes(nbytes: int) -> UInt8[torch.Tensor, " bytes"]:
-    """Zeros in host memory that `export` takes; freed with the tensor and everything that maps it."""
+    """Zeros in host memory that `export` accepts; freed with the tensor and everything that maps it."""
     if not nbytes:
         return torch.zeros(0, dtype=torch.uint8)
     name = f"asyncrl-{secrets.token_hex(8)}"
@@ -43,14 +44,15 @@ def shared_bytes(nbytes: int) -> UInt8[torch.Tensor, " bytes"]:
 
 
 def export(piece: UInt8[torch.Tensor, " bytes"], given: dict[int, list[Any]]) -> bytes:
-    """Of a part of what `shared_bytes` made, or of memory of a GPU: valid while this process keeps it.
+    """Return a handle of a part of what `shared_bytes` made, or of GPU memory; valid while this process keeps that
+    memory.
 
     Args:
-        given: handles by storage, kept by the caller as long as who reads them: torch counts every one that it makes of
-            a GPU's memory in files of shared memory, until its reader lets go of it.
+        given: handles by storage; the caller keeps it as long as their readers: torch counts every handle to GPU memory
+            in files of shared memory, until its reader releases it.
 
     Raises:
-        RuntimeError: it is in host memory that others cannot reach.
+        RuntimeError: it is in host memory that other processes cannot reach.
     """
     storage = piece.untyped_storage()
     if storage.data_ptr() not in given:
@@ -71,20 +73,20 @@ def _handle(storage: torch.UntypedStorage) -> list[Any]:
 
 
 class Opened:
-    """Tensors of another process, each opened once and kept until this is dropped."""
+    """Tensors of other processes, each opened once and kept until this object is dropped."""
 
     def __init__(self) -> None:
         self._storages: dict[Any, torch.Tensor] = {}
 
     def tensor(self, handle: bytes) -> UInt8[torch.Tensor, " bytes"]:
-        """What was exported: the same memory, to be read.
+        """Return the exported tensor: the same memory, to be read only.
 
         Raises:
             RuntimeError: its owner is gone, or it cannot be reached from here.
         """
         try:
             start, length, (kind, *fields) = msgpack.unpackb(handle)
-            key = (kind, *fields[:4])  # two buckets of one size may lie in one allocation of a GPU, at two offsets
+            key = (kind, *fields[:4])  # two buckets of one size may lie in one GPU allocation, at two offsets
             if key not in self._storages:
                 self._storages[key] = _cuda(*fields) if kind == "cuda" else _memory(*fields)
             found = self._storages[key][start : start + length]

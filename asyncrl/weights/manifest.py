@@ -1,7 +1,7 @@
-"""What a version consists of: names, shapes, dtypes and where each tensor lies in which bucket.
+"""Describes what a version consists of: names, shapes, dtypes, and the position of each tensor in a bucket.
 
-A bucket is one flat uint8 buffer that crosses the wire in one piece. Layers stay together, offsets are aligned, and
-both ends derive the same views from the same manifest.
+A bucket is one flat uint8 buffer that is sent in one piece. The tensors of a layer stay together, offsets are aligned,
+and both ends derive the same views from the same manifest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One tensor in a bucket, in bytes."""
+    """One tensor in a bucket; offset and size in bytes."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class Bucket:
 
     @property
     def element_bytes(self) -> int:
-        """Width of one number of its first tensor: what a delta counts in."""
+        """Bytes per element of the bucket's first tensor; the unit of a delta."""
         return self.entries[0].dtype.itemsize
 
     def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -63,7 +63,7 @@ class Manifest:
         return sum(bucket.nbytes for bucket in self.buckets)
 
     def allocate(self, device: torch.device | str = "cpu", *, shared: bool = False) -> list[torch.Tensor]:
-        """One uint8 buffer per bucket; `shared`: for `ipc.export`, those of the host in one file of memory."""
+        """Allocate one uint8 buffer per bucket. `shared`: for `ipc.export`, host buffers share one memory file."""
         if shared and torch.device(device).type == "cpu":
             return list(shared_bytes(self.nbytes).split([bucket.nbytes for bucket in self.buckets]))
         return [torch.zeros(bucket.nbytes, dtype=torch.uint8, device=device) for bucket in self.buckets]
@@ -85,10 +85,10 @@ class Manifest:
 
     @classmethod
     def from_wire(cls, wire: list[Any]) -> Manifest:
-        """Offsets are computed here, never taken from the peer.
+        """Read a manifest. Offsets are computed here, never taken from the peer.
 
         Raises:
-            WeightsError: an unknown dtype, a bad shape or a name twice.
+            WeightsError: an unknown dtype, a bad shape or a duplicate name.
         """
         buckets = []
         for rows in wire:
@@ -103,7 +103,8 @@ class Manifest:
 
 
 def build_manifest(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]], cap_bytes: int) -> Manifest:
-    """Buckets of at most `cap_bytes` in the given order; a layer is split only if it alone is larger than the cap."""
+    """Divide into buckets of at most `cap_bytes` in the given order; a layer is split only if it alone exceeds the
+    cap."""
     buckets: list[list[tuple[str, tuple[int, ...], torch.dtype]]] = []
     size = 0
     for layer in _layers(tensors):
@@ -122,7 +123,7 @@ def build_manifest(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]], 
 def _layers(
     tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]],
 ) -> list[list[tuple[str, tuple[int, ...], torch.dtype]]]:
-    """Consecutive tensors of one layer together (`model.layers.3.…`); the rest one by one."""
+    """Group consecutive tensors of one layer (`model.layers.3.…`); the others stay single."""
     groups: list[list[tuple[str, tuple[int, ...], torch.dtype]]] = []
     last = None
     for tensor in tensors:

@@ -1,10 +1,10 @@
-"""Who sends what to whom: a pure function of how the learner holds the tensors and what the engines need of them.
+"""Plans who sends what to whom: a pure function of how the learner holds the tensors and what the engines need of them.
 
     held:    sender -> box of each tensor      (FSDP, TP, EP, copies: boxes are disjoint, or the same)
     needed:  receiver -> box of each tensor    (whole, or the share of one process of an engine)
     plan:    (sender, box, receivers), so that every element reaches every receiver that needs it exactly once
 
-What several senders hold is divided between them until their loads are as equal as they can be.
+Parts that several senders hold are divided between them so that their loads are as equal as possible.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 Box = tuple[tuple[int, int], ...]
-"""[start, stop) in every dimension of a tensor; () is all of one without dimensions."""
+"""[start, stop) in every dimension of a tensor; () is the whole of a tensor without dimensions."""
 _SWEEPS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """One dimension cut into `parts` as by `torch.chunk`, all of one size but the last; `index` is whose box it is."""
+    """One dimension cut into `parts` as by `torch.chunk`, all of one size but the last; `index` selects one of them."""
 
     dim: int
     parts: int
@@ -31,15 +31,15 @@ class Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """One tensor, and where it is."""
+    """One tensor, and who holds and needs which boxes of it."""
 
     name: str
     shape: tuple[int, ...]
     itemsize: int
     held: tuple[Box | None, ...]
-    """By sender; None holds nothing of it."""
+    """Box held by each sender; None if it holds nothing of the tensor."""
     needed: tuple[tuple[Box, ...], ...]
-    """By receiver: boxes that do not overlap; none where it needs nothing of it."""
+    """Disjoint boxes needed by each receiver; empty if it needs nothing of the tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Transfer:
     sender: int
     receivers: tuple[int, ...]
     tensor: int
-    """Its number among those that were planned."""
+    """Index of the tensor in the planned sequence."""
     box: Box
 
 
@@ -56,12 +56,13 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def volume(box: Box) -> int:
-    """Elements in it."""
+    """Number of elements in the box."""
     return math.prod(max(stop - start, 0) for start, stop in box)
 
 
 def box_of(shape: Sequence[int], splits: Iterable[Split]) -> Box:
-    """What is left of a tensor of `shape` after one split after the other; may be empty: few rows, many shards."""
+    """The box of a tensor of `shape` that remains after the splits are applied in order; empty if there are more shards
+    than rows."""
     box = list(whole(shape))
     for split in splits:
         start, stop = box[split.dim]
@@ -80,12 +81,13 @@ def contains(outer: Box, inner: Box) -> bool:
 
 
 def within(outer: Box, inner: Box) -> Box:
-    """`inner`, counted from where `outer`, which contains it, begins."""
+    """`inner` in coordinates relative to the start of `outer`, which contains it."""
     return tuple((a - start, b - start) for (a, b), (start, _) in zip(inner, outer, strict=True))
 
 
 def chopped(box: Box, elements: int) -> list[Box]:
-    """Parts of at most so many elements, in order, as far as whole rows of the first dimensions allow."""
+    """Cut a box into parts of at most `elements` elements, in order, as far as whole rows of the first dimensions
+    allow."""
     dim = next((i for i, (start, stop) in enumerate(box) if stop - start > 1), None)
     if dim is None or volume(box) <= elements:
         return [box]
@@ -98,8 +100,8 @@ def chopped(box: Box, elements: int) -> list[Box]:
 
 
 def coalesced(boxes: Iterable[Box]) -> tuple[Box, ...]:
-    """Boxes without an element in common, each of `boxes` inside one of them: what touches becomes one, what crosses
-    the box around both."""
+    """Return disjoint boxes such that each of `boxes` lies in one of them: boxes that together form a box are merged,
+    and boxes that overlap are replaced by their bounding box."""
     found: list[Box] = []
     for box in sorted(boxes):
         if not volume(box):
@@ -112,7 +114,7 @@ def coalesced(boxes: Iterable[Box]) -> tuple[Box, ...]:
 
 
 def _join(one: Box, other: Box) -> bool:
-    """Whether they cross, or make one box together."""
+    """Whether the two overlap, or together form one box."""
     apart = [dim for dim, (ends, others) in enumerate(zip(one, other, strict=True)) if ends != others]
     if len(apart) == 1:
         (a, b), (c, d) = one[apart[0]], other[apart[0]]
@@ -121,7 +123,7 @@ def _join(one: Box, other: Box) -> bool:
 
 
 def overlap(boxes: Iterable[Box]) -> bool:
-    """Whether two of them have an element in common."""
+    """Whether any two of the boxes have an element in common."""
     ordered, end = sorted(boxes), 0
     for i, box in enumerate(ordered):
         if not box:
@@ -133,11 +135,11 @@ def overlap(boxes: Iterable[Box]) -> bool:
 
 
 def plan_transfers(tensors: Sequence[Placed]) -> list[Transfer]:
-    """Every element that a receiver needs, from one sender that holds it. Of one tensor a sender has at most one box
-    for the same receivers, unless these need crossing parts of it.
+    """Plan every element that a receiver needs, from one sender that holds it. A sender has at most one box of a tensor
+    for the same receivers, unless these need partly overlapping parts of it.
 
     Raises:
-        ValueError: an element that is needed is held by nobody, or senders hold boxes that overlap in part.
+        ValueError: a needed element is held by nobody, or senders hold boxes that overlap in part.
     """
     pieces: dict[tuple[int, ...], list[tuple[int, tuple[int, ...], Box]]] = defaultdict(list)
     for number, tensor in enumerate(tensors):
@@ -166,7 +168,7 @@ def plan_transfers(tensors: Sequence[Placed]) -> list[Transfer]:
 
 
 def _cells(tensor: Placed) -> dict[Box, tuple[int, ...]]:
-    """Each box that is held, and by whom."""
+    """Each held box, with the senders that hold it."""
     owners: dict[Box, list[int]] = defaultdict(list)
     for sender, box in enumerate(tensor.held):
         if box is not None and volume(box):
@@ -177,10 +179,10 @@ def _cells(tensor: Placed) -> dict[Box, tuple[int, ...]]:
 
 
 def regions(shape: Sequence[int], needed: Sequence[Sequence[Box]]) -> Iterator[tuple[Box, tuple[int, ...]]]:
-    """What the same receivers need of a tensor, in boxes that do not overlap, in order.
+    """Yield disjoint boxes of a tensor, in order, each with the receivers that need it.
 
     Args:
-        needed: by receiver: boxes that do not overlap.
+        needed: disjoint boxes by receiver.
     """
     wanted = [tuple(box for box in boxes if volume(box)) for boxes in needed]
     distinct = {box for boxes in wanted for box in boxes}
@@ -195,9 +197,9 @@ def regions(shape: Sequence[int], needed: Sequence[Sequence[Box]]) -> Iterator[t
 
 
 def _shares(nbytes: Mapping[tuple[int, ...], int], senders: int) -> dict[tuple[int, ...], dict[int, float]]:
-    """How many bytes each owner sends of what a set of owners holds: the largest load becomes as small as it can.
+    """How many bytes each owner sends of what a set of owners holds, such that the largest load is minimal.
 
-    One set after the other is levelled, over and over: descent on the sum of squared loads, which is convex.
+    The sets are levelled one after another, repeatedly: descent on the sum of squared loads, which is convex.
     """
     loads = [0.0] * senders
     shares = {owners: dict.fromkeys(owners, 0.0) for owners in nbytes}
@@ -216,7 +218,7 @@ def _shares(nbytes: Mapping[tuple[int, ...], int], senders: int) -> dict[tuple[i
 
 
 def _level(heights: Sequence[float], amount: float) -> float:
-    """Up to which `amount` fills vessels that are filled to ascending `heights` already."""
+    """Height that `amount` reaches when poured into connected vessels already filled to ascending `heights`."""
     filled = 0.0
     for count, height in enumerate(heights, 1):
         filled += height
@@ -227,7 +229,8 @@ def _level(heights: Sequence[float], amount: float) -> float:
 
 
 def _dealt(boxes: Sequence[Box], sizes: Sequence[int], quotas: Sequence[float]) -> Iterator[tuple[int, int, Box]]:
-    """(which box, which owner, its part): one owner after the other until its quota is full, cut between rows."""
+    """Yield (index of the box, index of the owner, its part): fills the owners' quotas in order, cutting between
+    rows."""
     ends = list(itertools.accumulate(quotas))
     owner, done = 0, 0.0
     for position, (box, size) in enumerate(zip(boxes, sizes, strict=True)):

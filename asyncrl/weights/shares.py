@@ -1,7 +1,7 @@
-"""What each learner rank sends where all of them send: boxes of tensors, in buckets of its own.
+"""Plans what each learner rank sends when all of them send: boxes of tensors, in buckets of the rank's own.
 
-Planned as for engines that take whole tensors, so that what a rank copies does not depend on who is there; each sender
-has one box at most of a tensor. What goes to whom is cut out of that (`weights.flows`).
+Planned as for engines that take whole tensors, so that what a rank copies does not depend on the engines present. Each
+sender has at most one box of a tensor. Which receiver gets which part of it is decided by `weights.flows`.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ RANK0 = "Use weights.senders=rank0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One sender's."""
+    """What one sender sends."""
 
     manifest: Manifest
-    """Of its boxes, under the names of the tensors they are cut from."""
+    """Manifest of its boxes, under the names of the tensors that they are cut from."""
     boxes: Mapping[str, Box]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
     whole: Manifest
-    """Of the model."""
+    """Manifest of the model."""
     of: tuple[Share, ...]
-    """By sender."""
+    """Shares by sender."""
 
 
 def divide(manifest: Manifest, held: Mapping[str, Sequence[Box | None]], senders: int, cap_bytes: int) -> Shares:
-    """The plan for engines that need whole tensors.
+    """Plan the shares for engines that need whole tensors.
 
     Args:
         manifest: of the model, in the wire dtype.
-        held: by name and sender.
-        cap_bytes: of a sender's bucket.
+        held: the box that each sender holds of each tensor, by name.
+        cap_bytes: limit on a sender's bucket.
 
     Raises:
-        WeightsError: the senders together do not hold all of a tensor, or boxes of it that cross.
+        WeightsError: the senders together do not hold all of a tensor, or hold boxes of it that overlap in part.
     """
     entries = _entries(manifest)
     placed = [
@@ -74,7 +74,8 @@ def slices(box: Box) -> tuple[slice, ...]:
 
 
 def flat_parts(tensor: torch.Tensor, start: int, count: int) -> Iterator[torch.Tensor]:
-    """Views that are `tensor.flatten()[start : start + count]`, one after the other; it need not lie together."""
+    """Yield the views that together are `tensor.flatten()[start : start + count]`; the tensor need not be
+    contiguous."""
     if tensor.is_contiguous():
         yield tensor.view(-1)[start : start + count]
         return

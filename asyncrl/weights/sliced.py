@@ -1,10 +1,11 @@
-"""Which part of every tensor a loader reads, and tensors of which only that part is there.
+"""Finds which part of every tensor a loader reads, and provides tensors that hold only that part.
 
-    recording    a loader is run over tensors without data: what it would copy out of them is noted, by name
-    loading      the same loader gets tensors of the full shape, which answer with the parts that are held
+    recording    a loader is run over tensors without data: what it would copy out of them is recorded, by name
+    loading      the same loader gets tensors of the full shape, which return the parts that are held
 
-Both follow views alone (`narrow`, `chunk`, indexing, `transpose` ...), as torch itself computes them without data. What
-a loader does besides makes it want the whole tensor, which it then gets as any other: never wrong, only larger.
+Both follow views only (`narrow`, `chunk`, indexing, `transpose` ...), as torch itself computes them without data. Any
+other operation of a loader makes the whole tensor wanted, and it is then sent in full: correct in every case, only
+larger.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ VIEWS = frozenset({
     "view_as", "transpose", "swapaxes", "t", "permute", "movedim", "squeeze", "unsqueeze", "flatten", "unflatten",
     "detach", "__iter__",
 })  # fmt: skip
-"""What gives a part, or the same in another order."""
+"""Functions that return a part of a tensor, or the same elements in another order."""
 VIEW_PROPERTIES = frozenset({torch.Tensor.data.__get__, torch.Tensor.T.__get__, torch.Tensor.mT.__get__})  # pyright: ignore[reportAttributeAccessIssue]
 SHAPES = frozenset(
     {
@@ -40,11 +41,11 @@ SHAPES = frozenset(
         "is_contiguous",
     }
 )
-"""What says nothing of the values."""
+"""Functions that do not depend on the values."""
 
 
 class NotTheSameError(WeightsError):
-    """A loader reads what it did not read when it was asked."""
+    """A loader reads a part that it did not read when it was recorded."""
 
 
 @dataclass(slots=True)
@@ -54,7 +55,7 @@ class Source:
     name: str
     shape: tuple[int, ...]
     held: Mapping[Box, torch.Tensor] | None = None
-    """Disjoint boxes; None where it is being recorded."""
+    """Disjoint boxes; None while recording."""
     wanted: set[Box] = field(default_factory=set)
 
     def read(self, box: Box) -> None:
@@ -62,7 +63,7 @@ class Source:
 
 
 class SlicedTensor(torch.Tensor):
-    """A view of a `Source`. `outline` is the same view of a tensor without data that lies together."""
+    """A view of a `Source`. `outline` is the same view of a contiguous tensor without data."""
 
     _source: Source
     _outline: torch.Tensor
@@ -109,7 +110,7 @@ class SlicedTensor(torch.Tensor):
         return type(found)(map(self._viewed, found))
 
     def _copied(self, func: Callable[..., Any], into: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """What a loader does with a part in the end."""
+        """Copy a part into a parameter, or record it: the last thing that a loader does with it."""
         source = self._source
         box = box_of_view(source.shape, self._outline)
         if source.held is None:
@@ -136,7 +137,7 @@ class SlicedTensor(torch.Tensor):
 
 
 def _whole(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Something else: every sliced tensor in it is wanted whole."""
+    """Any other operation: every sliced tensor among its arguments is wanted whole."""
 
     def outline(value: Any) -> Any:
         if isinstance(value, SlicedTensor):
@@ -156,7 +157,8 @@ def _whole(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def _axes(shape: Sequence[int], view: torch.Tensor) -> list[int | None] | None:
-    """Which dimension of the tensor each of its view is; None is one of size 1. None where they are not those."""
+    """Dimension of the source tensor that each dimension of its view is; None for one of size 1. Returns None if the
+    view has other dimensions."""
     strides = {math.prod(shape[k + 1 :]): k for k in range(len(shape)) if shape[k] > 1}
     axes = [None if size == 1 else strides.get(step, -1) for size, step in zip(view.shape, view.stride(), strict=True)]
     known = [axis for axis in axes if axis is not None]
@@ -164,7 +166,7 @@ def _axes(shape: Sequence[int], view: torch.Tensor) -> list[int | None] | None:
 
 
 def box_of_view(shape: Sequence[int], view: torch.Tensor) -> Box | None:
-    """What `view` shows of a tensor of `shape` that lies together; None where that is no box."""
+    """The box that `view` covers of a contiguous tensor of `shape`; None if that is not a box."""
     if view.numel() == 0:
         return tuple((0, 0) for _ in shape)
     axes = _axes(shape, view)
@@ -175,13 +177,13 @@ def box_of_view(shape: Sequence[int], view: torch.Tensor) -> Box | None:
         start, left = divmod(left, math.prod(shape[k + 1 :]))
         size = view.shape[axes.index(k)] if k in axes else 1
         if start + size > shape[k]:
-            return None  # dimensions that were put together
+            return None  # merged dimensions
         box.append((start, start + size))
     return tuple(box)
 
 
 Wanted = Mapping[str, tuple[Box, ...]]
-"""By name, disjoint boxes; a tensor that is not named is wanted whole."""
+"""Disjoint boxes by name; a tensor that is not named is wanted whole."""
 
 
 def wanted_to_wire(wanted: Wanted) -> list[Any]:
@@ -190,7 +192,7 @@ def wanted_to_wire(wanted: Wanted) -> list[Any]:
 
 
 def wanted_from_wire(wire: Iterable[Any]) -> dict[str, tuple[Box, ...]]:
-    """Raises WeightsError: what came is not of that form, or boxes of a tensor have elements in common."""
+    """Raises WeightsError if the input is not of that form, or boxes of one tensor overlap."""
     found: dict[str, tuple[Box, ...]] = {}
     for name, boxes in wire:
         found[str(name)] = tuple(tuple(zip(map(int, e[::2]), map(int, e[1::2]), strict=True)) for e in boxes)
@@ -201,8 +203,8 @@ def wanted_from_wire(wire: Iterable[Any]) -> dict[str, tuple[Box, ...]]:
 
 
 def find_wanted(load: Callable[[list[tuple[str, torch.Tensor]]], Any], tensors: Mapping[str, torch.Tensor]) -> Wanted:
-    """What `load` copies out of `tensors` (of which only shape and dtype count). It must change nothing of value: what
-    it copies is not copied, and what it does besides is done without data."""
+    """Return what `load` copies out of `tensors`, of which only shape and dtype are used. Its copies are not carried
+    out, and its other operations run without data, so it must not depend on values."""
     sources = {name: Source(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
     load([(name, SlicedTensor(source, _outline(tensors[name]))) for name, source in sources.items()])
     return {name: coalesced(source.wanted) for name, source in sources.items()}
@@ -211,11 +213,12 @@ def find_wanted(load: Callable[[list[tuple[str, torch.Tensor]]], Any], tensors: 
 def sliced(
     shapes: Mapping[str, torch.Tensor], held: Mapping[str, Mapping[Box, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
-    """Tensors for a loader: plain ones where all is held, else such that know their parts alone.
+    """Return tensors for a loader: plain ones where the whole tensor is held, otherwise ones that know only their
+    parts.
 
     Args:
-        shapes: by name; without data.
-        held: by name and box.
+        shapes: tensors without data, by name.
+        held: parts by name and box.
     """
     made: dict[str, torch.Tensor] = {}
     for name, outline in shapes.items():
@@ -229,5 +232,5 @@ def sliced(
 
 
 def _outline(tensor: torch.Tensor) -> torch.Tensor:
-    """Of its own memory, that lies together: offsets say where a view of it is."""
+    """A contiguous tensor with memory of its own, so that the storage offset of a view tells its position."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

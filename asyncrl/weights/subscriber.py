@@ -1,4 +1,5 @@
-"""The subscriber every transport shares: a thread that receives, an engine that loads, a server that is told."""
+"""The subscriber base of all transports: a thread receives a version, loads it into the engine and reports it to the
+server."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ class SubscriberThread:
     def _main(self) -> None:
         try:
             self._run()
-        except Exception as error:  # thread boundary: the worker gets it from `check`
+        except Exception as error:  # thread boundary: `check` raises it in the worker
             if not self._closed.is_set():
                 log.error("weights subscriber stopped: %s", error)
                 self._failure = error
@@ -91,19 +92,19 @@ class SubscriberThread:
         canary: Mapping[str, Any] | None = None,
         epoch: int = 0,
     ) -> dict[str, float]:
-        """Load verified tensors into the engine, prove that it serves them, and tell the server.
+        """Load verified tensors into the engine, verify that it serves them, and report it to the server.
 
         Args:
-            beat: called while the engine takes its time, so that the publisher does not take this worker for dead.
-            canary: as from `Canary.to_wire`.
-            epoch: of the group they came through; the first version of each is proven.
+            beat: called repeatedly while the engine loads, so that the publisher does not consider this worker dead.
+            canary: as returned by `Canary.to_wire`.
+            epoch: of the group that sent the version; the first version of each epoch is verified.
 
         Returns:
-            What the learner may want to know: `load_s`, `stall_s`, `canary_max`, `canary_mean`.
+            Metrics for the learner: `load_s`, `stall_s`, `canary_max`, `canary_mean`.
 
         Raises:
-            WeightsError: the engine refused them, and serves what it served; or it disagrees with the learner, and
-                this worker must serve no more.
+            WeightsError: the engine refused them and still serves its previous version; or it disagrees with the
+                learner, and this worker must not serve any more.
         """
         known = (policy_version, fingerprint) == (self._policy_version, self._fingerprint)
         due = canary is not None and self._proof is not None and self._proof_due(policy_version, epoch)
@@ -117,7 +118,7 @@ class SubscriberThread:
                 with span("load", version=policy_version):
                     self._wait_for(self._loader.submit(self._load, policy_version, tensors), beat)
             except WeightsError:
-                self._proven = True  # it serves what it served
+                self._proven = True  # the previous version is still served
                 raise
             report["load_s"] = time.perf_counter() - started
             report["stall_s"] = self._halted_s() - halted
@@ -152,7 +153,7 @@ class SubscriberThread:
         return {"canary_max": found.max, "canary_mean": found.mean}
 
     def _wait_for(self, work: Future[Done], beat: Callable[[], None]) -> Done:
-        """Waits for the engine, which bounds its own waits."""
+        """Wait for the engine, whose own waits are bounded."""
         while True:
             try:
                 return work.result(timeout=0.5)
