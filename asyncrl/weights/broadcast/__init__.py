@@ -1,1 +1,2 @@
-"""The broadcast transport, both ends: a process group per epoch, buckets, deltas, staging. gloo and nccl alike."""
+"""The broadcast transport, both ends: a process group per epoch, buckets, deltas, staging; the same for gloo and
+nccl."""

@@ -1,4 +1,4 @@
-"""Workers that the replay server knows, and that never came to the publisher: they do not reach `weights.host`."""
+"""Finds workers that the replay server knows but that never came to the publisher: they cannot reach `weights.host`."""
 
 # torch documents its stores at `torch.distributed` but does not list them in `__all__`.
 # pyright: reportPrivateImportUsage=false
@@ -16,20 +16,21 @@ from asyncrl.weights.broadcast.protocol import Peer, introduced
 log = logging.getLogger(__name__)
 
 TOLD_S = 15.0
-"""A worker comes here in the moment in which it is known there; a try to connect takes 5 s at most."""
+"""Seconds after which a worker counts as absent. A worker comes here as soon as the replay server knows it; one try to
+connect takes 5 s at most."""
 
 
 class Absent:
-    """`where`: the address of the `store` that they should come to."""
+    """Reports absent workers. `where`: the address of the `store` that they should connect to."""
 
     def __init__(self, store: dist.Store, where: str) -> None:
         self._store, self._where = store, where
         self._since: dict[Peer, float] = {}
         self._known: set[Peer] = set()
-        """That came once, or were told of."""
+        """Peers that came once, or were reported."""
 
     def look(self, live: Collection[Peer]) -> None:
-        """Say once of each which has not come for `TOLD_S`."""
+        """Report each peer once that has not come for `TOLD_S`."""
         now = time.monotonic()
         self._known &= set(live)
         self._known |= {peer for peer in live if peer not in self._known and introduced(self._store, peer)}

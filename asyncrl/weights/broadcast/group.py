@@ -1,7 +1,7 @@
-"""A process group of its own for weights, between processes that share no default group (gloo and nccl alike).
+"""A process group for weights only, between processes that share no default group (the same for gloo and nccl).
 
-One store per publisher, bound to one address; every epoch of the group has its own key prefix, so a group can be
-formed anew with other members while a broken one is still being torn down.
+One store per publisher, bound to one address. Every epoch of the group has its own key prefix, so a group can be formed
+again with other members while a broken one is still being torn down.
 """
 
 # torch documents its stores at `torch.distributed` but does not list them in `__all__`.
@@ -26,7 +26,7 @@ Tag = TypeVar("Tag")
 
 
 def publisher_store(host: str, timeout_s: float, port: int) -> tuple[dist.TCPStore, int]:
-    """Of the weights: see `host_store`. Raises WeightsError: it cannot be there."""
+    """Serve the store for weights, see `host_store`. Raises WeightsError: it cannot listen there."""
     try:
         return host_store(host, timeout_s, port)
     except OSError as error:
@@ -37,10 +37,10 @@ def publisher_store(host: str, timeout_s: float, port: int) -> tuple[dist.TCPSto
 
 
 def host_store(host: str, timeout_s: float, port: int = 0) -> tuple[dist.TCPStore, int]:
-    """Serve a store on `host` only (the default of torch is every interface), by default on a free port.
+    """Serve a store on `host` only (torch's default is every interface), by default on a free port.
 
     Raises:
-        OSError: `host` is no address of this machine, or the port is taken.
+        OSError: `host` is not an address of this machine, or the port is taken.
     """
     (family, *_), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     listener = socket.create_server((host, port), family=family, backlog=128)
@@ -52,9 +52,9 @@ def host_store(host: str, timeout_s: float, port: int = 0) -> tuple[dist.TCPStor
 
 
 def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """Raises WeightsError when nobody answers there within `timeout_s`."""
+    """Connect to the store. Raises WeightsError if nobody answers within `timeout_s`."""
     try:
-        # A bare socket first: the client of torch retries for its whole timeout where nobody listens.
+        # A bare socket first: torch's client retries for its whole timeout if nobody listens.
         socket.create_connection((host, port), timeout=min(timeout_s, 5.0)).close()
         return dist.TCPStore(host, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
     except (OSError, RuntimeError) as error:
@@ -63,16 +63,16 @@ def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 
 
 STRETCH = 64 << 20
-"""Bytes of one buffer that get the timeout together: a single tensor may be much larger than a bucket should be."""
+"""Bytes of a buffer that share one timeout: a single tensor may be much larger than a bucket should be."""
 
 
 class WeightGroup:
-    """One epoch of the group: rank 0 sends, ranks 1.. are the subscribers. Each sender has its own, and one for each
-    lane (`weights.flows`) where subscribers want different parts: `name` tells them apart.
+    """One epoch of the group: rank 0 sends, ranks 1.. are the subscribers. Each sender has its own group, and one per
+    lane (`weights.flows`) if subscribers want different parts: `name` tells them apart.
 
-    Joining, every buffer (of a long one each 64 MiB, all their pieces together) and leaving are bounded by `timeout_s`;
-    any of them raises RuntimeError when a member dies, stays silent or is too slow, and the group is useless from then
-    on.
+    Joining, every buffer (of a long one every 64 MiB, all their pieces together) and leaving are bounded by
+    `timeout_s`; each raises RuntimeError if a member dies, stays silent or is too slow, and the group is unusable from
+    then on.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class WeightGroup:
         self.epoch, self.rank, self.world = epoch, rank, world
         self.timeout_s = timeout_s
         self._deadline = 0.0
-        """By `time.monotonic()`, of the stretch that is on its way."""
+        """Deadline of the present stretch, by `time.monotonic()`."""
         prefixed = dist.PrefixStore(f"group/{epoch}/{name}", store)
         prefixed.set_timeout(timedelta(seconds=timeout_s))
         place = Place(
@@ -101,28 +101,29 @@ class WeightGroup:
         self._wire = open_wire(backend, place)
 
     def pieces(self, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Flat `buffer` as it is broadcast, in the same parts at both ends. nccl cuts for itself and gets long ones.
+        """Yield flat `buffer` as it is broadcast, in the same parts at both ends. nccl divides buffers itself and gets
+        long ones.
 
-        To be taken one by one, as they are broadcast: the first of a stretch starts its deadline.
+        Take them one by one, as they are broadcast: the first of a stretch starts its deadline.
         """
         for stretch in buffer.split(STRETCH) if len(buffer) else ():
             self._deadline = time.monotonic() + self.timeout_s
             yield from stretch.split(min(self._wire.piece_bytes, STRETCH))
 
     def broadcast(self, buffer: torch.Tensor) -> Any:
-        """Send (rank 0) or receive into `buffer`, a piece; what it returns is for `wait`.
+        """Send (rank 0) or receive into `buffer`, a piece; returns a handle for `wait`.
 
         Raises:
-            RuntimeError: nothing is left of the time for the pieces of one buffer.
+            RuntimeError: no time is left for the pieces of this buffer.
         """
         return self._wire.broadcast(buffer, self._left_s())
 
     def wait(self, work: Any) -> None:
-        """Until `work` is done. Raises RuntimeError when a member is gone, or the buffer's deadline has passed."""
+        """Wait until `work` is done. Raises RuntimeError if a member is gone, or the buffer's deadline has passed."""
         self._wire.wait(work, max(self._deadline - time.monotonic(), 0.0))
 
     def _left_s(self) -> float:
-        """Seconds for what is missing of the stretch, at least the millisecond that torch counts in."""
+        """Seconds left for the stretch, at least one millisecond, torch's unit."""
         left = self._deadline - time.monotonic()
         if left <= 0.0:
             whom = (
@@ -139,10 +140,10 @@ class WeightGroup:
 
 
 def passed(flow: Iterable[tuple[Tag, WeightGroup, torch.Tensor]]) -> Iterator[Tag]:
-    """Broadcast the pieces of `flow`, each in its group, two at a time; yields the tag of each when it is through, in
+    """Broadcast the pieces of `flow`, each in its group, two at a time; yields the tag of each once it is through, in
     order.
 
-    What the caller does with one happens beside the next, and the wire never waits for a thread that has to wake up.
+    The caller processes one piece while the next is being sent, and the wire never waits for a thread to wake up.
     """
     on_their_way: deque[tuple[Tag, WeightGroup, Any]] = deque()
     for tag, group, piece in flow:

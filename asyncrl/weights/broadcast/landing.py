@@ -1,4 +1,4 @@
-"""Where a sender's flow lands: pieces of its buckets, put to their places in staging."""
+"""Receives a sender's flow: puts the pieces of its buckets in their places in staging."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ from asyncrl.weights.manifest import Bucket
 from asyncrl.weights.shares import flat_parts
 
 _AT_ONCE = 2
-"""Pieces that are on their way or being read (`group.passed`): as many rooms for them are enough."""
+"""Number of pieces that are being received or read at a time (`group.passed`), and so of buffers for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Landed:
     bucket: int
     start: int
-    """Of the piece, in the bucket."""
+    """Offset of the piece in the bucket."""
     piece: torch.Tensor
     placed: bool
-    """It was received where it belongs."""
+    """Whether it was received directly at its place."""
 
 
 class FlowLanding:
-    """Receives what one sender sends to this process, as often as it comes.
+    """Receives what one sender sends to this process, for each version.
 
     Args:
-        buckets: and through which group each comes; those without one are not for this process.
-        place: what the group receives into; what is no memory of the host is copied there piece by piece.
+        buckets: the sender's buckets.
+        groups: the group through which each bucket comes; None for a bucket that is not for this process.
+        place: device that the group receives into; from a device other than the host each piece is copied to host
+            memory.
     """
 
     def __init__(
@@ -41,14 +43,15 @@ class FlowLanding:
         self._rooms: list[torch.Tensor] = []
 
     def receive(self, targets: Mapping[str, torch.Tensor]) -> list[str]:
-        """Into `targets`, by entry; returns the fingerprints of the buckets, "" of those that are not for this process.
+        """Receive into `targets`, by entry; returns the fingerprints of the buckets, "" for buckets that are not for
+        this process.
 
         Raises:
             RuntimeError: a member of a group died or fell silent.
         """
         prints = [Fingerprint() for _ in self._buckets]
         for landed in passed(self._flow(targets)):
-            prints[landed.bucket].update(landed.piece)  # the next one is arriving
+            prints[landed.bucket].update(landed.piece)  # while the next one arrives
             piece = landed.piece if self._place == "cpu" else landed.piece.cpu()
             if not landed.placed:
                 self._put(self._buckets[landed.bucket], landed.start, piece, targets)
@@ -75,7 +78,7 @@ class FlowLanding:
     def _own_place(
         self, bucket: Bucket, start: int, size: int, targets: Mapping[str, torch.Tensor]
     ) -> torch.Tensor | None:
-        """The bytes of staging that the piece is, where they are of one tensor and lie together."""
+        """The bytes of staging that the piece belongs to, if they are of one tensor and contiguous; otherwise None."""
         for entry in bucket.entries:
             if self._place == "cpu" and entry.offset <= start and start + size <= entry.offset + entry.nbytes:
                 box = targets[entry.name]
@@ -91,7 +94,8 @@ class FlowLanding:
         return self._rooms[number][:size]
 
     def _put(self, bucket: Bucket, start: int, piece: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> None:
-        """Each tensor's part of the piece to its place. Pieces are cut, and tensors begin, at multiples of 16 bytes."""
+        """Copy each tensor's part of the piece to its place. Pieces are cut, and tensors begin, at multiples of 16
+        bytes."""
         for entry in bucket.entries:
             first, last = max(entry.offset, start), min(entry.offset + entry.nbytes, start + len(piece))
             if first < last:
@@ -100,7 +104,7 @@ class FlowLanding:
 
 
 def write_flat(target: torch.Tensor, start: int, values: torch.Tensor) -> None:
-    """`target.flatten()[start:start + len(values)] = values` for a `target` that need not lie together."""
+    """`target.flatten()[start:start + len(values)] = values` for a `target` that need not be contiguous."""
     done = 0
     for part in flat_parts(target, start, len(values)):
         part.copy_(values[done : done + part.numel()].view(part.shape))

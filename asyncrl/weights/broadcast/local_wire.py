@@ -1,10 +1,10 @@
-"""The communicator of one machine: rank 0 says where a piece lies, and the others copy it from there.
+"""The communicator within one machine: rank 0 publishes the handle of a piece, and the others copy it from there.
 
-    all      here/rank: process and machine; formed: all were here
+    all      here/rank: process and machine; formed: all have arrived
     rank 0   piece/n: a handle (`weights.ipc`) -------------------------------> done/n
     others             open, copy, taken/n + 1; the last of them: done/n ------^
 
-Each end watches the processes of the others: a death is seen at once, a silence after the deadline of the group.
+Each end watches the processes of the others: a death is noticed at once, a silence after the deadline of the group.
 """
 
 # torch documents its stores at `torch.distributed` but does not list them in `__all__`.
@@ -26,16 +26,17 @@ from asyncrl.weights.broadcast.protocol import fetch, post, wait_key
 from asyncrl.weights.ipc import Opened, export, machine
 
 _PIECE = 16 << 20
-"""Bytes: a word costs a few hundred microseconds at both ends, and what came is hashed beside the next one."""
+"""Bytes per piece: a message costs a few hundred microseconds at both ends, and a piece is hashed while the next
+arrives."""
 _LOOK_S = 0.1
-"""Between two looks at the processes of the others."""
+"""Seconds between two checks of the other processes."""
 
 
 class LocalWire:
     """Implements `wires.Wire`.
 
     Raises:
-        RuntimeError: the others did not come in time, or are on another machine.
+        RuntimeError: the others did not arrive in time, or are on another machine.
     """
 
     piece_bytes = _PIECE
@@ -47,7 +48,7 @@ class LocalWire:
         self._given: dict[int, list[Any]] = {}
         self._left = threading.Event()
         self._others: dict[int, int] = {}
-        """Of each that is waited for, by rank: a descriptor of its process."""
+        """Process descriptors of the ranks that are waited for."""
         deadline, here = time.monotonic() + timeout_s, machine()
         post(store, f"here/{rank}", [os.getpid(), here])
         try:
@@ -60,7 +61,7 @@ class LocalWire:
                 self._others[other] = _process(int(pid), other)
             if rank == 0:
                 store.set("formed", "")
-            else:  # together or not at all: who is in alone would wait for events that never come
+            else:  # all or none: a rank that joined alone would wait for events that never come
                 self._until("formed", max(deadline - time.monotonic(), 0.0))
         except RuntimeError:
             self.abort()
@@ -85,7 +86,7 @@ class LocalWire:
             raise RuntimeError(f"a piece of {len(there)} bytes came where {len(buffer)} were expected")
         buffer.copy_(there)
         if there.device.type == "cuda":
-            torch.cuda.synchronize(there.device)  # rank 0 may write there as soon as it hears
+            torch.cuda.synchronize(there.device)  # rank 0 may overwrite that memory as soon as it is told
         if self._store.add(f"taken/{number}", 1) == self._world - 1:
             self._store.set(f"done/{number}", "")
 
@@ -93,7 +94,7 @@ class LocalWire:
         if self._left.is_set():
             return
         self._left.set()
-        with suppress(RuntimeError):  # the store has gone with rank 0, and the others see that themselves
+        with suppress(RuntimeError):  # the store has gone with rank 0, which the others notice themselves
             self._store.set("over", "")
         for descriptor in self._others.values():
             os.close(descriptor)

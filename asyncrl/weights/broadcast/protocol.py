@@ -1,21 +1,23 @@
-"""What publisher and subscriber say to each other through the store, besides the weights themselves.
+"""Messages between publisher and subscriber through the store, besides the weights themselves.
 
-hello/W/I                subscriber: idle, invite me (hello: n-th time; width: as many ranks; wanted: by each of them,
-                         nothing where all want whole tensors; protocol: of its version)
-invite/W/I/n             publisher: epoch, rank (its first one), world, manifest, flows if not all get all from one
+hello/W/I                subscriber: idle, invite me (hello: n-th time; width: number of its ranks; wanted: by each of
+                         them, empty if all want whole tensors; protocol: version of its protocol)
+invite/W/I/n             publisher: epoch, rank (the first one), world, manifest, flows unless all get everything from
+                         one sender
 E/accept/rank            subscriber: coming
 E/go                     publisher: all accepted, form the group ("no": say hello again)
 E/event/k                publisher: "send" a version now, "tick" (still here), "next" (group is re-formed: say hello),
                          "bye"
-E/forgotten              publisher: counter of the events that are no longer there, the oldest first
+E/forgotten              publisher: counter of the events that were deleted, the oldest first
 E/prints/k               publisher: fingerprints of what it sent as event k
-ack/W/I                  subscriber: its newest answer, with epoch and event: "ok" served (and proven, if it was due);
+ack/W/I                  subscriber: its newest answer, with epoch and event: "ok" served (and verified, if it was due);
                          "bad" bytes differ; "fail" the engine refused them; "unproven" the canary failed
 E/acked/k                subscribers: counter of those that answered
 beat/W/I                 subscriber: counter, still loading
 
-What may take long is pushed: the store itself answers a subscriber's `wait`, and a tick every second keeps those waits
-short. The publisher, which is one, polls; so do the first words between two that do not know each other yet.
+Messages that may take long are pushed: the store itself answers a subscriber's `wait`, and a tick every second keeps
+those waits short. The publisher, of which there is one, polls; so do the first messages between two processes that do
+not know each other yet.
 """
 
 # torch documents its stores at `torch.distributed` but does not list them in `__all__`.
@@ -35,18 +37,19 @@ import torch.distributed as dist
 from asyncrl.errors import WeightsError
 
 PROTOCOL = 4
-"""What this page says, as a number: of the board, and of every hello. 2: several senders, a group for each. 3:
-fingerprints of leaves. 4: parts of tensors. Who has another one is refused with a sentence, at both ends."""
+"""Version of this protocol, on the board and in every hello. 2: several senders, a group for each. 3: fingerprints of
+leaves. 4: parts of tensors. A peer with another version is refused with a message, at both ends."""
 POLL_S = 0.003
-"""Of the publisher, which is one."""
+"""Longest pause between two polls of the publisher, in seconds."""
 _FIRST_POLL_S, _LAST_POLL_S, _POLL_SHARE = 0.0003, 0.1, 0.05
-"""Between them a poll waits for this share of what it has waited already: soon for small models, seldom when there is
-nothing for long, since every member asks the one store."""
+"""Bounds of the pause between two polls, in seconds, and the pause as a fraction of the time waited already: short for
+small models, and long after a long silence, since every member polls the one store."""
 TICK_S = 1.0
 _SLICE_S = 5.0
-"""Of a wait that the store answers; it ends no earlier, and torch logs two lines when it does. A tick comes before."""
+"""Longest wait that the store answers, in seconds; it ends no earlier, and torch logs two lines when it times out. A
+tick comes before that."""
 _LOOK_S = 0.5
-"""Between two looks at the beats of those who have not answered."""
+"""Seconds between two looks at the heartbeats of members that have not answered."""
 
 Peer = tuple[str, str]
 """(worker, incarnation)."""
@@ -61,7 +64,7 @@ def fetch(store: dist.Store, key: str) -> Any:
 
 
 def wait_key(store: dist.Store, key: str, wait_s: float, stop: threading.Event | None = None) -> bool:
-    """Poll for `key` for at most `wait_s`; true when it is there. (The store's own wait logs every timeout.)"""
+    """Poll for `key` for at most `wait_s`; returns whether it exists. (The store's own wait logs every timeout.)"""
     began = time.monotonic()
     while not store.check([key]):
         waited = time.monotonic() - began
@@ -72,25 +75,27 @@ def wait_key(store: dist.Store, key: str, wait_s: float, stop: threading.Event |
 
 
 def pushed(store: dist.Store, key: str, wait_s: float, stop: threading.Event) -> Any:
-    """What is under `key`, as soon as the store has it; None after `wait_s`. `stop` is seen every 5 s.
+    """Return the value of `key` as soon as the store has it; None after `wait_s`. `stop` is checked every 5 s.
 
     Raises:
+        dist.DistError: the store is gone.
         dist.DistError: the store is gone.
     """
     deadline = time.monotonic() + wait_s
     while not stop.is_set() and (left := min(deadline - time.monotonic(), _SLICE_S)) > 0.0:
         began = time.monotonic()
-        store.set_timeout(timedelta(seconds=max(left, 0.001)))  # of less torch makes none, and is back at once
+        store.set_timeout(timedelta(seconds=max(left, 0.001)))  # torch turns less than 1 ms into 0, and returns at once
         try:
             return fetch(store, key)
         except dist.DistStoreError:
             if time.monotonic() - began < left / 2:
-                raise  # no timeout: asked again at once it would say the same
+                raise  # not a timeout: the same call would fail again at once
     return None
 
 
 def introduce(store: dist.Store, peer: Peer) -> None:
-    """What is asked of all members at once has to be there of each: the store waits for keys that are not."""
+    """Create the peer's keys. Keys that are read of all members at once must exist for each: the store waits for
+    missing ones."""
     store.add(_beat_key(peer), 0)
     store.set(_ack_key(peer), msgpack.packb([0, 0, "", None]))  # pyright: ignore[reportArgumentType]
 
@@ -118,14 +123,15 @@ def collect(
     live: Callable[[], Collection[Peer]],
     meanwhile: Callable[[], None],
 ) -> list[tuple[str, Any]]:
-    """The verdicts of all `peers` on an event, and what goes with each. Waits for one as long as it beats every
-    `timeout_s`.
+    """Return the verdicts of all `peers` on an event, each with its detail. Waits for a peer as long as it sends a
+    heartbeat every `timeout_s`.
 
     Args:
-        live: whom the replay server still knows; the dead are not waited for.
-        meanwhile: called all the time.
+        live: returns the peers that the replay server still knows; dead ones are not waited for.
+        meanwhile: called on every poll.
 
     Raises:
+        WeightsError: a peer is silent, or gone.
         WeightsError: somebody is silent, or gone.
     """
     counter = f"{epoch}/acked/{event}"
@@ -158,7 +164,8 @@ def collect(
 
 
 def other_version(ours: str, theirs: str, protocol: object) -> str:
-    """The refusal; nothing where they speak alike. Versions before the number have none."""
+    """Return the refusal of another protocol version; empty if they match. Versions before the first number send
+    none."""
     if protocol == PROTOCOL:
         return ""
     return (

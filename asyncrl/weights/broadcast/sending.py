@@ -1,4 +1,4 @@
-"""What rank 0 of a group puts on the wire for one version: buckets as they are copied, or deltas."""
+"""Sends one version as rank 0 of a group: buckets as they are copied, or deltas."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from asyncrl.weights.shares import Share, slices
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deltas:
-    """What changed since the version that all members have; nothing in a version that goes whole."""
+    """Changes since the version that all members have; empty for a version that is sent in full."""
 
     buckets: Sequence[Encoded] = ()
     copied_s: float = 0.0
-    """From the first copied bytes until all were: what a version that goes whole is sent beside."""
+    """Seconds from the first copied byte to the last; a version that is sent in full is sent during that time."""
     encode_s: float = 0.0
 
 
 def encode_deltas(snapshot: Snapshot, previous: Snapshot) -> Deltas:
-    """Raises WeightsError when the copy of `snapshot` fails."""
+    """Encode the deltas. Raises WeightsError if the copy of `snapshot` fails."""
     snapshot.filling.wait(1)
     began = time.perf_counter()
     snapshot.filling.wait()
@@ -44,17 +44,17 @@ def encode_deltas(snapshot: Snapshot, previous: Snapshot) -> Deltas:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lanes:
-    """One sender's groups of an epoch. Without a flow there is one group, which gets all that is in the snapshot."""
+    """One sender's groups of an epoch. Without a flow there is one group, which gets everything in the snapshot."""
 
     groups: Mapping[int, WeightGroup]
-    """By lane."""
+    """Groups by lane."""
     flow: Flow | None = None
     share: Share | None = None
-    """Of this sender, which the flow is cut out of."""
+    """Share of this sender, from which the flow is cut."""
 
     @property
     def parts(self) -> bool:
-        """Whether what is sent are not the buckets of the snapshot."""
+        """Whether something other than the buckets of the snapshot is sent."""
         if self.flow is None or self.share is None:
             return False
         return self.flow.manifest != self.share.manifest or len(self.groups) != 1
@@ -63,11 +63,11 @@ class Lanes:
     def form(
         cls, form: Callable[[str, int], WeightGroup], sender: int, flows: Flows | None, snapshot: Snapshot, world: int
     ) -> Lanes:
-        """One group after the other, in the order in which the receivers form them.
+        """Form the groups one after another, in the order in which the receivers form them.
 
         Args:
-            form: a group of this name and so many members.
-            world: members of the one group that there is without flows.
+            form: forms a group of this name and number of members.
+            world: number of members of the single group without flows.
 
         Raises:
             RuntimeError: one did not form; the others are left.
@@ -94,11 +94,11 @@ class Lanes:
 def send(
     lanes: Lanes, snapshot: Snapshot, rooms: Rooms, through: Callable[[], None] = lambda: None
 ) -> tuple[int, list[str]]:
-    """Everything to everyone; returns the bytes sent, and the fingerprints of the buckets.
+    """Send everything to all members; returns the bytes sent, and the fingerprints of the buckets.
 
     Args:
-        rooms: for pieces of a flow, which do not lie together in the snapshot.
-        through: called whenever a piece is.
+        rooms: buffers for pieces of a flow, which are not contiguous in the snapshot.
+        through: called after each piece.
 
     Raises:
         RuntimeError: as `send_whole`.
@@ -117,10 +117,10 @@ def send(
 
 
 def send_whole(group: WeightGroup, snapshot: Snapshot, through: Callable[[], None] = lambda: None) -> int:
-    """All that is in the snapshot, each piece as soon as it has been copied; returns the bytes sent.
+    """Send all of the snapshot, each piece as soon as it has been copied; returns the bytes sent.
 
     Raises:
-        RuntimeError: a member is gone or too slow; WeightsError where the copy had taken half of its time or all of it.
+        RuntimeError: a member is gone or too slow; WeightsError if the copy took half of the time or all of it.
     """
     if snapshot.reading is not None:
         return _send_read(group, snapshot, snapshot.reading, through)
@@ -129,7 +129,7 @@ def send_whole(group: WeightGroup, snapshot: Snapshot, through: Callable[[], Non
         for index in passed(copied.whole(group)):
             through()
             if snapshot.on_device:
-                snapshot.fingerprint(index)  # while the next one is on the wire
+                snapshot.fingerprint(index)  # while the next one is being sent
     snapshot.filling.wait()
     return snapshot.manifest.nbytes
 
@@ -139,7 +139,7 @@ def _sizes(group: WeightGroup, bucket: Bucket) -> Iterator[int]:
 
 
 def _send_read(group: WeightGroup, snapshot: Snapshot, reading: Reading, through: Callable[[], None]) -> int:
-    """Without a snapshot: the next piece is cast and hashed while one is on the wire."""
+    """Send without a snapshot: the next piece is cast and hashed while one is being sent."""
     buckets = snapshot.manifest.buckets
     prints = [Fingerprint() for _ in buckets]
 
@@ -159,7 +159,7 @@ def _send_read(group: WeightGroup, snapshot: Snapshot, reading: Reading, through
 
 
 def _send_flow(lanes: Lanes, flow: Flow, copied: _Copied, rooms: Rooms, through: Callable[[], None]) -> list[str]:
-    """Parts of the tensors, each to its lane; the next piece is packed and hashed while one is on the wire."""
+    """Send parts of the tensors, each to its lane; the next piece is packed and hashed while one is being sent."""
     assert lanes.share is not None
     tensors = copied.parts(flow, lanes.share)
     prints = [Fingerprint() for _ in flow.lanes]
@@ -187,18 +187,18 @@ class _Copied:
     """A snapshot, as far as it is final.
 
     Raises:
-        WeightsError: within one stretch the copy stood still for the time that the members wait for all of it.
+        WeightsError: within one stretch the copy stood still for as long as the members wait for all of it.
     """
 
     def __init__(self, timeout_s: float, snapshot: Snapshot) -> None:
         self.timeout_s, self._snapshot = timeout_s, snapshot
         self._ends: dict[str, int] = {}
-        """Of each part of a flow: when it is final."""
+        """Number of final bytes after which each part of a flow is final."""
         self.stood_s = 0.0
-        """Of the stretch that is on its way: how long there was nothing to send."""
+        """Seconds of the present stretch during which there was nothing to send."""
 
     def whole(self, group: WeightGroup) -> Iterator[tuple[int, WeightGroup, torch.Tensor]]:
-        """Bucket and piece, each when it is final."""
+        """Yield bucket index, group and piece, each once it is final."""
         done = 0
         for index, buffer in enumerate(self._snapshot.buffers):
             for stretch in buffer.split(STRETCH):
@@ -209,7 +209,7 @@ class _Copied:
                     yield index, group, piece
 
     def parts(self, flow: Flow, share: Share) -> dict[str, torch.Tensor]:
-        """By entry of the flow."""
+        """The parts of the tensors, by entry of the flow."""
         snapshot = self._snapshot
         tensors, before, ends = {}, 0, {}
         for bucket in snapshot.manifest.buckets:
@@ -224,7 +224,7 @@ class _Copied:
     def packed(
         self, bucket: Bucket, start: int, room: torch.Tensor, tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """`room` = the bytes of the flow's bucket from `start` on, when what they are is final."""
+        """Set `room` to the bytes of the flow's bucket from `start` on, once their sources are final."""
         snapshot, stop = self._snapshot, start + len(room)
         of = [e.name for e in bucket.entries if e.offset < stop and start < e.offset + e.nbytes]
         self._wait(max((self._ends[name] for name in of), default=0))
@@ -244,7 +244,7 @@ class _Copied:
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
-        """A group only knows that bytes did not come through, and blames a subscriber."""
+        """Correct the blame: a group only knows that bytes did not come through, and blames a subscriber."""
         try:
             yield
         except WeightsError:
@@ -262,7 +262,7 @@ class _Copied:
 
 
 def send_deltas(group: WeightGroup, deltas: Sequence[Encoded]) -> int:
-    """Payload after payload; returns the bytes sent."""
+    """Send one payload after another; returns the bytes sent."""
     for _ in passed((None, group, piece) for delta in deltas for piece in group.pieces(delta.payload)):
         pass
     return sum(len(delta.payload) for delta in deltas)

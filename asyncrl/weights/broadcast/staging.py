@@ -1,12 +1,12 @@
-"""Where the bytes of a broadcast land: the seam between the handshake of an epoch and the engine that will load them.
+"""Staging of broadcast weights: the interface between the handshake of an epoch and the engine that loads them.
 
     join(seat) -> receive(event) -> fingerprints -> `load(staged())` by the engine -> receive ... -> leave()
 
-`Staging` receives in the process of the subscriber. An engine whose model lives in processes of its own brings a
+`Staging` receives in the process of the subscriber. An engine whose model runs in other processes provides a
 `Receiver` that runs one `Staging` in each of them, so that no byte takes a detour.
 
-*Staging* is that place, in one process, and nothing else. What lies in it, whole and verified, is *staged*:
-`StagedTensors` where the engine is in this process; a reference to it where it is in others (vLLM's `StagedInWorkers`).
+*Staging* is the memory that receives, in one process. Its contents, once complete and verified, are *staged*:
+`StagedTensors` if the engine is in this process; a reference to them if it runs in others (vLLM's `StagedInWorkers`).
 """
 
 from __future__ import annotations
@@ -33,57 +33,57 @@ from asyncrl.weights.sliced import Wanted, sliced
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """A member's place in one epoch of the group. Plain values: it crosses into an engine's own processes."""
+    """A member's place in one epoch of the group. Plain values, since it is sent to an engine's own processes."""
 
     host: str
     port: int
     backend: str
     epoch: int
     rank: int
-    """The first of the member's ranks, where it has several."""
+    """First of the member's ranks, if it has several."""
     world: int
     timeout_s: float
     manifest: list[Any]
-    """As from `Manifest.to_wire`."""
+    """From `Manifest.to_wire`."""
     interface: str = ""
     """`weights.interface` of the member."""
     flows: list[Any] = field(default_factory=list)
-    """As from `Flows.to_wire`, where several learner ranks send, or members get parts of tensors."""
+    """From `Flows.to_wire`, if several learner ranks send, or members get parts of tensors."""
 
 
 class Receiver(Protocol):
     @property
     def width(self) -> int:
-        """Ranks it occupies in the group: processes that receive. With none it is asked again until it has one."""
+        """Number of ranks it occupies in the group: processes that receive. While it is 0, it is asked again."""
         ...
 
     def wanted(self) -> Sequence[Wanted]:
-        """Of each of its ranks what it stages; nothing where all stage whole tensors. Asked before each seat."""
+        """What each of its ranks stages; empty if all stage whole tensors. Called before each seat."""
         ...
 
     def join(self, seat: Seat) -> None:
-        """Take the seat; the seat before is left. Raises RuntimeError when the group does not form in time."""
+        """Take the seat, leaving the previous one. Raises RuntimeError if the group does not form in time."""
         ...
 
     def receive(self, event: Mapping[str, Any]) -> list[str]:
-        """All buckets of the version that `event` announced, into staging; nothing is loaded.
+        """Receive all buckets of the version that `event` announced into staging; nothing is loaded.
 
         Returns:
-            Their fingerprints, recomputed where the bytes lie. A bucket on which its processes differ has none that
-            could match, one that is for none of them is "".
+            Their fingerprints, recomputed from the received bytes. A bucket on which its processes differ has one that
+            cannot match; one that is for none of them is "".
 
         Raises:
-            RuntimeError: a member of the group died or fell silent. Whatever is staged is worthless.
+            RuntimeError: a member of the group died or fell silent. The staged contents are then invalid.
         """
         ...
 
     def staged(self) -> Any:
-        """What `load` is called with after a `receive` whose fingerprints matched."""
+        """Argument for `load` after a `receive` whose fingerprints matched."""
         ...
 
     def changed(self) -> bool:
-        """Whether its processes are no longer those that took the seat: it then joins anew, and what was served before
-        has to be loaded again."""
+        """Whether its processes have been replaced since they took the seat: it then joins again, and the version
+        served before must be loaded again."""
         ...
 
     def leave(self) -> None:
@@ -94,8 +94,8 @@ class Receiver(Protocol):
 class Staging:
     """Implements `Receiver` in this process, with all buckets in host memory.
 
-    `device` is where nccl and ipc receive, a piece at a time, and where the fingerprints of that are taken: a whole
-    model would not fit on a GPU beside an engine that fills it. gloo receives in host memory.
+    nccl and ipc receive on `device`, one piece at a time, and the fingerprints are computed there: a whole model would
+    not fit on a GPU beside an engine that fills it. gloo receives in host memory.
     """
 
     width = 1
@@ -103,38 +103,38 @@ class Staging:
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
         self.keeps: Wanted | None = None
-        """What the engine of this process takes of the tensors, where it was told: it then gets no more if the sender
-        can do that."""
+        """Parts of the tensors that this process's engine reads, if known: it then gets no more than those if the
+        sender supports that."""
         self._groups: list[WeightGroup] = []
         self._parts: list[tuple[Flow, FlowLanding]] = []
-        """Of each sender, where there are flows."""
+        """Flow and landing of each sender, if there are flows."""
         self._manifest: Manifest | None = None
         self._kept: Wanted | None = None
-        """Of what is staged, if that is parts."""
+        """Parts that are staged; None for whole tensors."""
         self._place: torch.device | str = "cpu"
         self._buffers: list[torch.Tensor] = []
         self._views: dict[str, torch.Tensor] = {}
-        """Of `_buffers`; made once, since a model has hundreds and the engine is waiting. Not of parts."""
+        """Views of `_buffers`; made once, since a model has hundreds and the engine is waiting. Empty with parts."""
         self._held: dict[str, dict[Box, torch.Tensor]] = {}
-        """Of `_buffers`, of parts: by tensor and box."""
+        """Views of `_buffers` with parts, by tensor and box."""
         self._outlines: Mapping[str, torch.Tensor] = {}
-        """Of parts: the whole tensors, without data."""
+        """With parts: the whole tensors, without data."""
         self._spare: tuple[list[torch.Tensor], dict[str, torch.Tensor]] | None = None
-        """Buffers and views that an engine, which keeps staged tensors, has given up for them."""
+        """Buffers and views that an engine, which keeps staged tensors, has returned in exchange."""
         self._offered = StagedTensors()
         self._complete: int | None = None
-        """Version whose bytes the buffers hold, whole: what a delta may be applied to."""
+        """Version whose bytes the buffers hold completely, so that a delta may be applied; None if incomplete."""
 
     @property
     def nbytes(self) -> int:
-        """Of what is staged."""
+        """Bytes of staging."""
         return sum(map(len, self._buffers))
 
     def wanted(self) -> Sequence[Wanted]:
         return [self.keeps] if self.keeps else ()
 
     def join(self, seat: Seat) -> None:
-        """Raises WeightsError: the parts that the senders announce are not those that this process has to get."""
+        """Take the seat. Raises WeightsError: the senders announce other parts than this process needs."""
         self.leave()
         manifest = Manifest.from_wire(seat.manifest)
         flows = Flows.from_wire(seat.flows, manifest) if seat.flows else None
@@ -155,7 +155,7 @@ class Staging:
         held = manifest if kept is None else _manifest_of(manifest, kept)
         self._buffers = held.allocate()
         if place != "cpu":
-            # The engine stands still while it loads: from pinned memory that is several times shorter.
+            # The engine is paused while it loads; loading from pinned memory is several times faster.
             self._buffers = [buffer.pin_memory() for buffer in self._buffers]
         views = held.views(self._buffers)
         if kept is None:
@@ -167,7 +167,7 @@ class Staging:
             self._held[entry.name] = {box: views[f"{entry.name}#{i}"] for i, box in enumerate(boxes)}
 
     def _join_sender(self, seat: Seat, sender: int, flows: Flows | None) -> None:
-        """Its groups that this process is in, in the order of all ends."""
+        """Join those groups of a sender that this process is in, in the same order at all ends."""
 
         def group(lane: int, receivers: Sequence[int]) -> WeightGroup:
             self._groups.append(WeightGroup(
@@ -205,7 +205,7 @@ class Staging:
         return prints
 
     def _leave_to_the_engine(self, with_bytes: bool) -> None:
-        """Go on in other buffers if the engine serves from these; `with_bytes` of what is staged."""
+        """Continue in other buffers if the engine serves from these; `with_bytes` copies their contents over."""
         if not self._offered.kept:
             return
         self._offered = StagedTensors()
@@ -226,25 +226,26 @@ class Staging:
         for index, piece, landed in passed(self._places(group)):
             if landed is not piece:
                 piece.copy_(landed)
-            prints[index].update(landed)  # the next one is arriving
+            prints[index].update(landed)  # while the next one arrives
         return [fingerprint.hex() for fingerprint in prints]
 
     def _receive_flows(self) -> list[str]:
-        """From all senders at once, a thread for each; fingerprints of their buckets, sender after sender."""
+        """Receive from all senders at once, one thread each; returns the fingerprints of their buckets, sender by
+        sender."""
         with ThreadPoolExecutor(len(self._parts), thread_name_prefix="weights-share") as threads:
             works = [threads.submit(landing.receive, self._targets(flow)) for flow, landing in self._parts]
             broken = ""
-            for work in as_completed(works):  # each is bounded by its groups; the first that breaks ends the others
+            for work in as_completed(works):  # each is bounded by its groups; the first failure ends the others
                 if (error := work.exception()) is not None and not broken:
                     broken = str(error).splitlines()[0]
                     self.leave()
         if broken:
-            # Another error: those that are there would be held by this frame, and hold groups with open sockets.
+            # A new error: the caught ones would be referenced by this frame, and keep groups with open sockets alive.
             raise RuntimeError(broken)
         return [fingerprint for work in works for fingerprint in work.result()]
 
     def _targets(self, flow: Flow) -> dict[str, torch.Tensor]:
-        """By part of the flow: where it belongs in staging. Not of those that do not come here."""
+        """Place in staging of each part of the flow. Parts that are not sent here are left out."""
         targets = {}
         for entry, (name, part) in flow.parts.items():
             if self._kept is None:
@@ -258,18 +259,18 @@ class Staging:
     def _places(
         self, group: WeightGroup
     ) -> Iterator[tuple[tuple[int, torch.Tensor, torch.Tensor], WeightGroup, torch.Tensor]]:
-        """Bucket, piece and where it lands; the group; and where it lands."""
+        """Yield (bucket index, piece, landing), the group, and the landing: the memory that it is received into."""
         for index, buffer in enumerate(self._buffers):
             for piece in group.pieces(buffer):
                 landing = self._landing(piece)
                 yield (index, piece, landing), group, landing
 
     def _landing(self, piece: torch.Tensor) -> torch.Tensor:
-        """What the group receives into for `piece`: itself, or room for it on the device."""
+        """Memory that the group receives `piece` into: the piece itself, or a buffer on the device."""
         return piece if self._place == "cpu" else torch.empty_like(piece, device=self._place)
 
     def _receive_delta(self, group: WeightGroup, headers: Sequence[Sequence[Any]]) -> list[str]:
-        """Fingerprints of the buckets that result."""
+        """Receive a delta; returns the fingerprints of the resulting buckets."""
         assert self._manifest is not None
         prints = []
         for bucket, buffer, header in zip(self._manifest.buckets, self._buffers, headers, strict=True):
@@ -281,8 +282,8 @@ class Staging:
         return prints
 
     def staged(self) -> StagedTensors:
-        """Views over the staging buffers, by Hugging Face name: valid until the next `receive`, unless kept. Of parts,
-        tensors that know those alone (`sliced`)."""
+        """Views over the staging buffers, by Hugging Face name; valid until the next `receive`, unless kept. With
+        parts, tensors that know only those (`sliced`)."""
         if self._manifest is None:
             raise WeightsError("nothing was ever staged here")
         if self._kept is not None:
@@ -300,7 +301,7 @@ class Staging:
 
 
 def _manifest_of(manifest: Manifest, kept: Wanted) -> Manifest:
-    """Of parts of its tensors; number i of a tensor is called `name#i`."""
+    """Manifest of parts of the tensors; part i of a tensor is called `name#i`."""
     return build_manifest(
         (
             (f"{entry.name}#{i}", tuple(stop - start for start, stop in box), entry.dtype)

@@ -1,7 +1,7 @@
-"""Broadcast transport, worker end: hello -> join the epoch -> receive, verify, load, acknowledge -> and again.
+"""Broadcast transport, worker end: hello -> join the epoch -> receive, verify, load, acknowledge -> repeat.
 
-Consumes the events of one epoch; waits for the publisher's store, with the board as the way out when another
-publisher has taken over; unblocked by both. Until a version is verified and loaded, the engine serves the old one.
+Consumes the events of one epoch; waits for the publisher's store, and checks the board in case another publisher has
+taken over; unblocked by both. Until a version is verified and loaded, the engine serves the old one.
 """
 
 # torch documents its stores at `torch.distributed` but does not list them in `__all__`.
@@ -54,13 +54,14 @@ from asyncrl.weights.subscriber import SubscriberThread
 log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
-"""Seconds between two looks at the board while there is no invitation."""
+"""Seconds between two checks of the board while there is no invitation."""
 _SILENCE_S = 5.0
-"""Without an event or a tick, until a look at the board for another publisher."""
+"""Seconds without an event or a tick, until the board is checked for another publisher."""
 
 
 class BroadcastSubscriber(SubscriberThread):
-    """Implements `weights.base.Subscriber`. `receiver` is where the bytes land; without one, in this process."""
+    """Implements `weights.base.Subscriber`. `receiver` is where the bytes are received; without one, in this
+    process."""
 
     def __init__(
         self,
@@ -89,14 +90,14 @@ class BroadcastSubscriber(SubscriberThread):
         self._thread.start()
 
     def _run(self) -> None:
-        # Waits for a publisher for as long as this worker lives: without one there is nothing to do or to give up.
+        # Waits for a publisher for as long as this worker lives: without one there is nothing to do.
         while not self._closed.is_set():
             self._look(wait_s=0.0 if self._board else _LOOK_S)
             if self._board.get("transport") != "broadcast":
                 self._closed.wait(0.05)
                 continue
             if self._board["publisher"] != self._proven_publisher:
-                # Its epochs begin anew: one of them may be called as that in which the last was proven.
+                # A new publisher counts epochs from the start: one may have the number of the last verified epoch.
                 self._proven_publisher, self._proven_epoch = self._board["publisher"], -1
             refusal = other_version("this worker", "the learner", self._board.get("protocol"))
             if refusal:
@@ -118,18 +119,18 @@ class BroadcastSubscriber(SubscriberThread):
             self._closed.wait(0.2)
 
     def _look(self, wait_s: float) -> bool:
-        """Read the board; true when the publisher on it is another one."""
+        """Read the board; returns whether the publisher on it has changed."""
         before = self._board.get("publisher")
         board = self._rendezvous.watch(self._revision, wait_s)
         self._revision, self._board = board.revision, dict(board.values.get("weights") or {})
         return self._board.get("publisher") != before
 
     def _attend(self, store: dist.TCPStore) -> None:
-        """Epoch after epoch with one publisher; returns when there is another, raises when it is gone."""
+        """Follow one publisher epoch after epoch; returns when there is another, raises when it is gone."""
         introduce(store, self._me)
         while not self._closed.is_set():
-            width = self._receiver.width  # asked once: the last of its processes may go at any time
-            if not width:  # in a seat of no ranks it could not answer, and everybody would wait for it
+            width = self._receiver.width  # read once: the last of its processes may go at any time
+            if not width:  # with a seat of no ranks it could not answer, and all would wait for it
                 if self._look(wait_s=_LOOK_S):
                     return
                 store.check(["alive"])
@@ -147,10 +148,10 @@ class BroadcastSubscriber(SubscriberThread):
                 continue
             if not self._join(store, invite):
                 return
-            store.check(["alive"])  # raises when it was the publisher that died, not just another member
+            store.check(["alive"])  # raises if the publisher died, not just another member
 
     def _join(self, store: dist.TCPStore, invite: dict[str, Any]) -> bool:
-        """One epoch, from joining to its end; false when the publisher is done or replaced."""
+        """Follow one epoch, from joining to its end; false when the publisher is done or replaced."""
         seat = Seat(
             host=self._board["host"], port=int(self._board["port"]), backend=self._board["backend"],
             epoch=int(invite["epoch"]), rank=int(invite["rank"]), world=int(invite["world"]),
@@ -162,15 +163,15 @@ class BroadcastSubscriber(SubscriberThread):
             return self._follow(store, seat)
         except RuntimeError as error:
             if isinstance(error, AsyncRLError):
-                raise  # the server or the engine said no: that is not the group breaking
-            if not self._closed.is_set():  # else this worker ends, and nothing was waited for in vain
+                raise  # an error of the server or the engine, not of the group
+            if not self._closed.is_set():  # otherwise this worker ends, and the error is expected
                 log.warning("weights: epoch %d ended: %s", seat.epoch, str(error).splitlines()[0])
             return True
         finally:
             self._receiver.leave()
 
     def _say_hello(self, store: dist.TCPStore, width: int, wanted: list[Any]) -> dict[str, Any] | None:
-        """Wait for the invitation to the next epoch; None when another publisher took over."""
+        """Wait for the invitation to the next epoch; None when another publisher has taken over."""
         self._hello += 1
         message = {"hello": self._hello, "width": width, "wanted": wanted, "protocol": PROTOCOL}
         post(store, hello_key(*self._me), message)
@@ -210,7 +211,7 @@ class BroadcastSubscriber(SubscriberThread):
         return False
 
     def _receive(self, store: dist.TCPStore, seat: Seat, number: int, event: dict[str, Any]) -> None:
-        """One version: all bytes into staging, then verify, load, acknowledge."""
+        """Receive one version: all bytes into staging, then verify, load, acknowledge."""
         started = time.perf_counter()
         policy_version = int(event["policy_version"])
         prints = self._receiver.receive(event)

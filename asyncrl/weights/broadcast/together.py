@@ -1,10 +1,10 @@
 """Several learner ranks send one version: rank 0 conducts, each sends its share in a group of its own.
 
-    rank 0   take(v) -> form(epoch) -> send(event) -> all prints are there -> what subscribers wait for before they load
+    rank 0   take(v) -> form(epoch) -> send(event) -> all prints are there -> subscribers, which wait for them, load
     others     |          accept, join     share of v, then its prints
 
-Orders are a numbered sequence in the publisher's store (`order/k`), so a rank that comes late to one misses none. The
-subscribers see one publisher: they join one group per sender, and hear of fingerprints only when all have sent.
+Orders are a numbered sequence in the publisher's store (`order/k`), so a rank that is late misses none. Subscribers see
+one publisher: they join one group per sender, and get the fingerprints only once all have sent.
 """
 
 # torch documents its stores at `torch.distributed` but does not list them in `__all__`.
@@ -39,14 +39,14 @@ _KEPT_ORDERS = 256
 _LOOK_S = 60.0
 _BEAT_S = 1.0
 _TICK_S = 2.0
-"""Between two orders: torch logs two lines when a wait in the store ends after `protocol.pushed`'s 5 s."""
+"""Seconds between two orders: torch logs two lines when a wait in the store times out after `protocol.pushed`'s 5 s."""
 _GRACE = 2.0
-"""Times `weights.timeout_s`: what the word to go may take after an order to form, which waits for other ranks."""
+"""Multiple of `weights.timeout_s` that the go-ahead may take after an order to form, since it waits for other ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """Rank 0's store, and which publisher it is."""
+    """Address of rank 0's store, and the publisher's identity."""
 
     host: str
     port: int
@@ -57,7 +57,8 @@ _MEETING_BYTES = 1024
 
 
 def agree(meeting: Meeting | None, device: torch.device) -> Meeting:
-    """Rank 0's, on every rank: collective over torch's default group, whose backend sends from `device`."""
+    """Return rank 0's meeting on every rank. Collective over torch's default group, whose backend sends from
+    `device`."""
     said = torch.zeros(_MEETING_BYTES, dtype=torch.uint8)
     if meeting is not None:
         packed = msgpack.packb([meeting.host, meeting.port, meeting.publisher])
@@ -76,7 +77,7 @@ def _peer(rank: int, publisher: str) -> Peer:
 
 
 class OtherSenders:
-    """Rank 0's view of the ranks 1.. that send with it; does nothing where there are none."""
+    """Rank 0's view of the ranks 1.. that send with it; does nothing if there are none."""
 
     def __init__(self, store: dist.Store, senders: int, publisher: str, timeout_s: float) -> None:
         self._store, self._timeout_s = store, timeout_s
@@ -85,16 +86,17 @@ class OtherSenders:
         self._ordered_at = 0.0
 
     def tick(self) -> None:
-        """Called while there is nothing to order; before the first version nobody waits."""
+        """Called while there is nothing to order; before the first version no rank waits."""
         if self._number and time.monotonic() >= self._ordered_at + _TICK_S:
             self._order({"kind": "tick"})
 
     def take(self, policy_version: int) -> None:
-        """The version before is needed no more."""
+        """The previous version is not needed any more."""
         self._order({"kind": "take", "policy_version": policy_version})
 
     def form(self, epoch: int, flows: Flows | None) -> None:
-        """Raises WeightsError when one of them does not come: without it no version is whole."""
+        """Order the group of an epoch. Raises WeightsError if a rank does not come: without it no version is
+        complete."""
         self._order({"kind": "form", "epoch": epoch, "flows": flows.to_wire() if flows is not None else []})
         deadline = time.monotonic() + self._timeout_s
         for rank, (name, _) in enumerate(self._peers, 1):
@@ -105,7 +107,8 @@ class OtherSenders:
                 )
 
     def formed(self, epoch: int, snapshot: Snapshot) -> None:
-        """Until all groups are. Raises RuntimeError when one is not, or a rank has another plan of who sends what."""
+        """Wait until all groups are formed. Raises RuntimeError if one is not, or a rank has another plan of who sends
+        what."""
         own = _digest(snapshot) if self._peers else ""
         for (name, _), digest in zip(self._peers, self._collect(epoch, 0), strict=True):
             if digest != own:
@@ -115,12 +118,12 @@ class OtherSenders:
         self._order({"kind": "send", "epoch": epoch, "event": event, "policy_version": policy_version})
 
     def sent(self, epoch: int, event: int) -> list[tuple[list[str], int]]:
-        """Fingerprints of each and its bytes, when all have sent. Raises RuntimeError when one could not, or is silent;
-        WeightsGoneError when one has changed its weights already."""
+        """Return the fingerprints and bytes of each rank, once all have sent. Raises RuntimeError if one could not, or
+        is silent; WeightsGoneError if one has changed its weights already."""
         return [(prints, int(nbytes)) for prints, nbytes in self._collect(epoch, -event)]
 
     def give_up(self) -> None:
-        """Nobody is there, or all have it: no rank need keep its weights as they are."""
+        """No receiver is present, or all have received it: no rank need keep its weights unchanged."""
         self._order({"kind": "give up"})
 
     def leave(self) -> None:
@@ -139,7 +142,7 @@ class OtherSenders:
             self._store.delete_key(f"order/{self._number - _KEPT_ORDERS}")
 
     def _collect(self, epoch: int, event: int) -> list[Any]:
-        """Their events have numbers below those of the subscribers."""
+        """Collect the answers. The events of senders have numbers below those of the subscribers."""
         answers = collect(
             self._store, self._peers, epoch=epoch, event=event, timeout_s=self._timeout_s,
             live=lambda: self._peers, meanwhile=self.tick,
@@ -153,7 +156,7 @@ class OtherSenders:
 
 
 class ShareSender:
-    """Implements `snapshot.Sender` on the other ranks: sends what this rank holds when rank 0 says so.
+    """Implements `snapshot.Sender` on the other ranks: sends what this rank holds when rank 0 orders it.
 
     Raises:
         WeightsError: rank 0's store does not answer.
@@ -188,9 +191,9 @@ class ShareSender:
         return self._lanes is None or not self._lanes.parts
 
     def send(self, snapshot: Snapshot, previous: Snapshot | None = None) -> None:
-        """All that rank 0 wants of this version, until it takes the next one.
+        """Carry out rank 0's orders for this version, until it takes the next one.
 
-        Waits for rank 0 as long as that lives: unblocked by its next order, or by its store, which goes with it.
+        Waits for rank 0 as long as it lives: unblocked by its next order, or by its store, which goes with it.
         """
         while (order := self._next_order()) is not None:
             if order["kind"] == "take" and order["policy_version"] > snapshot.policy_version:
@@ -206,7 +209,7 @@ class ShareSender:
                 self._over = order["kind"] == "end"
 
     def idle(self, newest: Snapshot | None) -> None:
-        """Orders for a version are read when it is there."""
+        """Nothing to do: orders for a version are read once it is there."""
 
     def stats(self) -> dict[str, float]:
         return {}
@@ -215,7 +218,7 @@ class ShareSender:
         self._leave()
 
     def _next_order(self) -> Mapping[str, Any] | None:
-        """None when rank 0 has ended, or died."""
+        """Return None if rank 0 has ended, or died."""
         try:
             while not self._over:
                 order = pushed(self._store, f"order/{self._number}", _LOOK_S, self._never)
@@ -260,7 +263,7 @@ class ShareSender:
                 nbytes, prints = send(lanes, snapshot, self._rooms, self._beat)
         except RuntimeError as error:
             why, verdict = str(error).splitlines()[0], "gone" if isinstance(error, WeightsGoneError) else "failed"
-        lanes = None  # an exception's frames would hold its groups, and their sockets stay open
+        lanes = None  # an exception's frames would keep its groups alive, with open sockets
         if why:
             self._leave()
             answer(self._store, self._me, epoch, -event, verdict, why)
@@ -279,7 +282,7 @@ class ShareSender:
 
 
 def _digest(snapshot: Snapshot) -> str:
-    """Of who sends what: a rank that cut its share otherwise would send bytes to wrong places."""
+    """Digest of who sends what: a rank that divided the shares differently would send bytes to wrong places."""
     assert snapshot.shares is not None
     boxes = [[list(map(list, share.boxes.items())), share.manifest.to_wire()] for share in snapshot.shares.of]
     packed = msgpack.packb([snapshot.whole.to_wire(), boxes])

@@ -1,9 +1,9 @@
-"""The communicators under a `WeightGroup`: gloo, nccl and shared memory behind one interface, each wait bounded.
+"""The communicators under a `WeightGroup`: gloo, nccl and shared memory behind one interface, with bounded waits.
 
-Of nccl any call may fail to come back: while a communicator forms (a member that died has not dialled), while one is
-queued, queried or aborted. So one thread of each communicator makes all its calls, in the order in which they were
-asked for, and who asked waits for that thread, until its deadline. A thread that is stuck then is left behind, with the
-communicator, and the epoch is over: another member of the group cannot hold this process.
+Any nccl call may hang: while a communicator forms (a dead member has not connected), or while an operation is queued,
+queried or aborted. So each communicator has one thread that makes all its calls in the order of the requests, and a
+requester waits for that thread until its deadline. A thread that hangs then is abandoned with its communicator, and the
+epoch is over: another member of the group cannot block this process.
 """
 
 # torch documents its stores at `torch.distributed` but does not list them in `__all__`.
@@ -43,56 +43,56 @@ log = logging.getLogger(__name__)
 Done = TypeVar("Done")
 
 _GLOO_PIECE = 4 << 20
-"""Bytes that gloo sends at a time. What arrived is hashed while the next piece is on its way; shorter and longer ones
-pass through the sockets more slowly."""
+"""Bytes that gloo sends at a time. A piece is hashed while the next is being sent; shorter and longer pieces pass
+through the sockets more slowly."""
 _ABORT_S = 10.0
-"""What an abort gets. Only a driver that is stuck needs more, and nothing is waited for there."""
+"""Seconds that an abort may take. Only a hanging driver needs more, and it is not waited for."""
 _MARGIN_S = 1.0
-"""Beyond the deadline of what a thread looks at itself, until it is taken to be stuck."""
+"""Seconds beyond the deadline that a thread checks itself, after which the thread is considered stuck."""
 _CHANNELS = 4
-"""Most blocks of a GPU that a broadcast of weights occupies: the kernels of other communicators find room beside it."""
+"""Limit on the GPU blocks that a broadcast of weights occupies, so that kernels of other communicators find room."""
 _CONSTRUCTION = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A rank of one epoch, and where it meets the others."""
+    """A rank of one epoch, and how it reaches the others."""
 
     store: dist.Store
     host: str
-    """Of the publisher's store."""
+    """Host of the publisher's store."""
     rank: int
     world: int
     timeout_s: float
     interface: str = ""
-    """`weights.interface`: names of network interfaces, by commas; empty is as the backend finds one."""
+    """`weights.interface`: names of network interfaces, separated by commas; empty lets the backend find one."""
     device: torch.device | None = None
 
 
 class Wire(Protocol):
-    """One communicator, formed. `broadcast` and `wait` raise RuntimeError when a member is gone, silent or too slow."""
+    """One communicator, formed. `broadcast` and `wait` raise RuntimeError if a member is gone, silent or too slow."""
 
     piece_bytes: int
-    """What it is given at a time."""
+    """Largest piece that it is given, in bytes."""
 
     def broadcast(self, buffer: torch.Tensor, left_s: float) -> Any:
-        """Begin to send (rank 0) or to receive into `buffer`."""
+        """Start to send (rank 0) or to receive into `buffer`."""
         ...
 
     def wait(self, work: Any, left_s: float) -> None:
-        """Until `work` of a `broadcast` is done, at most so long."""
+        """Wait at most `left_s` until `work` of a `broadcast` is done."""
         ...
 
     def abort(self) -> None:
-        """Leave; who still waits here gets an error. Never raises, and takes at most seconds."""
+        """Leave; a member that still waits gets an error. Never raises, and takes seconds at most."""
         ...
 
 
 def open_wire(backend: str, place: Place) -> Wire:
-    """Join the others of this epoch.
+    """Join the other members of this epoch.
 
     Raises:
-        RuntimeError: they did not all come within `timeout_s`, or one died on the way.
+        RuntimeError: not all arrived within `timeout_s`, or one died meanwhile.
     """
     if backend == "ipc":
         return LocalWire(place.store, place.rank, place.world, place.timeout_s)
@@ -100,10 +100,10 @@ def open_wire(backend: str, place: Place) -> Wire:
 
 
 def gloo_devices(interface: str, host: str, environment: Mapping[str, str]) -> list[dict[str, str]]:
-    """Where gloo listens: on the interfaces that are named, else on that which leads to `host`, and nowhere besides.
+    """Return where gloo listens: on the named interfaces, otherwise on the one that leads to `host`, and on no other.
 
-    GLOO_SOCKET_IFNAME does not count where it cannot be meant: for a publisher on loopback it would open to the network
-    what stays on this machine, and what the learner's ranks use among themselves is no user's word.
+    GLOO_SOCKET_IFNAME is ignored where it cannot be meant: with a publisher on loopback it would expose traffic that
+    stays on this machine to the network; and the value set for the learner's own ranks is not the user's choice.
     """
     towards = own_address(host)
     named = environment.get("GLOO_SOCKET_IFNAME", "")
@@ -112,13 +112,13 @@ def gloo_devices(interface: str, host: str, environment: Mapping[str, str]) -> l
     names = [name for name in (interface or named).split(",") if name]
     if not names:
         return [{"hostname": towards}]
-    # Of an interface gloo takes the IPv4 address, by which nobody meets a member that has no name for its own.
+    # gloo takes the IPv4 address of a named interface, at which a member without a name for its own cannot reach it.
     of_host = interface_of(towards) if ":" in towards else ""
     return [{"hostname": towards} if name == of_host else {"interface": name} for name in names]
 
 
 def _gloo_device(where: Mapping[str, str]) -> Any:
-    """Raises ConfigError: there is no such interface."""
+    """Create the device. Raises ConfigError: there is no such interface."""
     missing = unknown_interfaces(where.get("interface", ""))
     if missing:
         raise ConfigError(
@@ -129,7 +129,7 @@ def _gloo_device(where: Mapping[str, str]) -> Any:
 
 
 class GlooWire:
-    """Its own timeouts bound it."""
+    """gloo communicator, bounded by its own timeouts."""
 
     piece_bytes = _GLOO_PIECE
 
@@ -152,9 +152,10 @@ class GlooWire:
 
 
 class NcclWire:
-    """Without torch's watchdog, which ends a process whose collective fails: here that is a member that died."""
+    """nccl communicator without torch's watchdog, which ends a process whose collective fails: here that means a dead
+    member."""
 
-    piece_bytes = 1 << 62  # it cuts for itself
+    piece_bytes = 1 << 62  # nccl divides buffers itself
 
     def __init__(self, place: Place) -> None:
         if place.device is None or place.device.index is None:
@@ -192,8 +193,8 @@ class NcclWire:
     def _form(self, place: Place) -> None:
         assert place.device is not None
         if torch.cuda.is_available():
-            torch.cuda.set_device(place.device)  # of this thread
-        if place.interface:  # of those that nccl, which asks once per process, was not told another way
+            torch.cuda.set_device(place.device)  # for this thread
+        if place.interface:  # nccl reads it once per process; a value that is already set stays
             os.environ.setdefault("NCCL_SOCKET_IFNAME", place.interface)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=place.timeout_s)
@@ -203,12 +204,12 @@ class NcclWire:
             group = dist.ProcessGroupNCCL(place.store, place.rank, place.world, options)
         self._group = group
         group.eager_connect_single_device(place.device)
-        if self._left:  # it came back after whoever waited for it had gone
+        if self._left:  # it formed after the caller had stopped waiting
             group.abort()
 
 
 class Calls:
-    """A thread that makes the calls it is asked for, one after the other."""
+    """A thread that makes the requested calls one after another."""
 
     def __init__(self, name: str) -> None:
         self._asked: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
@@ -216,10 +217,10 @@ class Calls:
         self._thread.start()
 
     def ask(self, call: Callable[[], Done], seconds: float, what: str) -> Done:
-        """Its result.
+        """Run `call` on the thread and return its result.
 
         Raises:
-            RuntimeError: it is not there after `seconds`, or the call raised.
+            RuntimeError: no result after `seconds`, or the call raised.
         """
         answer: Future[Done] = Future()
         self._asked.put((call, answer))
@@ -229,7 +230,7 @@ class Calls:
             raise RuntimeError(f"waited {seconds:.1f} s for nccl {what}, and a member is gone or silent") from None
 
     def end(self) -> None:
-        """After what was asked so far; nobody waits for it."""
+        """End the thread after the calls requested so far; does not wait for it."""
         self._asked.put(None)
 
     def _main(self) -> None:
@@ -237,7 +238,7 @@ class Calls:
             call, answer = asked
             try:
                 answer.set_result(call())
-            except Exception as error:  # thread boundary: whoever asked gets it
+            except Exception as error:  # thread boundary: the caller of `ask` gets it
                 answer.set_exception(error if isinstance(error, RuntimeError) else RuntimeError(str(error)))
 
 
@@ -249,7 +250,7 @@ def broadcast_options(left_s: float) -> dist.BroadcastOptions:
 
 
 def _completed(work: Any, deadline: float) -> None:
-    """nccl only enqueues: this looks until the GPUs of the peers are done. Raises what became of `work`."""
+    """Poll until the peers' GPUs are done, since nccl only enqueues. Raises the error of `work`."""
     while not work.is_completed():
         if time.monotonic() >= deadline:
             raise RuntimeError("a broadcast of nccl was not through in time")
@@ -259,13 +260,14 @@ def _completed(work: Any, deadline: float) -> None:
 
 @contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """torch has no options for this: a communicator reads them from the environment when it is made.
+    """Create communicators without a watchdog. torch has no options for this: a communicator reads them from the
+    environment when it is created.
 
-    With blocking waits it starts neither the watchdog nor what dumps and ends the process for it; the second is for
-    versions of torch that start them all the same.
+    With blocking waits torch starts neither the watchdog nor the thread that dumps and ends the process for it; the
+    second variable is for versions of torch that start them all the same.
     """
     ours = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-    with _CONSTRUCTION:  # or two of them would put back each other's values
+    with _CONSTRUCTION:  # otherwise two of them could restore each other's values
         before = {name: os.environ.get(name) for name in ours}
         os.environ.update(ours)
         try:

@@ -1,1 +1,2 @@
-"""Weights as files: written by the learner, read where they lie (`files`) or fetched from afar (`pull`)."""
+"""Weights as files: written by the learner, and opened in its folder (`files`) or fetched from a server or URL
+(`pull`)."""

@@ -1,6 +1,6 @@
-"""Bytes of a published file onto this machine, from an HTTP server or any URL of fsspec; a broken transfer goes on.
+"""Fetches a published file from an HTTP server or any fsspec URL; a broken transfer is resumed.
 
-What comes is kept in a file without a name: nothing is left behind by a worker that is killed.
+The bytes are kept in a file without a name, so that a killed worker leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ _BLOCK = 4 << 20
 
 
 class AlteredError(WeightsError):
-    """What came is not what the learner wrote."""
+    """The received bytes are not those that the learner wrote."""
 
 
 class UnreachableError(WeightsError):
-    """It did not come; it may later, or a newer version."""
+    """The file could not be fetched; a later try, or a newer version, may succeed."""
 
 
 class Source(Protocol):
     def blocks(self, item: Item, start: int) -> Iterator[tuple[int, bytes]]:
-        """`(offset, bytes)` from `start` on, or from 0 where the other end cannot begin in the middle.
+        """Yield `(offset, bytes)` from `start` on, or from 0 if the other end cannot start in the middle.
 
         Raises:
+            UnreachableError: no further byte within the time limit, or none at all.
             UnreachableError: no further byte within the time limit, or none at all.
         """
         ...
@@ -47,16 +48,16 @@ class HttpSource:
     """Implements `Source`.
 
     Args:
-        token: sent to this server; empty: none.
-        proxies: go through those of the environment (HTTPS_PROXY and its like).
-        timeout_s: longest wait for a connection or the next bytes.
+        token: sent to this server; empty sends none.
+        proxies: whether to use the proxies of the environment (HTTPS_PROXY and the like).
+        timeout_s: longest wait for a connection or for the next bytes.
     """
 
     def __init__(self, url: str, token: str = "", timeout_s: float = 60.0, proxies: bool = True) -> None:
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for every request
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs a line for every request
         headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {token}"} if token else {})
         self._url = url.rstrip("/")
-        # A connection that is kept would take a place at the server from one version to the next.
+        # A connection that is kept open would occupy a slot of the server from one version to the next.
         limits = httpx.Limits(max_keepalive_connections=0)
         self._client = httpx.Client(headers=headers, timeout=timeout_s, trust_env=proxies, limits=limits)
 
@@ -82,7 +83,7 @@ class HttpSource:
 
 
 class FsspecSource:
-    """Implements `Source`. File systems bound their own waits, or do not: one that hangs ends the worker.
+    """Implements `Source`. Not every file system bounds its own waits; if one hangs, the worker ends.
 
     Raises:
         WeightsError: fsspec knows no such URL here, or lacks the package for it.
@@ -121,7 +122,7 @@ class FsspecSource:
 
     def _read(self, path: str, start: int, came: queue.Queue[bytes | Exception | None], over: threading.Event) -> None:
         def hand(block: bytes | Exception | None) -> None:
-            while not over.is_set():  # waits for the reader, which takes it or sets `over`
+            while not over.is_set():  # ends when the reader takes the block or sets `over`
                 try:
                     return came.put(block, timeout=0.5)
                 except queue.Full:
@@ -136,7 +137,7 @@ class FsspecSource:
                 while not over.is_set() and (block := file.read(_BLOCK)):
                     hand(block)
             hand(None)
-        except Exception as error:  # thread boundary, and each file system has errors of its own
+        except Exception as error:  # thread boundary; each file system has its own errors
             hand(error)
 
     def close(self) -> None:
@@ -144,11 +145,11 @@ class FsspecSource:
 
 
 class Fetcher:
-    """Fetches one file after another; of one that broke off the bytes are kept for the next try.
+    """Fetches one file after another; the bytes of an interrupted transfer are kept for the next try.
 
     Args:
-        told: what the board says of where files lie.
-        stopped: asked between two blocks.
+        told: the board's entry for the location of the files.
+        stopped: called between two blocks; whether to stop.
     """
 
     def __init__(self, told: Mapping[str, Any], timeout_s: float, stopped: Callable[[], bool]) -> None:
@@ -164,15 +165,15 @@ class Fetcher:
         self._file: BinaryIO | None = None
         self._digest = hashlib.sha256()
         self.received = 0
-        """Bytes, for all files."""
+        """Bytes received, of all files."""
 
     def fetch(self, item: Item) -> str:
-        """Path of the whole file, valid until the next call.
+        """Return the path of the whole file, valid until the next call.
 
         Raises:
-            AlteredError: it is not what was announced; the next call begins anew.
-            UnreachableError: the next call goes on.
-            WeightsError: it stands still, and cannot be ended.
+            AlteredError: the file is not the one that was announced; the next call starts from the beginning.
+            UnreachableError: interrupted; the next call resumes.
+            WeightsError: the transfer stands still and cannot be stopped.
         """
         try:
             file = self._file if self._file is not None and self._name == item.name else self._begin(item.name)
@@ -200,7 +201,7 @@ class Fetcher:
         for at, block in self._source.blocks(item, file.tell()):
             if self._stopped():
                 raise UnreachableError("the worker ends")
-            if at != file.tell():  # the other end begins at the beginning
+            if at != file.tell():  # the other end starts from the beginning
                 self._begin_again(file)
             if file.tell() + len(block) > item.nbytes:
                 raise AlteredError(f"{item.name} has more than the {item.nbytes:,} bytes that were announced")
@@ -220,10 +221,10 @@ class Fetcher:
         self._digest = hashlib.sha256()
 
     def end(self) -> None:
-        """Free the disk; what is not loaded by now is fetched anew."""
+        """Free the disk space; a file that is not loaded by now is fetched again."""
         file, self._file = self._file, None
         if file is not None:
-            with contextlib.suppress(OSError):  # on a full disk it cannot write what it still has, and is closed anyway
+            with contextlib.suppress(OSError):  # on a full disk its buffer cannot be written; it is closed anyway
                 file.close()
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""What is published: full versions and deltas between them, one safetensors file each, and the way to the newest.
+"""Describes what is published: full versions and deltas, one safetensors file each, and the way to the newest version.
 
-full v4 ── delta ──▶ v5 ── delta ──▶ v6          what a version is made of is known by its fingerprint, not by its
-                              full v6            number: after a resume another version 6 may follow
+full v4 ── delta ──▶ v5 ── delta ──▶ v6          a version is identified by its fingerprint, not by its number:
+                              full v6            after a resume another version 6 may follow
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ class Item:
     name: str
     nbytes: int
     digest: str
-    """sha256 of the file, hexadecimal; empty where readers open it in the learner's own folder."""
+    """sha256 of the file, hexadecimal; empty if readers open it in the learner's own folder."""
     fingerprint: str
-    """Of the version that it leads to, over all buckets."""
+    """Fingerprint over all buckets of the version that the file leads to."""
     base: str = ""
-    """Fingerprint of the version that it changes; empty: it is a full one."""
+    """Fingerprint of the version that the delta applies to; empty for a full version."""
 
     def to_wire(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Item:
-        """Raises WeightsError: no name of a published file; it could lead out of the folder."""
+        """Raises WeightsError: not the name of a published file; it could point outside the folder."""
         item = cls(**{key: wire[key] for key in ("name", "nbytes", "digest", "fingerprint", "base")})
         if not is_name(item.name) or item.nbytes < 0:
             raise WeightsError(f"{item.name!r} of {item.nbytes} bytes was announced: not a published file of weights")
@@ -46,9 +46,10 @@ def is_name(name: str) -> bool:
 
 
 def way(items: Sequence[Item], newest: str, have: str) -> list[Item]:
-    """The files that lead from what a reader has (`have`, empty: nothing) to `newest`, with the fewest bytes, in order.
+    """Return the files that lead from a reader's version `have` (empty: none) to `newest`, with the fewest bytes, in
+    order.
 
-    Both are fingerprints. Empty where they are the same.
+    Both are fingerprints. Empty if they are the same.
 
     Raises:
         WeightsError: no files lead there.
@@ -58,7 +59,7 @@ def way(items: Sequence[Item], newest: str, have: str) -> list[Item]:
     ways: list[list[Item]] = []
     steps: list[Item] = []
     at, seen = newest, set()
-    while at not in seen:  # weights may come back to what they were
+    while at not in seen:  # weights may return to earlier values
         seen.add(at)
         if at == have:
             ways.append(steps)

@@ -1,7 +1,8 @@
-"""Publisher's end of weights as files: written under another name, renamed, put where readers find them, announced.
+"""Publisher's end of weights as files: each is written under a temporary name, renamed, put on the shelf and announced.
 
-The board names a version only when all that leads to it is there, with the fingerprints of header and buckets: a reader
-never sees half a version. A full file says in its header in which buckets its tensors were copied.
+The board names a version only once all files that lead to it are available, with the fingerprints of header and
+buckets, so a reader never sees half a version. The header of a full file names the buckets in which its tensors were
+copied.
 """
 
 from __future__ import annotations
@@ -30,25 +31,26 @@ from asyncrl.weights.fingerprint import chain
 from asyncrl.weights.publishing.snapshot import Snapshot
 
 MANIFEST, HEADERS = "manifest", "headers"
-"""In the metadata of a full file, and of a delta: `[kind, bytes, elements]` of each bucket's payload."""
+"""Keys in the metadata: of a full file; and of a delta, for `[kind, bytes, elements]` of each bucket's payload."""
 KEPT = 3
-"""Full versions that stay."""
+"""Number of full versions that are kept."""
 LONGEST = 16
-"""Deltas after which a full version is due: what a newcomer has to apply at most."""
+"""Number of deltas after which a full version is due; bounds what a newcomer has to apply."""
 _STATS = ("wire_s", "wire_bytes", "delta_s", "bytes", "engines", "resends", "epoch")
 
 
 class FilesSender:
-    """Implements `snapshot.Sender`. The newest `KEPT` full versions stay, and the deltas since the oldest of them.
+    """Implements `snapshot.Sender`. The newest `KEPT` full versions are kept, and the deltas since the oldest of them.
 
     Args:
-        folder: of this run alone; what an earlier start left in it is removed when the first version is there.
-        shelf: where files go that readers do not open in `folder`; they are then told sha256 digests.
-        delta: `weights.delta`. With deltas a full version is written for every `LONGEST`, or when they have come to
-            its bytes: whoever comes new reads at most twice as much as the weights have.
+        folder: used by this run alone; files that an earlier start left in it are removed once the first version is
+            there.
+        shelf: where files go that readers do not open in `folder`; sha256 digests are then announced too.
+        delta: `weights.delta`. With deltas a full version is written for every `LONGEST`, or when together they have
+            reached its size: a newcomer reads at most twice the bytes of the weights.
 
     Raises (on the publisher's thread, so at the next publish):
-        WeightsError: a file cannot be written, or put where it belongs. DiskFullError: see `Patience`.
+        WeightsError: a file cannot be written, or put on the shelf. DiskFullError: see `Patience`.
     """
 
     sends_buckets = True
@@ -69,10 +71,10 @@ class FilesSender:
         self._delta = DeltaChoice(delta)
         self._items: list[Item] = []
         self._fingerprint = ""
-        """Of the last version that was announced."""
+        """Fingerprint of the last announced version."""
         self._name_end = f"-{tag_of(folder)}-{secrets.token_hex(4)}"
         self._dropped = self._shelf.left()
-        """Waiting to be removed: until the first version of this start is there, or somebody has read them."""
+        """Files to remove once the first version of this start is there, or nobody reads them any more."""
         self._stats: dict[str, float] = dict.fromkeys(_STATS, 0.0) | {"sent_version": float(NO_VERSION)}
         transport = "files" if shelf is None else "pull"
         self._board: dict[str, Any] = {"transport": transport, "deltas": self._delta.possible, **self._shelf.told}
@@ -105,10 +107,10 @@ class FilesSender:
         self._stats = self._stats | found
 
     def idle(self, newest: Snapshot | None) -> None:
-        """Nothing to do: a newcomer reads the newest version by itself."""
+        """Nothing to do: a newcomer reads the newest version itself."""
 
     def stats(self) -> dict[str, float]:
-        """`engines`: those that served some version when the last one was announced."""
+        """`engines`: number of engines that served some version when the last one was announced."""
         return {f"weights/{key}": value for key, value in self._stats.items()}
 
     def close(self) -> None:
@@ -117,7 +119,7 @@ class FilesSender:
     def _new_items(
         self, snapshot: Snapshot, previous: Snapshot | None, fingerprint: str, header: str, found: dict[str, float]
     ) -> list[Item]:
-        """A delta where one is wanted and smaller, a full version where one is due, or both."""
+        """Write a delta if one is wanted and smaller, a full version if one is due, or both."""
         items = []
         if previous is not None and self._announced(previous) and self._delta.wanted():
             began = time.perf_counter()
@@ -132,25 +134,25 @@ class FilesSender:
         ):
             tensors = snapshot.manifest.views(snapshot.buffers)
             name = f"v{snapshot.policy_version:08d}{self._name_end}.safetensors"
-            # Last: the bytes of the deltas that are counted are those behind it.
+            # Last, because the bytes of the deltas that follow it are counted from it.
             items.append(self._write(name, tensors, {MANIFEST: header}, snapshot.manifest.nbytes, fingerprint))
             self._delta.sent_full(float(items[-1].nbytes))
         return items
 
     def _full(self) -> list[int]:
-        """Where full versions are among the items."""
+        """Indices of the full versions among the items."""
         return [number for number, item in enumerate(self._items) if not item.base]
 
     def _announced(self, snapshot: Snapshot) -> bool:
-        """Whether readers have it."""
+        """Whether the readers have this version."""
         return bool(self._items) and chain(snapshot.all_fingerprints()) == self._fingerprint
 
     def _write_delta(self, snapshot: Snapshot, previous: Snapshot, fingerprint: str) -> list[Item]:
-        """Nothing where it would have as many bytes as the version itself."""
+        """Write a delta; returns an empty list if it would be as large as the version itself."""
         buckets = zip(snapshot.buffers, previous.buffers, snapshot.manifest.buckets, strict=True)
         encoded = [encode(new.cpu(), old.cpu(), bucket.element_bytes) for new, old, bucket in buckets]
         nbytes = sum(len(each.payload) for each in encoded)
-        # Those that save less than half are not worth what they cost: `auto` rests for a while.
+        # Deltas that save less than half are not worth their cost: `auto` then pauses for a while.
         self._delta.sent_delta(0.0, 2.0 * nbytes)
         if nbytes >= snapshot.manifest.nbytes:
             return []
@@ -192,7 +194,7 @@ class FilesSender:
         return Item(name=name, nbytes=size, digest=digest, fingerprint=fingerprint, base=base)
 
     def _tidy(self) -> None:
-        """Remove what is older than the oldest full version that stays, when nobody reads it."""
+        """Remove files older than the oldest full version that is kept, once nobody reads them."""
         full = self._full()
         first = full[-KEPT] if len(full) > KEPT else 0
         self._dropped += [item.name for item in self._items[:first]]

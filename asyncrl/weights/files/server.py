@@ -1,7 +1,7 @@
-"""The learner's HTTP server of published files: whoever has the token may read them, whole or from a byte on.
+"""The learner's HTTP server of published files: a client with the token may read them, whole or from an offset on.
 
-consumes:     GET /NAME, with `Authorization: Bearer TOKEN` and, to go on where a transfer broke, `Range: bytes=N-`
-waits for:    the head of a request for `idle_s` in all; a peer that takes nothing for as long is cut off
+consumes:     GET /NAME, with `Authorization: Bearer TOKEN` and, to resume a broken transfer, `Range: bytes=N-`
+waits for:    the head of a request, `idle_s` in total; a peer that reads nothing for as long is disconnected
 unblocked by: requests, `close`
 """
 
@@ -31,15 +31,15 @@ class FilesServer(HttpServer):
     """Serves from its construction to `close`, on threads of its own.
 
     Args:
-        port: 0 is any that is free.
-        idle_s: a file that was read within that time counts as being read: a broken transfer goes on.
+        port: 0 takes any free port.
+        idle_s: a file that was read within that time still counts as being read, since a broken transfer is resumed.
 
     Raises:
-        WeightsError: it cannot listen there.
+        WeightsError: it cannot listen at that address.
     """
 
     request_queue_size = CONNECTIONS
-    """Workers all come with a new version; whom the queue has no room for waits seconds."""
+    """All workers connect when a new version appears; one that does not fit into the queue waits for seconds."""
 
     def __init__(self, folder: Path, host: str, port: int = 0, idle_s: float = 60.0) -> None:
         self.folder, self.idle_s, self.token = folder, idle_s, secrets.token_urlsafe(32)
@@ -64,7 +64,7 @@ class FilesServer(HttpServer):
         return f"http://{host}:{self.server_port}"
 
     def reads(self, name: str) -> bool:
-        """Whether somebody reads this file, or did a moment ago."""
+        """Whether the file is being read, or was within `idle_s`."""
         with self._lock:
             return self._open[name] > 0 or time.monotonic() - self._read_at.get(name, -self.idle_s) < self.idle_s
 
@@ -110,7 +110,8 @@ class _Answers(BaseHTTPRequestHandler):
         self.connection.settimeout(self.server.idle_s)
 
     def handle_one_request(self) -> None:
-        """With a deadline for its whole head: one byte at a time would hold a place for as long as anybody likes."""
+        """Handle one request, with a deadline for its whole head: a client that sends one byte at a time would
+        otherwise occupy a slot without limit."""
         self._late = threading.Timer(self.server.idle_s, self._cut)
         self._late.daemon = True
         self._late.start()
@@ -164,4 +165,4 @@ class _Answers(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: workers say themselves what they cannot get."""
+        """Log nothing: workers report what they cannot fetch."""

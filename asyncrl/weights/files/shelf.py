@@ -1,4 +1,4 @@
-"""Where published files lie: the learner's own folder, with or without a server before it, or any URL of fsspec."""
+"""Storage of published files: the learner's own folder, with or without an HTTP server, or any fsspec URL."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _TAG = "tag"
 class Shelf(Protocol):
     @property
     def told(self) -> dict[str, Any]:
-        """What readers need to find the files."""
+        """What readers need to find the files; put on the board."""
         ...
 
     def put(self, path: Path) -> None:
-        """A whole file that was written to the learner's folder. Raises WeightsError."""
+        """Store a whole file that was written to the learner's folder. Raises WeightsError."""
         ...
 
     def drop(self, name: str) -> bool:
-        """Remove a file, if it is there; false while somebody reads it. Never raises."""
+        """Remove a file, if it exists; returns false while it is being read. Never raises."""
         ...
 
     def left(self) -> list[str]:
-        """Files of earlier starts of this run."""
+        """Names of files from earlier starts of this run."""
         ...
 
     def close(self) -> None: ...
@@ -45,7 +45,7 @@ class FolderShelf:
     """Implements `Shelf`: the files stay where they were written.
 
     Args:
-        url: where readers fetch them, if not from `server`.
+        url: URL from which readers fetch the files, if not from `server`.
     """
 
     def __init__(self, folder: Path, server: FilesServer | None = None, url: str = "") -> None:
@@ -55,7 +55,7 @@ class FolderShelf:
             self.told = {"url": url or server.url, "token": server.token, "direct": not url}
 
     def put(self, path: Path) -> None:
-        """It is there already."""
+        """Nothing to do: the file is already there."""
 
     def drop(self, name: str) -> bool:
         if self._server is not None and self._server.reads(name):
@@ -68,20 +68,20 @@ class FolderShelf:
         return _written_in(self._folder)
 
     def close(self) -> None:
-        """The files stay: they are how a late worker on the same disk catches up."""
+        """The files stay, so that a late worker on the same disk can catch up."""
         if self._server is not None:
             self._server.close()
 
 
 class UrlShelf:
-    """Implements `Shelf` over any file system of fsspec. Only files of this run are ever removed there.
+    """Implements `Shelf` over any fsspec file system. Only files of this run are ever removed there.
 
     Args:
-        read_url: where readers fetch them; empty: at `url` itself.
-        within_s: how long an upload that fails is tried again.
+        read_url: URL from which readers fetch the files; empty: `url` itself.
+        within_s: seconds for which a failing upload is retried.
 
     Raises:
-        ConfigError: fsspec knows no such URL, lacks the package for it, or cannot write there.
+        ConfigError: fsspec does not know such a URL, lacks the package for it, or cannot write there.
     """
 
     def __init__(self, url: str, folder: Path, *, read_url: str = "", within_s: float = 300.0) -> None:
@@ -94,7 +94,7 @@ class UrlShelf:
         self.told: dict[str, Any] = {"url": read_url or url}
 
     def put(self, path: Path) -> None:
-        """Tried again for `within_s`: a version that is not there stands in the way of all that come after it."""
+        """Upload a file, retrying for `within_s`: a missing version blocks all later ones."""
         deadline, target = time.monotonic() + self._within_s, f"{self._root}/{path.name}"
         while True:
             try:
@@ -107,7 +107,7 @@ class UrlShelf:
                 if there != here:
                     raise OSError(f"{there} bytes of {here} arrived")
                 break
-            except Exception as error:  # seam: each file system has errors of its own
+            except Exception as error:  # seam: each file system has its own errors
                 if time.monotonic() >= deadline:
                     raise WeightsError(
                         f"weights could not be put to {self._url} for {self._within_s:.0f} s: {error}. See that the "
@@ -122,7 +122,7 @@ class UrlShelf:
             (self._folder / name).unlink(missing_ok=True)
             if self._files.exists(f"{self._root}/{name}"):
                 self._files.rm_file(f"{self._root}/{name}")
-        except Exception as error:  # seam: each file system has errors of its own
+        except Exception as error:  # seam: each file system has its own errors
             log.warning("weights: %s/%s could not be removed: %s", self._url, name, error)
         return True
 
@@ -130,7 +130,7 @@ class UrlShelf:
         mine = f"-{tag_of(self._folder)}-"
         try:
             there = [str(path).rpartition("/")[2] for path in self._files.ls(self._root, detail=False)]
-        except Exception:  # seam: each file system has errors of its own; nothing was ever put there
+        except Exception:  # seam: each file system has its own errors; nothing was ever stored there
             there = []
         return [name for name in there if mine in name] + _written_in(self._folder)
 
@@ -139,12 +139,13 @@ class UrlShelf:
 
 
 def _written_in(folder: Path) -> list[str]:
-    """Files of weights, whole or half."""
+    """Names of weight files, complete or partial."""
     return [path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".partial")]
 
 
 def tag_of(folder: Path) -> str:
-    """Of the run, in the names of its files: under one URL two runs leave each other's alone. Made once per folder."""
+    """Tag of the run in the names of its files, so that two runs under one URL leave each other's files alone. Made
+    once per folder."""
     path = folder / _TAG
     with contextlib.suppress(OSError):
         found = path.read_text()

@@ -1,4 +1,4 @@
-"""Worker's end of weights as files: watches the board, opens or fetches what leads to the newest version, verifies.
+"""Worker's end of weights as files: watches the board, opens or fetches the files for the newest version, verifies it.
 
 waits for:    the board, for as long as the worker lives; bytes, for `timeout_s` each
 unblocked by: another version on the board, `close`
@@ -32,9 +32,9 @@ _AGAIN_S, _AGAIN_MOST_S = 0.2, 5.0
 
 
 class Staged:
-    """The weights of one version in host memory, and what may be applied to them.
+    """The weights of one version in host memory, to which deltas may be applied.
 
-    `have` is their fingerprint, empty while they are none: torn, or nothing has come yet.
+    `have` is their fingerprint; empty while they are incomplete, or before anything has been received.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Staged:
         self._buffers: list[torch.Tensor] = []
 
     def take(self, item: Item, path: str | Path, layout: str) -> None:
-        """What the file at `path` changes. Raises AlteredError, UnreachableError."""
+        """Apply the file at `path`. Raises AlteredError, UnreachableError."""
         self.have = ""
         try:
             with safe_open(path, framework="pt") as file:
@@ -65,7 +65,7 @@ class Staged:
             raise AlteredError("its header is another one than was announced")
         manifest = Manifest.from_wire(json.loads(header))
         if manifest != self._manifest or not self._buffers:
-            self._buffers = []  # before there are others
+            self._buffers = []  # freed before others are allocated
             self._manifest, self._buffers = manifest, manifest.allocate()
         views = manifest.views(self._buffers)
         if set(views) != set(file.keys()):
@@ -86,7 +86,7 @@ class Staged:
             apply(encoded, self._buffers[number], bucket.element_bytes)
 
     def fingerprint(self) -> str:
-        """Recomputed from the bytes that lie here."""
+        """Fingerprint, recomputed from the bytes in memory."""
         return chain(bucket_fingerprint(buffer) for buffer in self._buffers)
 
     def views(self) -> dict[str, torch.Tensor]:
@@ -98,8 +98,8 @@ class FilesSubscriber(SubscriberThread):
     """Implements `weights.base.Subscriber` for the transports `files` and `pull`.
 
     Args:
-        timeout_s: longest wait for bytes; and how long a version that is altered wherever it comes from is asked for,
-            before the worker ends with a WeightsError.
+        timeout_s: longest wait for bytes; also how long a version that arrives altered from everywhere is requested
+            again, before the worker ends with a WeightsError.
     """
 
     def __init__(
@@ -122,14 +122,14 @@ class FilesSubscriber(SubscriberThread):
 
     def _run(self) -> None:
         revision, failures = -1, 0
-        # Waits for the learner to announce a version, for as long as this worker lives.
+        # Waits for the learner to announce a version for as long as this worker lives.
         while not self._closed.is_set():
             board = self._rendezvous.watch(-1 if failures else revision, 1.0)
             revision = board.revision
             announced = board.values.get("weights") or {}
             served = self._policy_version, self._fingerprint
             if "items" not in announced or (announced["policy_version"], announced["fingerprint"]) == served:
-                failures = 0  # a learner that has just started has announced none
+                failures = 0  # a learner that has just started has not announced one
                 continue
             failures = 0 if self._take(announced) else failures + 1
             if failures:
@@ -138,10 +138,10 @@ class FilesSubscriber(SubscriberThread):
             self._fetcher.close()
 
     def _take(self, announced: Mapping[str, Any]) -> bool:
-        """Get, verify and load one version; false (and the old one stays) when that cannot be done now.
+        """Fetch, verify and load one version; returns false (and the old one stays) if that is not possible now.
 
         Raises:
-            WeightsError: as of `_serve`; what comes has been altered for too long.
+            WeightsError: as `_serve`; or the received bytes have been altered for too long.
         """
         version, fingerprint = int(announced["policy_version"]), str(announced["fingerprint"])
         started = time.perf_counter()
@@ -158,11 +158,11 @@ class FilesSubscriber(SubscriberThread):
         self._said = ""
         self._serve(version, fingerprint, self._staged.views(), beat=lambda: None, canary=announced.get("canary"))
         if not announced.get("deltas"):
-            self._staged = Staged()  # nothing will be applied to it: the next version is a full one
+            self._staged = Staged()  # no delta will be applied to it: the next version is a full one
         return True
 
     def _stage(self, announced: Mapping[str, Any], fingerprint: str) -> None:
-        """Bring what is staged to the version that was announced. Raises AlteredError, UnreachableError."""
+        """Bring the staged weights to the announced version. Raises AlteredError, UnreachableError."""
         layout = str(announced["layout"])
         have = self._staged.have if self._staged.layout == layout else ""
         items = [Item.from_wire(item) for item in announced["items"]]
@@ -189,7 +189,7 @@ class FilesSubscriber(SubscriberThread):
             self._stats["received_bytes"] += self._fetcher.received - before
 
     def _complain(self, version: int, error: Exception) -> None:
-        """Once for each reason: a learner that is away for an hour fills no log."""
+        """Log each reason once, so that a learner that is away for an hour does not fill the log."""
         if self._said != str(error) and not self._closed.is_set():
             self._said = str(error)
             log.warning(

@@ -1,1 +1,1 @@
-"""The learner's side, whatever the transport: gather, cast and copy a version off the critical path."""
+"""The learner's side of every transport: gather, cast and copy a version off the critical path."""

@@ -1,8 +1,8 @@
-"""The copy of the learner's weights into a snapshot, beside training instead of before it.
+"""Copies the learner's weights into a snapshot beside training instead of before it.
 
     publish(v) --start--> thread: gather, cast, copy        forward, backward of step v + 1 --wait--> optimizer step
 
-Weights change in the optimizer's step alone, so until then they can be read; `wait` is what the step waits for.
+Weights change only in the optimizer step, so they can be read until then; the step waits for the copy with `wait`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from asyncrl.errors import WeightsError
 
 
 class CopyStream:
-    """What is copied beside training on a GPU, on a stream of its own."""
+    """Runs the copies that happen beside training on a GPU, on a CUDA stream of their own."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
-        """One for all copies: the allocator keeps what was freed on a stream for that stream alone."""
+        """One stream for all copies: the allocator keeps memory freed on a stream for that stream alone."""
 
     def after_now(self, device: torch.device | None) -> Callable[[Callable[[], None]], None]:
-        """What calls work for another thread. What is enqueued on `device` (a GPU; others order themselves) until now
-        comes first, what comes later does not wait."""
+        """Return a function that another thread calls with its work. The work runs after everything enqueued on
+        `device` until now (for a GPU; other devices order themselves); what is enqueued later does not wait for it."""
         if device is None or device.type != "cuda":
             return lambda work: work()
         ready = torch.cuda.Event()
@@ -42,10 +42,10 @@ class CopyStream:
 
 
 class BackgroundCopy:
-    """One copy at a time, each on a thread.
+    """Runs one copy at a time, each on a thread.
 
     Args:
-        wait_s: longest that `wait` waits. The copy itself waits for nobody but the other ranks of the gather.
+        wait_s: longest wait of `wait`. The copy itself waits only for the other ranks of the gather.
     """
 
     def __init__(self, wait_s: float) -> None:
@@ -56,11 +56,11 @@ class BackgroundCopy:
         self._stream = CopyStream()
 
     def start(self, policy_version: int, work: Callable[[], None], device: torch.device | None) -> None:
-        """Run `work` on a thread; the copy before has been waited for.
+        """Run `work` on a thread; the previous copy has been waited for.
 
         Args:
-            device: the GPU that the weights or the snapshot lie on, if any. What is enqueued there until now comes
-                first, what comes later does not wait.
+            device: the GPU that holds the weights or the snapshot, if any. The copy runs after what is enqueued there
+                until now; what is enqueued later does not wait.
         """
         self._version = policy_version
         ordered = partial(self._stream.after_now(device), work)
@@ -72,7 +72,7 @@ class BackgroundCopy:
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> float:
-        """Until nothing reads the weights any more. Returns the seconds that took.
+        """Wait until nothing reads the weights any more. Returns the seconds that took.
 
         Raises:
             WeightsError: the copy failed, or takes longer than `wait_s`.
@@ -95,20 +95,21 @@ class BackgroundCopy:
         return waited
 
     def close(self, wait_s: float) -> None:
-        """Let the copy end, if it does within `wait_s`; never raises."""
+        """Wait at most `wait_s` for the copy to end; never raises."""
         if self._thread is not None:
             self._thread.join(wait_s)
 
     def _main(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception as error:  # thread boundary: the learner gets it from `wait`
+        except Exception as error:  # thread boundary: `wait` raises it in the learner
             self._failure = error
 
 
 @contextmanager
 def on_stream(stream: torch.cuda.Stream, device: torch.device, ready: torch.cuda.Event) -> Iterator[None]:
-    """`stream` for this thread; it goes on when `ready` is reached, and what is enqueued here is done on return."""
+    """Use `stream` on this thread; it continues once `ready` is reached, and all work enqueued here is done on
+    return."""
     with torch.cuda.device(device):
         stream.wait_event(ready)
         with torch.cuda.stream(stream):

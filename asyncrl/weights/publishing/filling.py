@@ -1,4 +1,5 @@
-"""How far the copy of a version has come: the sender follows it piece by piece instead of waiting for all of it."""
+"""Tracks the progress of the copy of a version, so that the sender can follow it piece by piece instead of waiting for
+all of it."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from asyncrl.errors import WeightsError
 
 
 class Filling:
-    """One snapshot's; the thread that copies writes, the one that sends waits, and the one that trains.
+    """Progress of one snapshot: the copying thread writes it, the sending and the training threads wait for it.
 
     Args:
         wait_s: longest wait for the next bytes.
@@ -19,32 +20,32 @@ class Filling:
         self._wait_s = wait_s
         self._condition = threading.Condition()
         self.reached = 0
-        """So many bytes, over all buckets in order, are final."""
+        """Number of bytes that are final, over all buckets in order."""
         self._wanted: list[float] = []
-        """By who waits: for how much."""
+        """Number of bytes that each waiting thread waits for."""
         self._ended = False
         self.failed = False
-        """There will never be more of it, and it must not be sent."""
+        """The copy will never be complete, and must not be sent."""
 
     def reach(self, nbytes: int) -> None:
-        """The first `nbytes`, over all buckets in order, are final."""
+        """Record that the first `nbytes`, over all buckets in order, are final."""
         with self._condition:
             self.reached = nbytes
-            if self._wanted and nbytes >= min(self._wanted):  # who waits is woken for its piece, not for every block
+            if self._wanted and nbytes >= min(self._wanted):  # wake a waiting thread for its piece, not for every block
                 self._condition.notify_all()
 
     def end(self, *, failed: bool = False) -> None:
-        """The copy is whole, and so are its fingerprints; or it failed. The first word counts."""
+        """Record that the copy and its fingerprints are complete, or that it failed. The first call counts."""
         with self._condition:
             if not self._ended:
                 self._ended, self.failed = True, failed
             self._condition.notify_all()
 
     def wait(self, nbytes: int | None = None) -> None:
-        """Until the first `nbytes` are final; without a number, until the copy has ended.
+        """Wait until the first `nbytes` are final; without a number, until the copy has ended.
 
         Raises:
-            WeightsError: it failed, or a rank of the gather is silent. `failed` is true from then on.
+            WeightsError: the copy failed, or a rank of the gather is silent. `failed` is true from then on.
         """
         with self._condition:
             wanted = math.inf if nbytes is None else nbytes

@@ -1,4 +1,4 @@
-"""From sharded parameters to flat buckets on learner rank 0. Collective: every rank calls with the same names."""
+"""Gathers sharded parameters into flat buckets on learner rank 0. Collective: every rank calls with the same names."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from asyncrl.weights.manifest import Bucket, Entry, Manifest, build_manifest
 from asyncrl.weights.publishing.filling import Filling
 
 _BLOCK = 1 << 18
-"""Bytes copied at a time: what fits the cache of one core, so that the fingerprint finds them there."""
+"""Bytes copied at a time: they fit the cache of one core, where the fingerprint reads them."""
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def clean_name(name: str) -> str:
-    """The Hugging Face name: what `torch.compile` and activation checkpointing put in front of parts is taken out."""
+    """Return the Hugging Face name, without the prefixes of `torch.compile` and activation checkpointing."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def unique_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """Clean names, each tensor once: tied parameters go over the wire under their first name.
+    """Return clean names with each tensor once: tied parameters are sent under their first name.
 
     Raises:
         WeightsError: two different tensors under one name.
@@ -48,7 +48,7 @@ def unique_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[st
 
 
 def plan(tensors: Sequence[tuple[str, torch.Tensor]], wire_dtype: torch.dtype, cap_bytes: int) -> Manifest:
-    """Manifest of `tensors` (global shapes) with floating-point ones in the wire dtype."""
+    """Return the manifest of `tensors` (global shapes), with floating-point ones in the wire dtype."""
     return build_manifest(
         ((name, tuple(t.shape), wire_dtype if t.is_floating_point() else t.dtype) for name, t in tensors), cap_bytes
     )
@@ -56,18 +56,20 @@ def plan(tensors: Sequence[tuple[str, torch.Tensor]], wire_dtype: torch.dtype, c
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How the shards come together."""
+    """How the shards are gathered."""
 
     background: bool
-    """Beside training; else on the thread that calls, which nothing may overtake."""
+    """Whether to gather beside training; otherwise on the calling thread, where nothing can overtake it."""
     group: dist.ProcessGroup | None = None
-    """Where the ranks meet instead of in the group that training uses."""
+    """Process group to use instead of the one that training uses."""
 
 
 def choose_route(tensors: Sequence[tuple[str, torch.Tensor]], timeout_s: float) -> Route:
-    """Collective: the ranks form a group of their own for a gather beside training.
+    """Choose how to gather. Collective: for a gather beside training the ranks form a process group of their own.
 
-    Two threads enqueue collectives in no order that the ranks share. gloo does not mind in groups apart. nccl may
+    Two threads enqueue collectives in an order that differs between ranks. gloo allows that in separate groups. nccl
+    may deadlock, and a layout other than FSDP2 is gathered in the groups of its mesh: both gather on the calling
+    thread.
     deadlock, and a layout other than FSDP2 is gathered in the groups of its mesh: both stay with the caller.
     """
     spread = [tensor for _, tensor in tensors if isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1]
@@ -94,15 +96,15 @@ def gather_into(
 ) -> list[str]:
     """Fill `buffers` (rank 0; None on other ranks) with the full tensors in the wire dtype.
 
-    The shard is cast before it is gathered: bit-identical to the other order, and half the bytes for bfloat16.
+    The shard is cast before it is gathered: bit-identical to the reverse order, and half the bytes for bfloat16.
 
     Args:
-        group: as from `choose_route`.
-        filling: told how far buffers on the host are, and on other ranks what has been read.
-        hashed: whether to take fingerprints.
+        group: from `choose_route`.
+        filling: gets the progress of the copy: bytes of buffers on the host, and on other ranks bytes that were read.
+        hashed: whether to compute fingerprints.
 
     Returns:
-        Fingerprint of every bucket; none on other ranks, none of buffers on a device, and none unless `hashed`.
+        Fingerprint of every bucket; empty on other ranks, for buffers on a device, and unless `hashed`.
     """
     by_name = dict(tensors)
     prints = []
@@ -122,14 +124,14 @@ def gather_into(
             _fill_on_device(bucket, whole, buffer)
         before += bucket.nbytes
         if buffer is None and filling is not None:
-            filling.reach(before)  # this rank's part has left
+            filling.reach(before)  # this rank's part has been sent
     return prints
 
 
 def _gather_bucket(
     bucket: Bucket, tensors: dict[str, torch.Tensor], buffer: torch.Tensor | None, group: dist.ProcessGroup | None
 ) -> dict[str, torch.Tensor]:
-    """Put together what is spread by rows, in `buffer`; returns the others, whole as they are."""
+    """Gather the row-sharded tensors into `buffer`; returns the other tensors, whole."""
     whole: dict[str, torch.Tensor] = {}
     spread: list[Entry] = []
     for entry in bucket.entries:
@@ -141,24 +143,25 @@ def _gather_bucket(
         elif _row_dim(tensor) is not None:
             spread.append(entry)
         else:
-            # To where its ranks meet: it may lie in host memory.
+            # Moved to the mesh's device type, since it may be in host memory.
             cast = tensor.to(tensor.device_mesh.device_type, entry.dtype)
             whole[entry.name] = cast.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
     views = bucket.views(buffer) if buffer is not None else None
     for dtype in dict.fromkeys(entry.dtype for entry in spread):
         if not _of_first_copy(tensors[spread[0].name]):
-            break  # rank 0 has all it needs from the ranks of its own
+            break  # rank 0 needs nothing from the ranks of another replica
         _gather_rows([entry for entry in spread if entry.dtype == dtype], tensors, views, group)
     return whole
 
 
 def _fill(bucket: Bucket, whole: dict[str, torch.Tensor], buffer: torch.Tensor) -> Iterator[tuple[int, memoryview]]:
-    """Copy the `whole` tensors to their places in blocks; yields how far `buffer` is final, and its latest bytes."""
+    """Copy the `whole` tensors to their places in blocks; yields how many bytes of `buffer` are final, and the latest
+    of them."""
     memory = buffer.numpy().data
     done = 0
     for entry in bucket.entries:
         if entry.name not in whole:
-            continue  # in its place already
+            continue  # already in place
         source = whole[entry.name].reshape(-1)
         target = buffer[entry.offset : entry.offset + entry.nbytes].view(entry.dtype)
         block = _BLOCK // target.itemsize if source.device.type == "cpu" else max(1, target.numel())
@@ -178,7 +181,8 @@ def _fill_on_device(bucket: Bucket, whole: dict[str, torch.Tensor], buffer: torc
 
 
 def _row_dim(tensor: DTensor) -> int | None:
-    """The dimension of its mesh along which it is split by rows, where that is all: FSDP2, in one or several copies."""
+    """The mesh dimension along which the tensor is split by rows, if that is its only split (FSDP2, with or without
+    replicas); otherwise None."""
     split = [i for i, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)]
     if len(split) != 1:
         return None
@@ -187,7 +191,7 @@ def _row_dim(tensor: DTensor) -> int | None:
 
 
 def _of_first_copy(tensor: torch.Tensor) -> bool:
-    """Whether this rank has a shard of the copy that rank 0 has a shard of."""
+    """Whether this rank has a shard of the same replica as rank 0."""
     assert isinstance(tensor, DTensor)
     coordinate, rows = tensor.device_mesh.get_coordinate() or (), _row_dim(tensor)
     return not any(place for dim, place in enumerate(coordinate) if dim != rows)
@@ -199,7 +203,7 @@ def _gather_rows(
     views: dict[str, torch.Tensor] | None,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """One collective for all row-sharded tensors of a bucket, in `group` or that of their mesh.
+    """Gather all row-sharded tensors of a bucket in one collective, in `group` or the group of their mesh.
 
     Rank r of W holds rows `[r * ceil(n / W), ...)` of each (torch.chunk), padded here to equal sizes.
     """

@@ -1,9 +1,9 @@
-"""A version that is sent out of the weights themselves, without a copy of them (`weights.copies=none`).
+"""Sends a version directly from the weights, without a copy of them (`weights.copies=none`).
 
-    sender    open: piece after piece is cast into one of two rooms, hashed and sent, as often as it takes
+    sender    open: each piece is cast into one of two buffers, hashed and sent, as often as needed
     learner   publish(v), forward, backward, optimizer -> waits until v was sent once and nothing is read -> step
 
-Weights change in the optimizer's step alone. After it the version cannot be sent any more: who missed it gets the next.
+Weights change only in the optimizer step. After it the version cannot be sent any more: who missed it gets the next.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from asyncrl.weights.manifest import Bucket, Entry
 from asyncrl.weights.shares import flat_parts
 
 Ordered = Callable[[Callable[[], None]], None]
-"""Runs what reads the weights, after what was enqueued on a GPU when they were published; done on return."""
+"""Runs work that reads the weights after everything that was enqueued on a GPU when they were published; returns when
+it is done."""
 
 
 class Rooms:
-    """Where pieces lie while they are on the wire, two at a time (`group.passed`). Kept over all versions.
+    """Buffers for pieces while they are sent, two at a time (`group.passed`). Kept across all versions.
 
     Args:
-        shared: in memory that other processes of this machine can open.
+        shared: allocate them in memory that other processes of this machine can open.
     """
 
     def __init__(self, device: torch.device | str, *, shared: bool) -> None:
@@ -40,7 +41,7 @@ class Rooms:
         return sum(map(len, self._rooms))
 
     def reserve(self, nbytes: int) -> None:
-        """For pieces of at most so many bytes; nothing is on the wire."""
+        """Make room for pieces of at most `nbytes`; called while nothing is being sent."""
         if nbytes > len(self._rooms[0]):
             self._rooms = [self._made(nbytes) for _ in self._rooms]
 
@@ -50,15 +51,15 @@ class Rooms:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def take(self, number: int, nbytes: int) -> torch.Tensor:
-        """Room for the piece with this number; that of two pieces before is no longer read."""
+        """Return the buffer for the piece with this number; the piece two before it is no longer read."""
         return self._rooms[number % 2][:nbytes]
 
 
 class Reading:
-    """One version's weights, until the learner writes to them.
+    """The weights of one version, until the learner writes to them.
 
     Args:
-        tensors: by name; of several senders, their parts.
+        tensors: by name; with several senders, this sender's parts.
         wait_s: longest wait for the sender.
     """
 
@@ -73,15 +74,16 @@ class Reading:
 
     @property
     def gone(self) -> bool:
-        """Whether it is too late to begin: the learner writes, or waits to."""
+        """Whether it is too late to start reading: the learner writes, or waits to write."""
         return self._wanted and not self._due
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """The weights stay as they are. What ends without an error was sent: the learner waits for no more of it.
+        """Hold the weights unchanged. A body that ends without an error has sent them, and the learner waits for no
+        more.
 
         Raises:
-            WeightsGoneError: they are others by now, or will be at once.
+            WeightsGoneError: the weights have changed, or are about to.
         """
         with self._condition:
             if self.gone:
@@ -98,13 +100,14 @@ class Reading:
                 self._condition.notify_all()
 
     def give_up(self) -> None:
-        """Nobody is there to have it, or all had it: the learner need not wait."""
+        """No receiver is present, or all have received it: the learner need not wait."""
         with self._condition:
             self._due = False
             self._condition.notify_all()
 
     def wait(self, *, to_write: bool) -> float:
-        """Seconds until it was sent, or nobody was there, and nobody reads. `to_write`: from then on nobody can.
+        """Wait until the version was sent, or given up, and nobody reads it; returns the seconds. With `to_write`
+        nobody can start to read from then on.
 
         Raises:
             WeightsError: it is still being sent after `wait_s`.
@@ -122,15 +125,15 @@ class Reading:
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The weights, by name. Only while it is open."""
+        """The weights, by name. Only valid while open."""
         return self._tensors
 
     def pieces(self, bucket: Bucket, sizes: Iterable[int], first: int) -> Iterator[torch.Tensor]:
-        """The bytes of `bucket` in pieces of these sizes, for which `rooms` has room, in the wire dtype; each is good
-        until the one after the next is asked for. Only while it is open.
+        """Yield the bytes of `bucket` in pieces of these sizes, for which `rooms` has room, in the wire dtype; each is
+        valid until the one after the next is requested. Only valid while open.
 
         Args:
-            first: number of the first piece, over all buckets.
+            first: number of the first piece, counted over all buckets.
         """
         start = 0
         for number, size in enumerate(sizes, first):
@@ -140,20 +143,20 @@ class Reading:
     def packed(
         self, bucket: Bucket, start: int, room: torch.Tensor, tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """`room`, filled by `pack` with parts of the weights. Only while it is open."""
+        """Fill `room` by `pack` with parts of the weights, and return it. Only valid while open."""
         self._ordered(lambda: pack(bucket, start, room, tensors))
         return room
 
 
 @torch.no_grad()
 def pack(bucket: Bucket, start: int, room: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
-    """`room` = the bytes of the bucket from `start` on, out of tensors (by entry) that need not lie together, nor be in
-    the wire dtype."""
+    """Set `room` to the bytes of the bucket from `start` on, taken from tensors (by entry) that need not be contiguous
+    or in the wire dtype."""
     stop, done = start + len(room), start
     for entry in bucket.entries:
         first, last = max(entry.offset, start), min(entry.offset + entry.nbytes, stop)
         if first < last:
-            room[done - start : first - start].zero_()  # between two tensors: the same in every proof
+            room[done - start : first - start].zero_()  # padding between tensors: the same in every fingerprint
             _put(entry, first, room[first - start : last - start], tensors[entry.name])
             done = last
     room[done - start :].zero_()

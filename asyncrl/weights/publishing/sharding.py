@@ -1,4 +1,5 @@
-"""Which box of each tensor every learner rank holds: read off the DTensors, the same on all ranks, nothing is sent."""
+"""Finds the box of each tensor that every learner rank holds, from the DTensors alone: all ranks compute the same
+without communication."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ from asyncrl.weights.shares import RANK0, Share, Shares, divide, slices
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnShare:
-    """What this rank sends, and where in its shards it lies."""
+    """What this rank sends, and its position in the rank's shards."""
 
     shares: Shares
-    """Of all ranks."""
+    """Shares of all ranks."""
     share: Share
     _held: Mapping[str, Box | None]
 
@@ -29,10 +30,10 @@ class OwnShare:
     def of(
         cls, named: Sequence[tuple[str, torch.Tensor]], rank: int, world: int, wire_dtype: torch.dtype, cap_bytes: int
     ) -> OwnShare:
-        """The plan of `world` learner ranks: every one computes the same.
+        """Plan the shares of `world` learner ranks; every rank computes the same plan.
 
         Raises:
-            WeightsError: a tensor is cut in a way that is not understood here, or not all of it is on the ranks.
+            WeightsError: a tensor is sharded in a way that is not supported here, or the ranks do not hold all of it.
         """
         held = {name: held_boxes(name, tensor, world) for name, tensor in named}
         for name, tensor in named:
@@ -55,10 +56,10 @@ class OwnShare:
 
 
 def held_boxes(name: str, tensor: torch.Tensor, world: int) -> list[Box | None]:
-    """By rank; a tensor that is no DTensor is whole on all of them.
+    """Return the box of a tensor that each rank holds; a tensor that is no DTensor is whole on all ranks.
 
-    FSDP2 over tensor parallelism cuts what that has cut: its placement says so (`_StridedShard`) where its dimension
-    of the mesh stands before the other's.
+    FSDP2 over tensor parallelism shards what is already sharded: its placement is a `_StridedShard` if its mesh
+    dimension comes before the other's.
     """
     if not isinstance(tensor, DTensor):
         return [whole(tensor.shape)] * world
@@ -83,10 +84,10 @@ def held_boxes(name: str, tensor: torch.Tensor, world: int) -> list[Box | None]:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of it."""
+    """This rank's part of the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Where what this rank has of it lies: the same for all views of one memory."""
+    """Address of the memory that holds this rank's part: the same for all views of one storage."""
     return local_part(tensor).untyped_storage().data_ptr()

@@ -1,13 +1,13 @@
-"""The publisher every transport shares: gather into one of two snapshots on a thread, send from another.
+"""The publisher of all transports: gathers into one of two snapshots on a thread, sends on another.
 
     learner ranks --publish(v)--> thread: gather --> free snapshot --> pending --> thread: sender.send() --> current
-                                             filling says how far it is -------------------^
+                                             filling tells how far it is -----------------^
                                                                           sender.idle() keeps newcomers up to date
 
-Consumes what the learner publishes; waits for nobody but the sender, and only when two versions are already on their
-way; unblocked by the sender taking the pending one. The learner may go on at once, and writes to the weights only as
-`copied` gives them free. Without snapshots (`reading`) the sender reads the weights themselves, and the learner writes
-when it has.
+Consumes what the learner publishes; waits only for the sender, and only when two versions are already being sent;
+unblocked by the sender taking the pending one. The learner may continue at once, and writes to the weights only as
+`copied` releases them. Without snapshots (`reading`) the sender reads the weights themselves, and the learner writes
+once it has finished.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ from asyncrl.weights.publishing.sharding import OwnShare, local_part, memory_of
 from asyncrl.weights.shares import Shares
 
 _GATHER_S = 60.0
-"""What the ranks of a gather get, beyond the time that the first of them may wait for the sender."""
+"""Seconds that the ranks of a gather get, beyond the time that the first of them may wait for the sender."""
 
 
 _PARTS, _LEAST_PART = 64, 4 << 20
-"""Of a copy, and bytes of one: what the optimizer need not wait for together."""
+"""Largest number of parts of a copy, and smallest size of a part in bytes; the optimizer waits for each part
+separately."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Snapshot:
-    """One version in the wire dtype; after its filling nobody writes to it while it is current or pending."""
+    """One version in the wire dtype; once filled, nobody writes to it while it is current or pending."""
 
     policy_version: int
     manifest: Manifest
@@ -54,16 +55,16 @@ class Snapshot:
     canary: Canary | None = None
     filling: Filling
     shares: Shares | None = None
-    """Where every learner rank sends its own: this is what one of them does."""
+    """Plan of all senders, if every learner rank sends its own share; this snapshot holds the share of one rank."""
     fingerprints: list[str] = field(default_factory=list)
-    """Per bucket, taken while it was copied; of buckets on a device, or of none, while they are sent; else when they
-    are asked for."""
+    """Per bucket. Computed during the copy; for buckets on a device, or without buffers, while they are sent; otherwise
+    on demand."""
     reading: Reading | None = None
-    """Where it is sent out of the weights themselves: `buffers` are none then."""
+    """Set if the version is sent directly from the weights; `buffers` is then empty."""
 
     @property
     def whole(self) -> Manifest:
-        """Of what the engines get."""
+        """Manifest of what the engines get."""
         return self.shares.whole if self.shares is not None else self.manifest
 
     @property
@@ -71,44 +72,44 @@ class Snapshot:
         return any(buffer.device.type != "cpu" for buffer in self.buffers)
 
     def open(self) -> AbstractContextManager[None]:
-        """Its bytes stay while they are sent. Raises WeightsGoneError: they can no longer be."""
+        """Keep its bytes unchanged while they are sent. Raises WeightsGoneError: they have changed already."""
         return self.reading.open() if self.reading is not None else nullcontext()
 
     def fingerprint(self, bucket: int) -> str:
-        """Of one bucket; those before it are taken too."""
+        """Fingerprint of one bucket; those of earlier buckets are computed too."""
         for buffer in self.buffers[len(self.fingerprints) : bucket + 1]:
             self.fingerprints.append(bucket_fingerprint(buffer))
         return self.fingerprints[bucket]
 
     def all_fingerprints(self) -> list[str]:
-        """Of every bucket, in order."""
+        """Fingerprints of all buckets, in order."""
         return [self.fingerprint(index) for index in range(len(self.manifest.buckets))]
 
 
 class Sender(Protocol):
-    """One transport's end in the learner. All methods run on the publisher's thread, `stats` on any."""
+    """Learner's end of one transport. All methods run on the publisher's thread, `stats` on any."""
 
     @property
     def keeps_previous(self) -> bool:
-        """Whether `send` wants the version before, at the price of a third snapshot in memory."""
+        """Whether `send` wants the previous version, at the price of a third snapshot in memory."""
         ...
 
     @property
     def sends_buckets(self) -> bool:
-        """Whether the next `send` will ask for fingerprints of whole buckets, as far as is known: they are then taken
-        while the bytes are copied. Asked on any thread."""
+        """Whether the next `send` is expected to need fingerprints of whole buckets; they are then computed while the
+        bytes are copied. Called on any thread."""
         ...
 
     def send(self, snapshot: Snapshot, previous: Snapshot | None = None) -> None:
-        """Bring `snapshot` to everyone who is there. What can be retried is retried in here.
+        """Send `snapshot` to all members that are present. Retries happen in here.
 
-        It may still be being copied: `snapshot.filling` is waited for before any of its bytes or fingerprints is read.
-        They are read while it is open (`snapshot.open`).
+        The snapshot may still be being copied: `snapshot.filling` is waited for before any of its bytes or fingerprints
+        is read. They are read while it is open (`snapshot.open`).
         """
         ...
 
     def idle(self, newest: Snapshot | None) -> None:
-        """Called every few milliseconds while there is nothing to send: look after newcomers."""
+        """Look after newcomers. Called every few milliseconds while there is nothing to send."""
         ...
 
     def stats(self) -> dict[str, float]: ...
@@ -121,14 +122,14 @@ class BackgroundPublisher:
     unless every rank sends its own share.
 
     Args:
-        ranks: this learner rank and how many there are, where each sends its share; nothing is gathered then.
+        ranks: this learner rank and their number, if each rank sends its share; nothing is gathered then.
         wire_dtype: floating-point tensors are cast to it before they are gathered.
-        bucket_bytes: cap of one bucket.
-        wait_s: longest that `publish` waits for the sender to take the version before.
-        device: where the snapshots lie (gloo and files: cpu; nccl: the GPU).
-        shared: in memory that other processes of this machine can open.
-        idle_s: seconds between two looks at newcomers.
-        copied: False sends without snapshots, by a sender that streams (`broadcast`), and where nothing is gathered.
+        bucket_bytes: limit on the size of a bucket.
+        wait_s: longest that `publish` waits for the sender to take the previous version.
+        device: device of the snapshots (gloo and files: cpu; nccl: the GPU).
+        shared: allocate snapshots in memory that other processes of this machine can open.
+        idle_s: seconds between two checks for newcomers.
+        copied: False sends without snapshots; needs a sender that streams (`broadcast`), and nothing to gather.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class BackgroundPublisher:
         self._sender = sender
         self._rooms = None if copied else Rooms(device, shared=shared)
         self._reading: Reading | None = None
-        """Of the newest version, without snapshots."""
+        """Reading of the newest version, without snapshots."""
         self._stream = CopyStream()
         self._ranks = ranks
         self._own: OwnShare | None = None
@@ -158,10 +159,10 @@ class BackgroundPublisher:
         self._idle_s = idle_s
         self._copy = BackgroundCopy(wait_s + 2 * _GATHER_S)
         self._filling: Filling | None = None
-        """Of the newest copy."""
+        """Progress of the newest copy."""
         self._route = Route(background=False)
         self._parts: list[tuple[int, Sequence[torch.Tensor]]] = []
-        """Of the newest copy: how many bytes are final when which tensors are read no more."""
+        """Parts of the newest copy: once that many bytes are final, those tensors are read no more."""
         self._stats = dict.fromkeys(("weights/gather_s", "weights/copy_wait_s"), 0.0)
         self._held_s = 0.0
         self._manifest: Manifest | None = None
@@ -223,10 +224,10 @@ class BackgroundPublisher:
             try:
                 filling.wait(parts[0][0])
             except WeightsError:
-                break  # `_wait` says why
+                break  # `_wait` raises the reason
             self._held_s += time.perf_counter() - started
             if filling.reached < parts[0][0]:
-                break  # it is over, or on a device, which says so at its end alone
+                break  # it has ended, or it is on a device, which reports only its end
             free = list[torch.Tensor]()
             while parts and parts[0][0] <= filling.reached:
                 free += parts.popleft()[1]
@@ -242,19 +243,19 @@ class BackgroundPublisher:
     def close(self, *, failed: bool = False) -> None:
         self._copy.close(min(self._wait_s, _GATHER_S))
         if self._filling is not None:
-            self._filling.end(failed=True)  # of one that hangs: the sender would wait for it, and this for the sender
+            self._filling.end(failed=True)  # if it hangs: the sender would wait for it, and this call for the sender
         with self._condition:
             self._closing = True
             self._condition.notify_all()
         conducted = self._ranks is not None and self._ranks[0] > 0
         if self._sender is not None and not (failed and conducted):
-            # Who is conducted stays until rank 0 ends; that waits for the step in which this rank has failed.
+            # A conducted sender stays until rank 0 ends, which waits for the step in which this rank has failed.
             self._thread.join(self._wait_s)
 
     def _read(
         self, snapshot: Snapshot, named: list[tuple[str, torch.Tensor]], rooms: Rooms, device: torch.device | None
     ) -> None:
-        """Give the sender the weights themselves."""
+        """Hand the weights themselves to the sender."""
         tensors = {name: local_part(tensor) for name, tensor in named}
         ordered = self._stream.after_now(device)
         self._reading = snapshot.reading = Reading(snapshot.policy_version, tensors, rooms, ordered, self._wait_s)
@@ -264,14 +265,14 @@ class BackgroundPublisher:
     def _hand_over(self, snapshot: Snapshot) -> None:
         with self._condition:
             if self._failure is not None and snapshot.reading is not None:
-                snapshot.reading.give_up()  # the sender, which does that at its end, had none of it
+                snapshot.reading.give_up()  # the sender, which calls this when it ends, never got this version
             self._pending = snapshot
             self._condition.notify_all()
 
     def _fill(
         self, snapshot: Snapshot, named: list[tuple[str, torch.Tensor]], buffers: list[torch.Tensor] | None
     ) -> None:
-        """The copy; the sender follows it."""
+        """Copy the tensors into the snapshot, followed by the sender."""
         started, filling = time.perf_counter(), snapshot.filling
         if buffers is not None:
             self._hand_over(snapshot)
@@ -280,7 +281,7 @@ class BackgroundPublisher:
             hashed = self._sender is not None and self._sender.sends_buckets
             snapshot.fingerprints += gather_into(snapshot.manifest, named, buffers, self._route.group, filling, hashed)
             if torch.device(self._device).type == "cuda":
-                # The sender's thread has a stream of its own: without this it could send half-written buffers.
+                # The sender's thread has its own stream: without this it could send half-written buffers.
                 torch.cuda.current_stream(self._device).synchronize()
             whole = True
         finally:
@@ -308,7 +309,7 @@ class BackgroundPublisher:
         return manifest.allocate(self._device, shared=self._shared) if self._rooms is None else []
 
     def _take_buffers(self, policy_version: int) -> list[torch.Tensor]:
-        """A snapshot nobody reads any more. Waits for the sender, bounded."""
+        """Return the buffers of a snapshot that nobody reads any more. Waits for the sender, bounded."""
         with self._condition:
             free = self._condition.wait_for(
                 lambda: self._failure is not None or (self._pending is None and bool(self._free)), self._wait_s
@@ -325,7 +326,7 @@ class BackgroundPublisher:
             return self._free.pop()
 
     def _make_current(self, fresh: Snapshot, keep: bool) -> None:
-        """The oldest version's buffers become free."""
+        """Make `fresh` the current version; the buffers of the oldest one become free."""
         oldest, self._previous = (self._previous, self._current) if keep else (self._current, None)
         if oldest is not None:
             self._free.append(list(oldest.buffers))
@@ -347,10 +348,10 @@ class BackgroundPublisher:
                     with span("send the weights", version=fresh.policy_version):
                         self._sender.send(fresh, self._previous)
                     if fresh.reading is not None:
-                        fresh.reading.give_up()  # nobody was there to have it
+                        fresh.reading.give_up()  # no receiver was present
                 else:
                     self._sender.idle(self._current)
-        except Exception as error:  # thread boundary: the learner gets it at its next publish
+        except Exception as error:  # thread boundary: the learner's next publish raises it
             with self._condition:
                 self._failure = error
                 self._condition.notify_all()
@@ -361,7 +362,8 @@ class BackgroundPublisher:
 
 
 def _free_parts(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
-    """How many bytes are final when which tensors are read no more: at most 64 parts, of 4 MiB or more."""
+    """Yield the numbers of final bytes after which tensors are read no more, and those tensors: at most 64 parts, of 4
+    MiB or more."""
     ends, before = list[tuple[int, torch.Tensor]](), 0
     for bucket in manifest.buckets:
         ends += [(before + e.offset + e.nbytes, local_part(tensors[e.name])) for e in bucket.entries]
@@ -369,7 +371,7 @@ def _free_parts(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> Iter
     last = {memory_of(tensor): end for end, tensor in ends}
     least, begun, part = max(before // _PARTS, _LEAST_PART), 0, list[torch.Tensor]()
     for end, tensor in ends:
-        if last[memory_of(tensor)] == end:  # two views of one memory: with the second
+        if last[memory_of(tensor)] == end:  # of two views of one memory, the later one counts
             part.append(tensor)
         if end - begun >= least:
             yield end, part
