@@ -1,4 +1,4 @@
-"""The engine seam: tokens in, tokens out. `vllm`, `transformers` and `fake` implement it."""
+"""Engine interface: tokens in, tokens out. `vllm`, `transformers` and `fake` implement it."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class GenerateRequest:
     sampling: SamplingParams
     seed: int
     text_of: TextOf | None = None
-    """What sampled ids say, special tokens included: needed with `sampling.stop`, since engines know no text."""
+    """Decodes sampled ids, special tokens included; required with `sampling.stop`, since engines do not handle text."""
 
 
 class Sampler(Protocol):
-    """What an episode needs of an engine."""
+    """The part of an engine that an episode needs."""
 
     @property
     def max_length(self) -> int:
-        """Tokens of prompt and completion together that it holds."""
+        """Largest number of tokens of prompt and completion together."""
         ...
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
-        """`n` completions. Cancelling the task gives the slots back.
+        """Return `n` completions. Cancelling the task frees their slots.
 
         Raises:
             GenerationError: the engine is closed or failed, or the request can never fit it.
@@ -82,15 +82,15 @@ class Engine(Sampler, Protocol):
 
 @runtime_checkable
 class OwnProcesses(Protocol):
-    """An engine whose model lives in processes of its own: broadcast weights go there without a detour."""
+    """An engine whose model runs in separate processes, which receive broadcast weights directly."""
 
     def receiver(self) -> Receiver: ...
 
 
 @runtime_checkable
 class Several(Protocol):
-    """An engine that is several, each with the weights for itself."""
+    """An engine of several replicas, each with its own weights."""
 
     def score_everywhere(self, sequences: Sequence[NDArray[np.int32]]) -> list[list[NDArray[np.float32]]]:
-        """`Engine.score` of each that is in use."""
+        """`Engine.score` of each replica in use."""
         ...

@@ -1,4 +1,5 @@
-"""What weights of a model consist of, whichever engine serves it: asked before any memory is taken for them."""
+"""Names, shapes and dtypes that a model's weights must have, for any engine; checked before memory is allocated for
+them."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ class ExpectedWeights:
     """The parameters of a model without its data.
 
     Args:
-        path: where it is from.
+        path: path of the model, for messages.
     """
 
     def __init__(self, model: torch.nn.Module, path: str) -> None:
@@ -25,8 +26,8 @@ class ExpectedWeights:
         self._nbytes = sum(4 * parameter.numel() for parameter in model.parameters())
 
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Refuse what does not fit; an adapter, whose names the engine knows better, only when it is larger than the
-        model.
+        """Raise for weights that do not fit. An adapter, whose names the engine checks itself, is only refused if it is
+        larger than the model.
 
         Raises:
             ModelMismatchError: names the first parameter that is unknown, missing, or of another shape or dtype.
@@ -51,7 +52,7 @@ class ExpectedWeights:
 
 
 def expected_parameters(path: str) -> ExpectedWeights:
-    """Of the checkpoint at `path`, from its config alone."""
+    """Return the expected weights of the checkpoint at `path`, from its config alone."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     with torch.device("meta"):
         return ExpectedWeights(AutoModelForCausalLM.from_config(config), path)

@@ -1,4 +1,4 @@
-"""From the config to an engine. A new engine is one file and one line here."""
+"""Builds an engine from the config. A new engine is one file and one line here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def engine_device(name: str) -> torch.device:
-    """`auto` is the first GPU if there is one.
+    """Return the device of that name; `auto` is the first GPU if there is one.
 
     Raises:
         ConfigError: a GPU is asked for where there is none.
@@ -33,7 +33,7 @@ def engine_device(name: str) -> torch.device:
 
 
 def make_engine(config: Config) -> Engine:
-    """The engine of `config.engine`, with the weights of `config.model.path` and no version yet.
+    """Build the engine of `config.engine`, with the weights of `config.model.path` and no version yet.
 
     Raises:
         ConfigError: unknown engine or dtype, or a model that the engine cannot batch.
@@ -42,7 +42,7 @@ def make_engine(config: Config) -> Engine:
     if engine.name == "fake":
         return FakeEngine()
     if engine.name == "vllm":
-        # Imported now: vLLM is an optional package, and takes seconds to import.
+        # Imported here: vLLM is an optional package, and takes seconds to import.
         module = "asyncrl.engines.vllm.lora" if config.model.lora_rank > 0 else "asyncrl.engines.vllm.engine"
         return importlib.import_module(module).make_vllm_engine(config)
     if engine.name in SERVERS:

@@ -1,4 +1,4 @@
-"""A deterministic engine with no model: tokens and log-probs are a pure function of what should determine them.
+"""A deterministic engine without a model: tokens and log-probs are a pure function of what should determine them.
 
 token = f(seed, prompt, member, position, policy_version), so a test can tell from a completion alone whether the
 right weights, the right prompt and the right seed were used. Each decode step takes `latency_s`.
@@ -25,7 +25,7 @@ class FakeEngine:
 
     Args:
         vocabulary: tokens are below it; stop tokens come from the request.
-        latency_s: of one token of every sequence.
+        latency_s: seconds per token of every sequence.
     """
 
     def __init__(self, vocabulary: int = 256, latency_s: float = 0.0) -> None:
@@ -49,7 +49,7 @@ class FakeEngine:
 
     @property
     def max_length(self) -> int:
-        """No request is refused for it."""
+        """Large enough that no request is refused."""
         return 1 << 20
 
     def load_weights(self, policy_version: int, tensors: Mapping[str, Any]) -> None:
@@ -96,7 +96,8 @@ class FakeEngine:
     def token(
         self, request: GenerateRequest, member: int, position: int, policy_version: int, *, last: bool
     ) -> tuple[int, float]:
-        """What this engine answers there: (token id, log-prob). The last token is the stop token, if there is one."""
+        """Return (token id, log-prob) that this engine samples there. The last token is the stop token, if there is
+        one."""
         key = mix(request.seed, _prompt_key(request), member, position, policy_version)
         stops = request.sampling.stop_token_ids
         token = key % self._vocabulary

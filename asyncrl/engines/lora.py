@@ -1,4 +1,5 @@
-"""Adapters for an engine that applies them to its weights: W = W0 + scaling * B A, from W0 anew at each version."""
+"""Adapters for an engine that merges them into its weights: W = W0 + scaling * B A, computed from W0 for each
+version."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from asyncrl.weights.adapter import Pair, read_pairs, read_scaling
 
 
 class AdapterTable:
-    """In the place of `ParameterTable` when only adapters are published.
+    """Replaces `ParameterTable` when only adapters are published.
 
     The adapted layers' weights are kept twice, as they are served and as they were loaded: adding the difference of two
-    adapters to what is served would drift away by a rounding error per version.
+    adapters to the served weights would accumulate a rounding error per version.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -23,10 +24,11 @@ class AdapterTable:
         self._pristine: dict[str, torch.Tensor] = {}
 
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Refuse what would not fit, before anything is changed.
+        """Raise for an update that does not fit, before anything is changed.
 
         Raises:
-            ModelMismatchError: no adapter, half of one, a layer unknown, or a shape that does not fit; names the first.
+            ModelMismatchError: no adapter, half of one, an unknown layer, or a shape that does not fit; names the
+                first.
         """
         for name, pair in read_pairs(tensors).items():
             layer = self._layers.get(name)
@@ -45,7 +47,7 @@ class AdapterTable:
             for name, base in self._pristine.items():
                 weight = self._layers[name].weight
                 if name not in pairs:
-                    weight.copy_(base)  # adapted once, and no longer
+                    weight.copy_(base)  # adapted earlier, but no longer
                     continue
                 weight.copy_(pairs[name].added_to(base, alpha / rank))
 

@@ -9,7 +9,7 @@ _MASK = (1 << 64) - 1
 
 
 def mix(seed: int, *counters: int) -> int:
-    """One 64-bit key from a seed and any counters (splitmix64 over them in turn)."""
+    """Return a 64-bit key from a seed and any counters (splitmix64 over them in turn)."""
     key = seed & _MASK
     for counter in counters:
         key = _scramble((key + 0x9E3779B97F4A7C15 * ((counter & _MASK) + 1)) & _MASK)
@@ -17,7 +17,7 @@ def mix(seed: int, *counters: int) -> int:
 
 
 def mixes(seed: int, count: int) -> NDArray[np.uint64]:
-    """[count] `mix(seed, counter)` of the counters from 0."""
+    """Return [count] `mix(seed, counter)` for the counters from 0."""
     return _mixed(np.full(count, seed & _MASK, np.uint64), np.arange(count))
 
 
@@ -28,7 +28,7 @@ def _scramble(key: int) -> int:
 
 
 def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """[R] float64 in [0, 1) for [R] row keys at [R] positions."""
+    """Return [R] float64 in [0, 1) for [R] row keys at [R] positions."""
     return (_mixed(keys, positions) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

@@ -1,4 +1,4 @@
-"""The engine's parameters by Hugging Face name: validated as a whole, then swapped in place."""
+"""The engine's parameters by Hugging Face name: all are validated, then swapped in place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asyncrl.weights.base import StagedTensors
 
 
 class ParameterTable:
-    """Tied parameters are one tensor with several names; any one of the names brings it."""
+    """The model's parameters. Tied parameters are one tensor with several names; an update may use any of them."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._by_name = dict(model.named_parameters(remove_duplicate=False))
@@ -19,14 +19,15 @@ class ParameterTable:
         self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
 
     def outlines(self) -> dict[str, torch.Tensor]:
-        """What an update carries, by name; only shape and dtype count."""
+        """Tensors of an update, by name; only shape and dtype matter."""
         return self._required | self._buffers
 
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Refuse what would not fit, before anything is changed.
+        """Raise for an update that does not fit, before anything is changed.
 
         Raises:
-            ModelMismatchError: a parameter unknown, missing or of another shape or kind of dtype; names the first one.
+            ModelMismatchError: a parameter is unknown, missing or of another shape or kind of dtype; names the first
+                one.
         """
         for name, tensor in tensors.items():
             target = self._target(name)
@@ -47,10 +48,10 @@ class ParameterTable:
                 )
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy all of them in place (cast and moved as needed); `check` has passed before.
+        """Copy all tensors in place (cast and moved as needed); `check` has passed before.
 
-        Staged tensors that need neither cast nor move take the place of the parameters' memory: the engine stands still
-        meanwhile, and no copy is the shortest.
+        Staged tensors that need neither cast nor move replace the parameters' memory: the engine is paused meanwhile,
+        and not copying is fastest.
         """
         keep = isinstance(tensors, StagedTensors)
         with torch.no_grad():

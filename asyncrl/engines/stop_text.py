@@ -1,4 +1,4 @@
-"""Where a sampled text ends because of what it says."""
+"""Finds where a sampled text ends at a stop text."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from asyncrl.errors import GenerationError
 
 BYTES_PER_LETTER = 4
 SPARE_TOKENS = 8
-"""Before the letters of a stop text: tokenizers treat the first token that they decode in ways of their own."""
+"""Tokens decoded in front of a stop text: tokenizers treat the first token that they decode specially."""
 
 
 def check_stop(request: GenerateRequest) -> None:
-    """Raises GenerationError for stop texts that nobody could find."""
+    """Raises GenerationError for stop texts that cannot be found."""
     if request.sampling.stop and (request.text_of is None or not all(request.sampling.stop)):
         raise GenerationError(
             f"request {request.request_id!r}: stop texts must not be empty, and need `text_of` to be found"
@@ -21,7 +21,7 @@ def check_stop(request: GenerateRequest) -> None:
 
 
 def ended_by_text(request: GenerateRequest, ids: Sequence[int]) -> bool:
-    """Whether the last of the sampled `ids` completes one of `sampling.stop`. Only their end is looked at."""
+    """Whether the last of the sampled `ids` completes one of `sampling.stop`. Only the end of `ids` is decoded."""
     if not request.sampling.stop or request.text_of is None:
         return False
     window = BYTES_PER_LETTER * max(map(len, request.sampling.stop)) + SPARE_TOKENS
@@ -30,7 +30,8 @@ def ended_by_text(request: GenerateRequest, ids: Sequence[int]) -> bool:
 
 
 def end_by_text(request: GenerateRequest, ids: Sequence[int], seen: int) -> int | None:
-    """How many of `ids` there are up to the end of the first stop text; the first `seen` were looked at before."""
+    """Return the number of `ids` up to the end of the first stop text, or None; the first `seen` were checked
+    before."""
     if not request.sampling.stop:
         return None
     return next((count for count in range(seen + 1, len(ids) + 1) if ended_by_text(request, ids[:count])), None)

@@ -1,1 +1,1 @@
-"""Engines that somebody else started, over HTTP. Nothing in this room imports vllm: it need not be installed here."""
+"""Engines started by others, over HTTP. Nothing in this package imports vllm, which need not be installed here."""

@@ -1,4 +1,4 @@
-"""What a server is asked for one sequence, and its answer as a `Completion`. Pure."""
+"""Builds a server's request for one sequence, and turns its answer into a `Completion`. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from asyncrl.errors import EngineDiedError, GenerationError
 from asyncrl.types import NO_VERSION, Completion
 
 TOLD_EVERY = 64
-"""Tokens between two chunks: each is progress that the worker sees."""
+"""Tokens per chunk; the worker sees each chunk as progress."""
 
 
 class ServerGoneError(EngineDiedError):
-    """This server gives no answer, or not as the one that was given our weights; others may."""
+    """This server does not answer, or no longer serves the weights that it was given; other servers may."""
 
 
 def generation_body(sibling: Sibling, name: str, salt: str) -> dict[str, Any]:
-    """As `vllm.requests.sampling_of`, as the server reads it; without a seed, for the reason given there."""
+    """Return the body of a request, as `vllm.requests.sampling_of` in the server's format; without a seed, for the
+    reason given there."""
     sampling = sibling.request.sampling
     return {
         "request_id": name,
@@ -44,19 +45,19 @@ def generation_body(sibling: Sibling, name: str, salt: str) -> dict[str, Any]:
 
 
 def label_of(run: str, policy_version: int) -> str:
-    """Of the weights that one engine of ours loads: no other run, and no server started anew, has the same."""
+    """Label of the weights that one engine of this run loads; no other run and no restarted server has the same."""
     return f"{run}:{policy_version}"
 
 
 def version_in(label: str, run: str) -> int | None:
-    """None: those weights are not ours."""
+    """Version in the label; None if the weights are not from this run."""
     ours, _, version = label.rpartition(":")
     return int(version) if ours == run and version.isdigit() else None
 
 
 @dataclass(slots=True)
 class Answer:
-    """The chunks of one sequence so far. Spans: `version` (a label), `start`, `end`, of tokens."""
+    """The chunks of one sequence so far. A span covers tokens `start` to `end` of one `version` (a label)."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -64,7 +65,7 @@ class Answer:
     spans: list[Mapping[str, Any]] = field(default_factory=list)
 
     def add(self, chunk: Mapping[str, Any]) -> int:
-        """Tokens that came with it."""
+        """Append a chunk; returns the number of new tokens."""
         new = 0
         for choice in chunk["choices"]:
             ids = choice["token_ids"] or []
@@ -77,11 +78,12 @@ class Answer:
         return new
 
     def completion(self, sibling: Sibling, url: str, run: str | None) -> Completion:
-        """Args: run: whose weights they must be of; None while the server has its own, of no version.
+        """Return the completion. Args: run: the run whose weights must have sampled it; None while the server has its
+        own weights, of no version.
 
         Raises:
-            ServerGoneError: tokens of weights that are not ours: it was started anew, or somebody else loads its own.
-            GenerationError: it ended for another reason than a stop token or its length, or is not whole, or no answer.
+            ServerGoneError: tokens of foreign weights: the server was restarted, or another run loads weights into it.
+            GenerationError: it ended for another reason than a stop token or its length, or is incomplete or malformed.
         """
         try:
             return self._completion(sibling, url, run)

@@ -1,10 +1,11 @@
-"""Servers as one engine: requests are routed between them, and each is given the weights for itself.
+"""Several servers as one engine: requests are routed between them, and each receives the weights itself.
 
-    generate   a group and an episode's turns to the server that holds their beginning (`router.py`)
+    generate   a group and an episode's turns go to the server that holds their prefix (`router.py`)
     load       each for itself (`link.Dialect.load`)
-    lost       what it was making is made again by the others; when it is back it is given the weights first
+    lost       its running sequences are sampled again by the others; once it is back it first gets the weights
 
-A token's version is what the server says, by labels that no other run has: tokens of any other weights are made again.
+A token's version is what the server reports, by labels that no other run has: tokens of any other weights are sampled
+again.
 """
 
 from __future__ import annotations
@@ -42,31 +43,32 @@ from asyncrl.types import NO_VERSION, Completion
 log = logging.getLogger(__name__)
 
 LOOK_S = 2.0
-"""Between two looks at each server."""
+"""Seconds between two checks of each server."""
 HEED = 0.05
-"""Share of a look in what is taken for the load by others: some 40 s of looks. Workers that went by the last one would
-all leave the same server together, and come back together."""
+"""Weight of one check in the moving average of the load by others, which spans some 40 s. If workers used the last
+check alone, they would all leave the same server together, and return together."""
 SILENT_S = 30.0
-"""A server that does not answer for so long is lost, though its connections stand."""
+"""Seconds without an answer after which a server is lost, even if its connections stand."""
 REJECTED_S = 300.0
-"""Until a server that did not join the weight group is asked again."""
+"""Seconds until a server that did not join the weight group is asked again."""
 PATIENCE_S = 240.0
-"""Longest wait for any server, at the start and while none is left."""
+"""Longest wait in seconds for any server, at the start and while none is left."""
 MOST_AGAIN = 8
-"""Times that a sequence may come back of another version than it was sent under, each of which wants a load in between;
-and that it may lose its server, or one that each of them answers with 500 would lose them all for ever."""
+"""How often a sequence may return with another version than it was sent under, each of which needs a load in between;
+and how often it may lose its server: a request that every server answers with status 500 would otherwise lose them all
+for ever."""
 
 
 class ServerEngine(ABC):
-    """Implements `engines.base.Engine` and `Several`, but for the way of the weights to the servers."""
+    """Implements `engines.base.Engine` and `Several`, except how weights reach the servers."""
 
     start_it: str
-    """How a server of this kind is started."""
+    """Text for users: how a server of this kind is started."""
 
     def __init__(self, config: Config, links: Sequence[Dialect]) -> None:
         self._recompute = config.weights.on_update == "recompute"
         self._timeout_s = config.weights.timeout_s
-        # Less than its worker waits for a token: that would end without a word of servers.
+        # Shorter than the worker's wait for a token, which would end without mentioning servers.
         self._without_s = 0.4 * config.replay.wait_timeout_s
         self._dtype = dtype_on(config.engine.dtype, "cuda" if torch.cuda.is_available() else "cpu")
         model = AutoConfig.from_pretrained(config.model.path, trust_remote_code=False)
@@ -94,7 +96,8 @@ class ServerEngine(ABC):
 
     @property
     def max_length(self) -> int:
-        """Tokens of prompt and completion together, on any of the servers: one that holds fewer does not come later."""
+        """Tokens of prompt and completion together, on every server; one that holds fewer is refused when it arrives
+        later."""
         return self._max_length
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
@@ -108,10 +111,10 @@ class ServerEngine(ABC):
         """See `Engine.load_weights`."""
 
     def _load(self, policy_version: int, urls: Sequence[str], path: str = "") -> None:
-        """What lies in `path`, or is staged on these servers, is what they serve from now on.
+        """Make the servers serve the weights in `path`, or those staged on them, from now on.
 
         Raises:
-            EngineDiedError: none of them does.
+            EngineDiedError: no server does.
         """
         started = time.monotonic()
         self._loop.call(self._commit(policy_version, urls, path), 5 * self._timeout_s)
@@ -119,16 +122,16 @@ class ServerEngine(ABC):
         self._seconds["load_s"] += time.monotonic() - started
 
     async def _arrived(self, server: Server) -> None:
-        """It is there, and has weights of its own."""
+        """Called when a server has arrived, with weights of its own."""
         async with self._changed:
             self._changed.notify_all()
 
     def score(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
-        """Of one of the servers; see `Engine.score`."""
+        """Scores of one of the servers; see `Engine.score`."""
         return self.score_everywhere(sequences)[0]
 
     def score_everywhere(self, sequences: Sequence[NDArray[np.int32]]) -> list[list[NDArray[np.float32]]]:
-        """Raises EngineDiedError: no server is left that could."""
+        """Scores of each server. Raises EngineDiedError: no server is left that could."""
 
         async def score(server: Server) -> list[NDArray[np.float32]]:
             names = [f"score.{self._run}.{next(self._numbers)}" for _ in sequences]
@@ -164,7 +167,7 @@ class ServerEngine(ABC):
         self._loop.close()
 
     async def _start(self) -> None:
-        """waits for: the first server that can be used; unblocked by: it, the last that cannot, or PATIENCE_S."""
+        """waits for: the first usable server; unblocked by: its arrival, all servers being unusable, or PATIENCE_S."""
         deadline, told = time.monotonic() + PATIENCE_S, ""
         while True:
             refused = await self._look_at_all()
@@ -191,19 +194,19 @@ class ServerEngine(ABC):
         self._watch = [asyncio.create_task(self._keep_looking_at(server)) for server in self._servers.values()]
 
     async def _keep_looking_at(self, server: Server) -> None:
-        """waits for: nothing; looks at it as long as the engine lives. Each by itself: one that takes a connection and
-        says nothing would keep the loss and the return of the others unseen."""
+        """waits for: nothing; checks one server as long as the engine lives. Each server has its own task: one that
+        accepts a connection and does not answer would otherwise hide the loss and the return of the others."""
         while True:
             await asyncio.sleep(LOOK_S)
             try:
                 await self._look_at(server)
             except ConfigError as error:
-                if server.why != str(error):  # it came back as another: the run goes on with the rest
+                if server.why != str(error):  # it came back as another server: the run continues with the rest
                     log.error("%s", error)
                 server.why = str(error)
 
     async def _look_at_all(self) -> list[tuple[Server, ConfigError]]:
-        """Those that are there and cannot be used."""
+        """Check all servers; returns those that are up but cannot be used."""
         servers = list(self._servers.values())
         found = await asyncio.gather(*map(self._look_at, servers), return_exceptions=True)
         for error in found:
@@ -213,7 +216,7 @@ class ServerEngine(ABC):
         return [(server, error) for server, error in pairs if isinstance(error, ConfigError)]
 
     async def _look_at(self, server: Server) -> None:
-        """Raises ConfigError: it is there, and cannot be used."""
+        """Check one server. Raises ConfigError: it is up, but cannot be used."""
         try:
             if server.facts is None:
                 if time.monotonic() < server.not_before:
@@ -247,12 +250,13 @@ class ServerEngine(ABC):
                 await self._lose(server, str(error))
 
     async def _hear_of_others(self, server: Server) -> None:
-        """What it makes for other workers and clients counts where the least loaded is looked for."""
+        """Update the number of sequences that the server runs for other workers and clients, for finding the least
+        loaded."""
         ours = server.queue.in_flight
         try:
             busy = await server.link.busy(LOOK_TIMEOUT_S)
         except (ServerGoneError, ConfigError, GenerationError):
-            busy = 0.0  # it need not tell; whether it is there, others ask
+            busy = 0.0  # it need not report it; other checks find out whether it is up
         seen = max(busy - max(ours, server.queue.in_flight), 0.0)
         known = self._router.others(server.url)
         self._router.tell(server.url, known + HEED * (seen - known))
@@ -268,7 +272,7 @@ class ServerEngine(ABC):
             self._changed.notify_all()
 
     def _usable(self) -> list[Server]:
-        """Before the first load all that are there, with the weights that they have."""
+        """Servers with this engine's weights; before the first load all that are up, with their own weights."""
         of_ours = self._policy_version != NO_VERSION
         return [server for server in self._servers.values() if (server.serves if of_ours else server.facts)]
 
@@ -280,14 +284,14 @@ class ServerEngine(ABC):
         try:
             return list(await asyncio.gather(*tasks))
         except BaseException:
-            # One failed or all are cancelled: the others must not go on for nobody.
+            # One failed or all are cancelled: the others must not continue for nobody.
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
 
     async def _place(self, request: GenerateRequest, sequences: int) -> str:
-        """waits for: a server with our weights; unblocked by: one that was given them, or the end of patience."""
+        """waits for: a server with our weights; unblocked by: one that has received them, or the end of patience."""
         patience_s = min(PATIENCE_S, self._without_s)
         try:
             async with asyncio.timeout(patience_s), self._changed:
@@ -298,12 +302,11 @@ class ServerEngine(ABC):
         return self._router.begin(request.prompt_ids, sequences, [server.url for server in self._usable()])
 
     async def _sample(self, sibling: Sibling, url: str) -> Completion:
-        """waits for: a place, then its last token; from the start again each time its server is lost or weights
-        overtake its first token.
+        """waits for: a slot, then its last token; starts again each time its server is lost or weights overtake its
+        first token.
 
         Raises:
-            GenerationError: it came of other versions than it was sent under, `MOST_AGAIN` times and again; or as many
-                servers were lost that had it.
+            GenerationError: it returned with another version, or lost its server, more than `MOST_AGAIN` times.
         """
         placed: str | None = url
         early = lost = 0
@@ -314,7 +317,7 @@ class ServerEngine(ABC):
                 server = self._servers[placed]
                 try:
                     completion = await self._run_on(server, sibling)
-                except (ServerGoneError, ConfigError) as error:  # the second: it was started anew as another
+                except (ServerGoneError, ConfigError) as error:  # ConfigError: it was restarted as another server
                     self._router.end(placed, 1)
                     placed, lost = None, lost + 1
                     await self._lose(server, str(error))
@@ -337,7 +340,7 @@ class ServerEngine(ABC):
                 self._router.end(placed, 1)
 
     async def _run_on(self, server: Server, sibling: Sibling) -> Completion:
-        """Raises ServerGoneError; TimeoutError: the sibling was overtaken."""
+        """Run a sequence on a server. Raises ServerGoneError; TimeoutError: the sibling was overtaken."""
         name = f"{sibling.request.request_id}.{sibling.member}.{next(self._numbers)}.{self._run}"
         answer = Answer()
         async with server.working(sibling):
@@ -351,11 +354,12 @@ class ServerEngine(ABC):
                     await server.link.abort(name)
         completion = answer.completion(sibling, server.url, run)
         if not server.link.tells_spans and (completion.policy_versions != version).any():
-            raise TimeoutError  # it was sent before a load and begun after: overtaken, as those that were taken back
+            raise TimeoutError  # sent before a load but started after it: overtaken, like those that were taken back
         return completion
 
     async def _on_all(self, servers: Sequence[Server], work: Callable[[Server], Awaitable[Any]]) -> list[Any]:
-        """Of those that come through it, side by side; the others are lost. Raises EngineDiedError: none did."""
+        """Run `work` on all servers concurrently and return the results; servers that fail are lost. Raises
+        EngineDiedError: all did."""
         results = await asyncio.gather(*map(work, servers), return_exceptions=True)
         done = []
         for server, result in zip(servers, results, strict=True):
@@ -371,8 +375,8 @@ class ServerEngine(ABC):
         return done
 
     async def _commit(self, policy_version: int, urls: Sequence[str], path: str) -> None:
-        """On each server one pause in which those weights become this version. A server that fails is lost, and
-        is given whole weights when it is back."""
+        """Pause each server once, in which the new weights become this version. A server that fails is lost, and gets
+        whole weights when it is back."""
         servers = [server for url in urls if (server := self._servers[url]).facts is not None]
         started, self._loading = time.monotonic(), True
         try:

@@ -1,4 +1,4 @@
-"""From the config to servers, each in the dialect of `engine.name`."""
+"""Builds the server engine of the config, in the dialect of `engine.name`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from asyncrl.schema import Config
 
 
 def make_server_engine(config: Config) -> ServerEngine:
-    """Raises ConfigError: an address that may not be used, or a server that cannot do what is asked."""
+    """Raises ConfigError: an address that may not be used, or a server that does not support what the config asks
+    for."""
     why = next(refused(config.engine), "")
     if why:
         raise ConfigError(why)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for every request
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs a line for every request
     if config.engine.name == "sglang":
         mine = hashlib.sha256(" ".join(sorted(config.engine.urls)).encode()).hexdigest()[:12]
         return SglangServers(config, links_to(config, SglangLink), Path(config.run.dir).absolute() / "sglang" / mine)

@@ -1,4 +1,5 @@
-"""One server over HTTP, with our errors, and what its kind makes of our questions. All on the engine's own loop."""
+"""HTTP client of one server, with our errors, and the interface to each kind of server. All on the engine's own
+loop."""
 
 from __future__ import annotations
 
@@ -17,18 +18,18 @@ from asyncrl.errors import AsyncRLError, ConfigError, GenerationError
 
 CONNECT_S = 10.0
 BROKEN = 500
-"""Statuses from here on: servers answer so when their engine process is gone."""
+"""Status codes from here on: servers answer with them when their engine process is gone."""
 
 
 class Facts(Protocol):
-    """Of one server."""
+    """Facts about one server."""
 
     @property
     def max_length(self) -> int: ...
 
     @property
     def width(self) -> int:
-        """Processes that hold the model."""
+        """Number of processes that hold the model."""
         ...
 
 
@@ -38,23 +39,24 @@ class Load:
 
     label: str
     path: str
-    """Of a folder with them; empty where the server has them in staging."""
+    """Folder of the weights; empty if the server has them in staging."""
     recompute: bool
-    """Keys of running sequences go as well."""
+    """Whether the KV cache of running sequences is dropped as well."""
     overtake: Callable[[], None]
-    """Takes back what has no tokens of which the server could say the version."""
+    """Takes back the sequences without tokens, whose version the server could not tell."""
 
 
 class Dialect(Protocol):
-    """What a kind of server is asked, and how its answers are read."""
+    """Requests to one kind of server, and how its answers are read."""
 
     url: str
     tells_spans: bool
-    """It says of each token of which weights it is: sequences go on over an update. If not, they begin again."""
+    """Whether it reports the weights of each token: sequences then continue over an update. If not, they start
+    again."""
 
     async def facts(self, dtype: str, shape: Mapping[str, Any] | None) -> Facts:
-        """Args: dtype: what the run takes engines to compute in, or empty. shape: of our model, as from
-        `names.shape_of`; None leaves that open.
+        """Return the server's facts. Args: dtype: dtype that the run expects engines to compute in, or empty. shape:
+        shape of our model, from `names.shape_of`; None skips that check.
 
         Raises:
             ServerGoneError: no answer. ConfigError: it cannot be used.
@@ -62,16 +64,16 @@ class Dialect(Protocol):
         ...
 
     async def label(self, timeout_s: float) -> str:
-        """Of the weights that it serves. Raises as `ServerLink.get`."""
+        """Label of the weights that it serves. Raises as `ServerLink.get`."""
         ...
 
     async def busy(self, timeout_s: float) -> float:
-        """Sequences that it makes or that wait there, whoever asked for them; 0 where it does not tell. Raises as
+        """Number of sequences that run or wait there, for any client; 0 if it does not report it. Raises as
         `ServerLink.get`."""
         ...
 
     def stream(self, sibling: Sibling, name: str, label: str) -> AsyncIterator[Mapping[str, Any]]:
-        """Chunks of a sequence, until its end. `label`: of the weights that it should be of.
+        """Yield the chunks of a sequence, until its end. `label`: of the weights that should sample it.
 
         Raises:
             ServerGoneError: it broke off. GenerationError: the server refuses the request.
@@ -79,7 +81,7 @@ class Dialect(Protocol):
         ...
 
     def read(self, chunk: Mapping[str, Any], answer: Answer) -> int:
-        """Puts a chunk to what came before; tokens that are new. Raises ServerGoneError: it is none that fits."""
+        """Append a chunk to the answer; returns the number of new tokens. Raises ServerGoneError: it does not fit."""
         ...
 
     async def abort(self, name: str) -> None: ...
@@ -89,19 +91,20 @@ class Dialect(Protocol):
         ...
 
     async def load(self, load: Load) -> None:
-        """Returns when it serves them and goes on. Raises ServerGoneError: it does not, whatever it serves."""
+        """Load weights; returns once the server serves them and continues. Raises ServerGoneError: it does not serve
+        them."""
         ...
 
     async def close(self) -> None: ...
 
 
 class ServerLink:
-    """Args: key: sent as a bearer; empty is none. timeout_s: longest wait for any answer but tokens."""
+    """Args: key: sent as a bearer token; empty sends none. timeout_s: longest wait for any answer except tokens."""
 
     kind = ""
     start_it = ""
     broken_off: type[AsyncRLError] = ServerGoneError
-    """What an error in place of a chunk means."""
+    """Error to raise when an error arrives in place of a chunk."""
 
     def __init__(self, url: str, *, base_url: str, key: str, timeout_s: float) -> None:
         self.url = url
@@ -110,21 +113,21 @@ class ServerLink:
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(timeout_s, connect=CONNECT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
-            trust_env=False,  # a proxy of the environment would see keys, and reach another machine's loopback
+            trust_env=False,  # a proxy of the environment would see keys, and connect to another machine's loopback
         )
 
     async def get(self, path: str, part: str, timeout_s: float | None = None) -> Any:
-        """`part` of the answer.
+        """Return `part` of the answer.
 
         Raises:
-            ServerGoneError: no answer, or one without it.
-            ConfigError: there is no such endpoint, it is elsewhere, or the key is wrong.
-            GenerationError: it refuses.
+            ServerGoneError: no answer, or one without that part.
+            ConfigError: there is no such endpoint, it redirects, or the key is wrong.
+            GenerationError: the server refuses.
         """
         return self.part(await self.ask("GET", path, timeout_s=timeout_s), part)
 
     async def text(self, path: str, timeout_s: float) -> str:
-        """Of an answer that is no JSON. Raises as `get`."""
+        """Return an answer that is not JSON. Raises as `get`."""
         return await self.ask("GET", path, timeout_s=timeout_s, text=True)
 
     async def post(self, path: str, body: dict[str, Any] | None = None, **parameters: str) -> Any:
@@ -132,7 +135,7 @@ class ServerLink:
         return await self.ask("POST", path, body, parameters)
 
     async def chunks(self, path: str, body: dict[str, Any], name: str) -> AsyncIterator[dict[str, Any]]:
-        """Of a generation; ended by the last, never by a broken line.
+        """Yield the chunks of a generation; only the last chunk ends it, never a broken line.
 
         Raises:
             ServerGoneError: it broke off.
@@ -154,17 +157,17 @@ class ServerLink:
                     if not isinstance(chunk, dict) or "error" in chunk:
                         raise self.broken_off(f"{self.url} broke off {name!r}: {text:.300}")
                     yield chunk
-        except (httpx.HTTPError, json.JSONDecodeError, RecursionError) as error:  # the last: lists in lists without end
+        except (httpx.HTTPError, json.JSONDecodeError, RecursionError) as error:  # endlessly nested lists
             raise self._gone(error) from error
         raise ServerGoneError(f"{self.url} broke off {name!r}")
 
     async def check_generation(self, path: str) -> None:
-        """Raises ConfigError: it does not generate from tokens, or not with our key."""
+        """Raises ConfigError: it does not generate from tokens, or does not accept our key."""
         try:
             answer = await self._client.post(path, json={})
         except httpx.HTTPError as error:
             raise self._gone(error) from error
-        if answer.status_code not in (400, 422):  # an empty request is refused for what it is
+        if answer.status_code not in (400, 422):  # an empty request is refused with one of these
             self._refuse(answer, path)
 
     async def close(self) -> None:
@@ -179,7 +182,7 @@ class ServerLink:
         timeout_s: float | None = None,
         text: bool = False,
     ) -> Any:
-        """The answer; as it came where it is `text`, which need be no JSON."""
+        """Return the answer; with `text` unparsed, as it need not be JSON."""
         timeout = httpx.USE_CLIENT_DEFAULT if timeout_s is None else httpx.Timeout(timeout_s)
         try:
             answer = await self._client.request(kind, path, json=body, params=parameters, timeout=timeout)

@@ -1,4 +1,5 @@
-"""Servers as a run has them, in the dialect of `engine.name`, and a look at them before it starts. Without torch."""
+"""Connections to a run's servers, in the dialect of `engine.name`, and a check of them before the run starts. Without
+torch."""
 
 from __future__ import annotations
 
@@ -20,17 +21,17 @@ Link = TypeVar("Link", VllmLink, SglangLink)
 
 
 def links_to(config: Config, kind: type[Link]) -> list[Link]:
-    """One for each of `engine.urls`, with the run's key."""
+    """Return one link for each of `engine.urls`, with the run's key."""
     engine = config.engine
     key = os.environ.get(engine.key_env, "") if engine.key_env else ""
     return [kind(url, base_url=connected_at(url), key=key, timeout_s=config.weights.timeout_s) for url in engine.urls]
 
 
 def look_at_servers(config: Config) -> None:
-    """Before a run is started. Raises ConfigError: one cannot be used, or none answers."""
+    """Check the servers before a run is started. Raises ConfigError: one cannot be used, or none answers."""
     sglang = config.engine.name == "sglang"
     links = links_to(config, SglangLink) if sglang else links_to(config, VllmLink)
-    # As `config.json` has it: what transformers would add of its own takes seconds, and a worker finds it.
+    # From `config.json`: loading transformers' own defaults takes seconds, and a worker checks them.
     said = model_settings(config.model.path)
     shape = {key: said[key] for key in SHAPE_KEYS if said.get(key) is not None}
 

@@ -1,4 +1,4 @@
-"""The workers of several servers as one member of the weight group: each server receives for itself, side by side."""
+"""The workers of several servers as one member of the weight group: all servers receive concurrently."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedInServers:
-    """Weights that lie, verified, in the staging of these servers."""
+    """Verified weights in the staging of these servers."""
 
     shapes: Mapping[str, torch.Tensor]
     urls: Sequence[str]
 
 
 class ServersReceiver:
-    """Implements `weights.broadcast.staging.Receiver`. One thread uses it.
+    """Implements `weights.broadcast.staging.Receiver`. Used by one thread.
 
     Args:
-        there: url -> (processes, which of its arrivals this is), of the servers that answer now.
-        call: `call(url, method, *arguments)`: the answers of all workers of one.
-        lost: told of one that gave none.
-        broken: told of all that were to form a group which did not form.
-        tensors: of the model; see `VllmReceiver`.
+        there: returns url -> (number of processes, number of this arrival) of the servers that answer now.
+        call: `call(url, method, *arguments)` returns the answers of all workers of one server.
+        lost: called with a server that did not answer.
+        broken: called with all servers that were to form a group which did not form.
+        tensors: the model's tensors; see `VllmReceiver`.
     """
 
     def __init__(
@@ -53,7 +53,8 @@ class ServersReceiver:
 
     @property
     def width(self) -> int:
-        """Servers that do not say what they keep are in no seat."""
+        """Number of ranks of all servers; 0 while a server does not report which parts it keeps, so that no seat is
+        taken."""
         self._asked = dict(self._there())
         self._receivers = {url: self._receiver(url, width) for url, (width, _) in self._asked.items()}
         try:
@@ -67,7 +68,7 @@ class ServersReceiver:
         return self._wanted
 
     def _ask_for_parts(self) -> list[Wanted]:
-        """Of each process, anew for each seat: a server that was started again knows nothing of its parts."""
+        """Parts wanted by each process, asked again for each seat: a restarted server does not know its parts."""
         if not any(width > 1 for width, _ in self._asked.values()):
             return []
         found = self._each(lambda url, receiver: receiver.wanted() or [{}] * self._asked[url][0])
@@ -86,7 +87,7 @@ class ServersReceiver:
             raise
 
     def receive(self, event: Mapping[str, Any]) -> list[str]:
-        asked = {key: value for key, value in event.items() if key != "canary"}  # bytes, which JSON has not
+        asked = {key: value for key, value in event.items() if key != "canary"}  # bytes, which JSON lacks
         answers = self._each(lambda _, receiver: receiver.receive(asked))
         return [agreed(prints) for prints in zip(*answers, strict=True)]
 
@@ -95,25 +96,26 @@ class ServersReceiver:
         return StagedInServers(shapes=first.staged().shapes, urls=tuple(self._receivers))
 
     def changed(self) -> bool:
-        """A server that is not there is none to send to, and one that is back waits for weights. While none is there,
-        the seat is kept: there is nothing to join with."""
+        """Whether the servers differ from those of the seat: a lost one cannot be sent to, and a returning one waits
+        for weights. While there is none, the seat is kept: there is nothing to join with."""
         there = self._there()
         return bool(there) and there != self._asked
 
     def leave(self) -> None:
-        with suppress(RuntimeError):  # of a server that is lost now
+        with suppress(RuntimeError):  # of a server that has been lost
             self._each(lambda _, receiver: receiver.leave())
 
     def _receiver(self, url: str, width: int) -> VllmReceiver:
         return VllmReceiver(lambda *asked: self._call(url, *asked), width, self._tensors if width > 1 else None)
 
     def _each(self, work: Callable[[str, VllmReceiver], Result]) -> list[Result]:
-        """Of all, side by side: the group forms when everyone is there. Raises RuntimeError: one failed at it."""
+        """Run `work` for all servers concurrently, since the group forms only when all have joined. Raises
+        RuntimeError: one failed."""
 
         def done(url: str, receiver: VllmReceiver) -> Result:
             try:
                 return work(url, receiver)
-            except (EngineDiedError, ConfigError, GenerationError) as error:  # the others: it was started as another
+            except (EngineDiedError, ConfigError, GenerationError) as error:  # the last two: it came back as another
                 self._lost(url, str(error))
                 raise RuntimeError(str(error)) from error
 

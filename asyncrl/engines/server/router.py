@@ -1,6 +1,7 @@
-"""Which of several servers makes a request: the one that holds the beginning of its prompt, else the least loaded.
+"""Chooses the server for a request: the one that holds the prefix of its prompt, otherwise the least loaded one.
 
-Pure: no sockets, no clock. A group's members and an episode's turns begin alike, so they end up where their keys are.
+Pure: no sockets, no clock. A group's members and an episode's turns share a prefix, so they go to the server that has
+it cached.
 """
 
 from __future__ import annotations
@@ -14,36 +15,36 @@ import xxhash
 from numpy.typing import NDArray
 
 BLOCK = 32
-"""Tokens that are looked up together. vLLM caches whole blocks too (16 on most GPUs, 128 on a CPU)."""
+"""Tokens per block of the lookup. vLLM caches whole blocks too (16 on most GPUs, 128 on a CPU)."""
 REMEMBERED = 1 << 16
-"""Blocks per server: the oldest are forgotten, as the server's own cache forgets them."""
+"""Limit on the remembered blocks per server: the oldest are forgotten, as the server's own cache forgets them."""
 SKEW = 1.15
 SLACK = 8
-"""A server whose load would be above SKEW times the mean, and by SLACK sequences above the least, is passed over though
-it holds the prompt. What it makes for others counts."""
+"""A server whose load would exceed SKEW times the mean, and the least load by more than SLACK sequences, is passed over
+although it holds the prompt. Its load from other clients counts."""
 
 
 @dataclass(slots=True)
 class _Held:
-    """What is known of one server."""
+    """State of one server."""
 
     load: float = 0.0
-    """Sequences that it was given and that have not ended."""
+    """Sequences that we sent to it and that have not ended."""
     others: float = 0.0
-    """Those that somebody else gave it."""
+    """Sequences that other clients sent to it."""
     blocks: OrderedDict[int, None] = field(default_factory=OrderedDict)
-    """Digests of beginnings that it has seen."""
+    """Digests of prefixes that it has seen."""
 
     @property
     def busy(self) -> float:
         return self.load + self.others
 
     def begins(self, digests: Sequence[int]) -> int:
-        """How many of them, from the first on, it has seen."""
+        """How many of the digests, from the first on, it has seen."""
         return next((count for count, digest in enumerate(digests) if digest not in self.blocks), len(digests))
 
     def remember(self, digests: Sequence[int]) -> None:
-        for digest in reversed(digests):  # the beginning is the youngest: without it the rest is of no use
+        for digest in reversed(digests):  # the first block becomes the newest: without it the rest is useless
             self.blocks[digest] = None
             self.blocks.move_to_end(digest)
         while len(self.blocks) > REMEMBERED:
@@ -51,32 +52,32 @@ class _Held:
 
 
 class Router:
-    """Args: names: of all servers, of which some may be away for now."""
+    """Args: names: of all servers, including those that are away for now."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._servers = {name: _Held() for name in names}
         self.placed, self.hits = 0, 0
-        """Requests so far, and those that went where their beginning was."""
+        """Requests so far, and those that went to a server with their prefix."""
         self.known = 0
-        """Requests whose beginning some server had."""
+        """Requests whose prefix some server had."""
 
     def load(self, name: str) -> float:
         return self._servers[name].load
 
     def others(self, name: str) -> float:
-        """As it was told last."""
+        """The last value given to `tell`."""
         return self._servers[name].others
 
     def tell(self, name: str, others: float) -> None:
-        """How many sequences it makes for others than us."""
+        """Set the number of sequences that the server runs for other clients."""
         self._servers[name].others = others
 
     def begin(self, token_ids: NDArray[np.int32], sequences: int, usable: Collection[str]) -> str:
-        """The server for `sequences` completions of one prompt; the caller says when they have ended. Of servers that
-        are alike the first in the order of `names` is taken.
+        """Choose the server for `sequences` completions of one prompt; the caller reports their end with `end`. Among
+        equal servers the first in the order of `names` is chosen.
 
         Raises:
-            ValueError: none is usable.
+            ValueError: no server is usable.
         """
         servers = {name: held for name, held in self._servers.items() if name in usable}
         if not servers:
@@ -98,7 +99,7 @@ class Router:
         return chosen
 
     def extend(self, name: str, token_ids: NDArray[np.int32]) -> None:
-        """A prompt and its completion, which the server now holds keys of: the next turn begins with them."""
+        """Record a prompt and its completion, whose KV cache the server now holds: the next turn starts with them."""
         self._servers[name].remember(beginnings(token_ids))
 
     def end(self, name: str, sequences: int) -> None:
@@ -108,12 +109,13 @@ class Router:
         held.load -= sequences
 
     def forget(self, name: str) -> None:
-        """Its keys are gone: it has other weights, or was started anew."""
+        """Forget the server's prefixes: it has other weights, or was restarted."""
         self._servers[name].blocks.clear()
 
 
 def beginnings(token_ids: NDArray[np.int32]) -> list[int]:
-    """[P] ids -> digests of the first block, the first two, and so on; of a prompt shorter than a block, its own."""
+    """[P] ids -> digests of the first block, the first two, and so on; for a prompt shorter than a block, of the
+    prompt."""
     if len(token_ids) < BLOCK:
         return [xxhash.xxh3_64_intdigest(token_ids.astype("<i4").tobytes())]
     running = xxhash.xxh3_64()

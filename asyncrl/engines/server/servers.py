@@ -1,4 +1,4 @@
-"""What one engine knows of one server: whether it is there, and what it is doing for us. On the engine's own loop."""
+"""State that an engine keeps of one server: whether it is up, and what it runs for us. On the engine's own loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncrl.types import NO_VERSION
 
 
 class Server:
-    """`facts` is None while it is away. It is there once it answers, and serves once it was given our weights."""
+    """`facts` is None while it is away. A server is up once it answers, and serves once it has received our weights."""
 
     def __init__(self, link: Dialect, sequences: int) -> None:
         self.link = link
@@ -22,11 +22,11 @@ class Server:
         self.serves = False
         self.version = NO_VERSION
         self.arrivals = 0
-        """How often it came: one that was started anew is another."""
+        """Number of arrivals; a restarted server counts as another."""
         self.why = "it was not asked yet"
         self.silent_since: float | None = None
         self.not_before = 0.0
-        """`time.monotonic()` before which it is not looked for."""
+        """`time.monotonic()` before which it is not checked."""
         self.queue = AdmissionQueue(AdmissionWindow(sequences))
         self._work: set[asyncio.Timeout] = set()
         self._tokenless: dict[Sibling, asyncio.Timeout] = {}
@@ -40,13 +40,13 @@ class Server:
         self.arrivals += 1
 
     def lose(self, why: str) -> None:
-        """What waits for it goes elsewhere."""
+        """Mark the server as lost; sequences that wait for it go elsewhere."""
         self.facts, self.serves, self.why = None, False, why
         for scope in self._work:
             _expire(scope)
 
     async def load(self, load: Load, version: int, within_s: float) -> None:
-        """Nothing new begins meanwhile. Raises TimeoutError, or as its link does."""
+        """Load weights; no new sequence starts meanwhile. Raises TimeoutError, or as its link does."""
         self.queue.close()
         try:
             async with asyncio.timeout(within_s):
@@ -56,7 +56,7 @@ class Server:
             self.queue.open()
 
     def overtake(self) -> None:
-        """Take back what has no token yet: it might begin on keys of the old version after a load."""
+        """Take back sequences without a token: after a load they might start on KV cache of the old version."""
         for sibling, scope in self._tokenless.items():
             sibling.overtaken = True
             _expire(scope)
@@ -66,7 +66,7 @@ class Server:
 
     @asynccontextmanager
     async def working(self, sibling: Sibling) -> AsyncIterator[None]:
-        """With a place in its queue; inside, `sibling` is with the server.
+        """Hold a slot in the server's queue; inside, `sibling` is with the server.
 
         Raises:
             ServerGoneError: the server was lost meanwhile.

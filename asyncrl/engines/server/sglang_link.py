@@ -1,12 +1,12 @@
-"""SGLang's server, by what its sources say (`http_server.py`, `io_struct.py`) and what 0.5.23 does on a CPU.
+"""SGLang's HTTP API, according to its sources (`http_server.py`, `io_struct.py`) and to 0.5.23 on a CPU.
 
     /generate                        tokens in, tokens out
-    /pause_generation mode=abort     sequences that run are ended, new ones wait
-    /update_weights_from_disk        a folder that the server reads, and the label of what is in it
-    /flush_cache                     keys of the weights before
+    /pause_generation mode=abort     running sequences are ended, new ones wait
+    /update_weights_from_disk        a folder that the server reads, and the label of its contents
+    /flush_cache                     drops the KV cache of the previous weights
     /continue_generation /abort_request /server_info /model_info
 
-Only newer ones tell tokens of several weights apart (`weight_versions`); so no sequence goes on over an update.
+Only newer versions tell apart tokens of several weights (`weight_versions`), so no sequence continues over an update.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from asyncrl.errors import ConfigError, GenerationError
 
 START_IT = "Start it as docs/servers.md says: python -m sglang.launch_server --model-path MODEL"
 ALONE = ("dp_size", "pp_size", "tokenizer_worker_num")
-"""Of several of these each would have weights, or a label of them, of its own."""
+"""Settings that must be 1: with more, each replica would have its own weights, or its own label of them."""
 NONE_OF = ("quantization", "speculative_algorithm", "enable_lora", "preferred_sampling_params")
-"""Change log-probs, or what tokens are drawn from."""
+"""Settings that must be unset: they change log-probs, or the distribution that tokens are sampled from."""
 AS_OURS = "Start it with the model of model.path"
 FLUSH_S, AGAIN_S = 20.0, 0.02
-"""How long a cache is asked to be flushed that is in use, and between two times."""
+"""Longest time in seconds that a flush of a busy cache is retried, and the pause between two tries."""
 DTYPES = {"float": "float32", "half": "float16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SglangFacts:
-    """Of one server. Implements `link.Facts`."""
+    """Facts about one server. Implements `link.Facts`."""
 
     settings: Mapping[str, Any]
-    """/server_info: the arguments it was started with, and what its scheduler says."""
+    """/server_info: the arguments that it was started with, and its scheduler's state."""
 
     @property
     def max_length(self) -> int:
@@ -60,7 +60,7 @@ class SglangFacts:
 def problems(
     facts: SglangFacts, model: Mapping[str, Any], dtype: str, shape: Mapping[str, Any] | None
 ) -> Iterator[str]:
-    """Why this server cannot be used. Args: model: /model_info. dtype, shape: as `Dialect.facts`."""
+    """Yield the reasons why this server cannot be used. Args: model: /model_info. dtype, shape: as `Dialect.facts`."""
     settings = facts.settings
     if "weight_version" not in model:
         yield "its /model_info does not say which weights it has: it is too old. Start a newer SGLang"
@@ -85,7 +85,7 @@ def problems(
 
 
 def _started_with(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Shape of the model that the server was started with; empty where its folder cannot be seen from here."""
+    """Shape of the model that the server was started with; empty if its folder is not visible from here."""
     try:
         config = json.loads((Path(settings["model_path"]) / "config.json").read_text())
     except (OSError, ValueError, KeyError, TypeError):
@@ -99,22 +99,22 @@ class SglangLink(ServerLink):
 
     kind, start_it = "SGLang", START_IT
     tells_spans = False
-    broken_off = GenerationError  # it says so what is wrong with a request; a lost engine process breaks the connection
+    broken_off = GenerationError  # it reports request errors this way; a lost engine process breaks the connection
 
     def __init__(self, url: str, *, base_url: str, key: str, timeout_s: float) -> None:
         super().__init__(url, base_url=base_url, key=key, timeout_s=timeout_s)
         self._one_load = asyncio.Lock()
-        """The server gives the answer of the first of two loads to both."""
+        """One load at a time: the server gives the answer of the first of two concurrent loads to both."""
         self._process: Any = None
-        """Drawn by the server at its start (`random_seed`): another one is another process."""
+        """The server's `random_seed`, drawn at its start: another value is another process."""
         self._unanswered: tuple[str, Any] | None = None
-        """Label and process of a load that may still go on."""
+        """Label and process of a load that may still be running."""
 
     async def facts(self, dtype: str, shape: Mapping[str, Any] | None) -> SglangFacts:
-        # Not /health: it makes a token, which one that was left paused by a worker that died never does.
+        # Not /health, which generates a token: a server left paused by a dead worker never does.
         model = await self.ask("GET", "/model_info")
         label = str(self.part(model, "weight_version"))
-        settings = await self.ask("GET", "/server_info")  # its scheduler is asked, too
+        settings = await self.ask("GET", "/server_info")  # this asks its scheduler, too
         self._process = self.part(settings, "random_seed")
         if self._unanswered is not None:
             if self._unanswered[0] != label and self._unanswered[1] == self._process:
@@ -134,7 +134,7 @@ class SglangLink(ServerLink):
         return str(await self.get("/model_info", "weight_version", timeout_s))
 
     async def busy(self, timeout_s: float) -> float:
-        """Not asked: only with --enable-metrics it would say."""
+        """Not queried: the server reports it only with --enable-metrics."""
         return 0.0
 
     def stream(self, sibling: Sibling, name: str, label: str) -> AsyncIterator[Mapping[str, Any]]:
@@ -154,7 +154,7 @@ class SglangLink(ServerLink):
                     "top_k": sampling.top_k or -1,
                     "min_p": sampling.min_p,
                     "stop_token_ids": list(sampling.stop_token_ids),
-                    "ignore_eos": not sampling.stop_token_ids,  # it ignores those as well
+                    "ignore_eos": not sampling.stop_token_ids,  # it would ignore those as well
                     "stream_interval": 1 if sampling.stop else TOLD_EVERY,
                 },
             },
@@ -162,13 +162,13 @@ class SglangLink(ServerLink):
         )
 
     def read(self, chunk: Mapping[str, Any], answer: Answer) -> int:
-        """A chunk has all tokens so far, or with --incremental-streaming-output the new ones."""
+        """Append a chunk; it holds all tokens so far, or with --incremental-streaming-output the new ones."""
         have = len(answer.token_ids)
         try:
             meta = chunk["meta_info"]
             ended, label = (meta["finish_reason"] or {}).get("type", ""), meta["weight_version"]
             answer.finish_reason = ended
-            if ended == "abort":  # what came with it may be anything
+            if ended == "abort":  # the rest of such a chunk may be anything
                 return 0
             found, count = meta["output_token_logprobs"] or [], meta["completion_tokens"]
             first = count - len(found)
@@ -200,7 +200,8 @@ class SglangLink(ServerLink):
         return np.array([each[0] for each in found[1:]], np.float32)
 
     async def _flush(self) -> None:
-        """waits for: the scheduler to put away what was ended. Raises GenerationError: it has not in `FLUSH_S`."""
+        """waits for: the scheduler to remove the ended sequences. Raises GenerationError: it has not within
+        `FLUSH_S`."""
         deadline = time.monotonic() + FLUSH_S
         while True:
             try:
@@ -215,7 +216,7 @@ class SglangLink(ServerLink):
         async with self._one_load:
             self._unanswered = (load.label, self._process)
             body = {"model_path": load.path, "load_format": "safetensors", "weight_version": load.label}
-            body |= {"flush_cache": False}  # the load would fail where what was ended is still in its last batch
+            body |= {"flush_cache": False}  # a flush fails the load while ended sequences are still in a batch
             try:
                 await self.post("/pause_generation", {"mode": "abort"})
                 await self.post("/update_weights_from_disk", body)

@@ -1,4 +1,4 @@
-"""SGLang servers: a version comes to the worker, by any transport, and from there as a file to each of them."""
+"""SGLang servers: a version comes to the worker by any transport, and is passed on to each server as a file."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from asyncrl.errors import WeightsError
 from asyncrl.schema import Config
 
 RETRY_S = 30.0
-"""Until a server that could not load is asked again."""
+"""Seconds until a server that could not load is asked again."""
 
 
 class SglangServers(ServerEngine):
-    """Implements `engines.base.Engine` and `Several`. Args: folder: of this worker alone; the servers read there."""
+    """Implements `engines.base.Engine` and `Several`. Args: folder: used by this worker alone; the servers read from
+    it."""
 
     start_it = START_IT
 
     def __init__(self, config: Config, links: Sequence[SglangLink], folder: Path) -> None:
         self._folder = folder
-        shutil.rmtree(folder, ignore_errors=True)  # of a worker before, that was killed
+        shutil.rmtree(folder, ignore_errors=True)  # left by a previous worker that was killed
         self._current: tuple[int, str] | None = None
-        """What servers are given, by whomever finds that one has something else: a load, or its own arrival."""
+        """Version and path that every server should have; given by a load, or when a server arrives."""
         self._given = dict[str, tuple[int, str]]()
-        """By URL: at which of its arrivals a server was given what."""
+        """By URL: the arrival at which a server was given weights, and their path."""
         self._one_load = defaultdict[str, asyncio.Lock](asyncio.Lock)
         self._written = 0
         super().__init__(config, links)
@@ -43,7 +44,7 @@ class SglangServers(ServerEngine):
     def load_weights(self, policy_version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         self._parameters.check(tensors)
         path = self._write(policy_version, tensors)
-        self._current = policy_version, str(path)  # who comes from now on is given these
+        self._current = policy_version, str(path)  # servers that arrive from now on are given these
         self._loop.call(self._one_is_there(), PATIENCE_S)
         self._load(policy_version, list(self._servers), str(path))
         for old in self._folder.iterdir():
@@ -63,13 +64,13 @@ class SglangServers(ServerEngine):
         await super()._arrived(server)
 
     async def _one_is_there(self) -> None:
-        """waits for: any server, where all are away just now; unblocked by: its arrival, or PATIENCE_S."""
+        """waits for: any server, if all are away just now; unblocked by: its arrival, or PATIENCE_S."""
         with suppress(TimeoutError):  # the load says why there is none
             async with asyncio.timeout(PATIENCE_S - 10.0), self._changed:
                 await self._changed.wait_for(lambda: any(server.facts for server in self._servers.values()))
 
     async def _commit_on(self, server: Server, policy_version: int, path: str) -> None:
-        async with self._one_load[server.url]:  # the end of one would let sequences in under another
+        async with self._one_load[server.url]:  # the end of one load would let sequences in during another
             if self._current is not None:
                 policy_version, path = self._current
             given = server.arrivals, path
@@ -83,7 +84,7 @@ class SglangServers(ServerEngine):
             self._given[server.url] = given
 
     def _write(self, policy_version: int, tensors: Mapping[str, torch.Tensor]) -> Path:
-        self._written += 1  # a version may come twice, and the first may still be read
+        self._written += 1  # a version may come twice while the first is still being read
         path = self._folder / f"{policy_version}.{self._written}"
         try:
             path.mkdir(parents=True)

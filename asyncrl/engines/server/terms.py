@@ -1,4 +1,4 @@
-"""What a vLLM server must be like to make rollouts, judged by what it says of itself."""
+"""Requirements on a vLLM server for rollouts, checked against what the server reports."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ START_IT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmFacts:
-    """Of one server. Implements `link.Facts`."""
+    """Facts about one server. Implements `link.Facts`."""
 
     version: str
-    """Of vLLM."""
+    """Version of vLLM."""
     settings: Mapping[str, Any]
     """`vllm_config` of /server_info."""
 
@@ -31,7 +31,7 @@ class VllmFacts:
 
     @property
     def width(self) -> int:
-        """Processes that hold the model."""
+        """Number of processes that hold the model."""
         return int(self.settings["parallel_config"]["tensor_parallel_size"])
 
 
@@ -44,12 +44,13 @@ NONE_OF = {
     "watermark_config": (),
     "lora_config": (),
 }
-"""Parts of vLLM's settings that must be empty, or of which these must: what they do to log-probs or to weights makes
-them others than those recorded (`checks.engine` says it of each for engine=vllm), or was never tried."""
+"""Parts of vLLM's settings that must be empty, or whose listed keys must be: they would make log-probs or weights
+differ from the recorded ones (`checks.engine` explains each for engine=vllm), or were never tried."""
 
 
 def problems(facts: VllmFacts, dtype: str) -> Iterator[str]:
-    """Why this server cannot be used; `dtype` is what the run takes engines to compute in, empty where that is open."""
+    """Yield the reasons why this server cannot be used; `dtype`: that the run expects engines to compute in, or
+    empty."""
     settings, model = facts.settings, facts.settings["model_config"]
     if tuple(facts.version.split(".")[:2]) != ("0", "32"):
         yield f"it runs vLLM {facts.version}, and only 0.32 was tried. Start that one"
@@ -76,8 +77,8 @@ def problems(facts: VllmFacts, dtype: str) -> Iterator[str]:
 
 
 def differences(ours: Mapping[str, Any], answers: list[Any]) -> Iterator[str]:
-    """Between our model's config (and our `vllm.receiver.SEAT`) and what the server's processes say of theirs. What
-    `ours` has not is not judged."""
+    """Yield differences between our model's config (and our `vllm.receiver.SEAT`) and what the server's processes
+    report. Keys missing in `ours` are not compared."""
     for answer in answers:
         protocol = answer.get("protocol") if isinstance(answer, Mapping) else None
         if protocol != PROTOCOL or answer.get("seat") != ours.get("seat", answer.get("seat")):

@@ -1,4 +1,4 @@
-"""`vllm serve` 0.32.
+"""HTTP API of `vllm serve` 0.32.
 
 /inference/v1/generate           tokens in, tokens out (needs --enable-scale-out; guarded by the server's key)
 /inference/v1/abort_requests     likewise
@@ -24,7 +24,7 @@ from asyncrl.errors import ConfigError, GenerationError
 
 GENERATE = "/inference/v1/generate"
 GAUGES = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
-"""Of each engine process one; `vllm:num_requests_waiting_by_reason` says the second once more."""
+"""One of each per engine process; `vllm:num_requests_waiting_by_reason` repeats the second."""
 
 
 class VllmLink(ServerLink):
@@ -34,7 +34,7 @@ class VllmLink(ServerLink):
     tells_spans = True
 
     async def facts(self, dtype: str, shape: Mapping[str, Any] | None) -> VllmFacts:
-        said = await self.get("/server_info?config_format=json", "vllm_config")  # at first it looks around for seconds
+        said = await self.get("/server_info?config_format=json", "vllm_config")  # the first call takes seconds
         facts = VllmFacts(version=await self.get("/version", "version", LOOK_TIMEOUT_S), settings=said)
         try:
             why = next(problems(facts, dtype), "") or ("" if facts.max_length and facts.width else "it holds nothing")
@@ -68,11 +68,11 @@ class VllmLink(ServerLink):
             raise ServerGoneError(f"{self.url} sent no chunk of vLLM's ({error!r}): {chunk!s:.200}") from error
 
     async def abort(self, name: str) -> None:
-        """Whoever streams it gets a last chunk, with the finish reason `abort`."""
+        """Abort a request; its stream gets a last chunk, with the finish reason `abort`."""
         await self.post("/inference/v1/abort_requests", {"request_ids": [f"generate-tokens-{name}"]})
 
     async def score(self, ids: NDArray[np.int32], name: str) -> NDArray[np.float32]:
-        """The prefix cache is not read: it has keys, but no log-probs."""
+        """Score a sequence without reading the prefix cache, which holds no log-probs."""
         if len(ids) < 2:
             return np.zeros(0, np.float32)
         sampling = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "prompt_logprobs": 0}
@@ -95,6 +95,6 @@ class VllmLink(ServerLink):
         await self.post("/resume")
 
     async def call_workers(self, method: str, arguments: Sequence[Any]) -> list[Any]:
-        """One of `vllm.plugin.WorkerExtension` in every worker process of the server."""
+        """Call one method of `vllm.plugin.WorkerExtension` in every worker process of the server."""
         answer = await self.post("/collective_rpc", {"method": method, "args": list(arguments)})
         return self.part(answer, "results")

@@ -1,4 +1,4 @@
-"""vLLM servers: each is a part of the weight group, and stages a version while it generates."""
+"""vLLM servers: each is a member of the weight group, and stages a version while it generates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class VllmServers(ServerEngine):
         self._links = {link.url: link for link in links}
         super().__init__(config, links)
         self._parts = self._parameters.outlines() if config.weights.slices == "auto" else {}
-        """Tensors of which processes need parts alone."""
+        """Tensors of which processes need only parts."""
 
     def receiver(self) -> ServersReceiver:
         return ServersReceiver(
@@ -37,11 +37,11 @@ class VllmServers(ServerEngine):
         self._load(policy_version, tensors.urls)
 
     def _report_lost(self, url: str, why: str) -> None:
-        """From another thread."""
+        """Mark a server as lost, from another thread."""
         self._loop.call(self._lose(self._servers[url], why), self._timeout_s)
 
     def _report_broken_join(self, urls: Sequence[str], why: str) -> None:
-        """The group did not form. Beside servers that served before, those that are new are taken for the reason, and
+        """Handle a group that did not form. If some servers served before, the new ones are considered the cause and
         left alone for a while: with them there would be no update any more."""
         servers = [self._servers[url] for url in urls]
         if any(server.serves for server in servers):
