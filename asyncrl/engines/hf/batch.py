@@ -17,7 +17,8 @@ _NO_STOP = -1
 
 
 class RunningBatch:
-    """Rows `[0, rows)` are live. `length` counts tokens whose keys are in the slots: not the one sampled last."""
+    """The running rows: `[0, rows)` are live. `length` counts tokens whose keys are in the slots, without the last
+    sampled one."""
 
     def __init__(self, max_sequences: int) -> None:
         self.rows = 0
@@ -33,22 +34,22 @@ class RunningBatch:
         self.logprobs = np.zeros((max_sequences, 64), np.float32)
         self.versions = np.full((max_sequences, 64), NO_VERSION, np.int32)
         self.truncation = np.zeros((3, max_sequences), np.float32)
-        """top-p, top-k and min-p; 1, 0 and 0 draw from the whole vocabulary."""
+        """Top-p, top-k and min-p; 1, 0 and 0 sample from the whole vocabulary."""
         self._wanted = np.zeros((5, max_sequences), np.int64)
-        """What each row asks for beside tokens: see `_look_at_rows`."""
+        """What each row requests besides tokens: see `_look_at_rows`."""
         self.recorded: list[dict[str, list[NDArray[Any]]]] = []
-        """Of each row the pieces of `Completion.recorded` so far."""
+        """The pieces of `Completion.recorded` so far, by row."""
         self.topk = 0
-        """The most of the likeliest tokens that a row wants recorded."""
+        """Largest number of most likely tokens that any row records."""
         self.any_greedy = False
         self.any_truncated = False
         self.any_text = False
-        """Whether a row ends by what it says."""
+        """Whether any row has a stop text."""
         self.any_routed = False
-        """Whether a row wants its experts recorded."""
+        """Whether any row records its experts."""
 
     def add(self, pending: Pending) -> None:
-        """Append the request's `n` rows, prompt prefilled, nothing sampled yet."""
+        """Append the request's `n` rows, with the prompt prefilled and nothing sampled yet."""
         request, first = pending.request, self.rows
         stop = first + request.n
         stops = request.sampling.stop_token_ids
@@ -73,12 +74,12 @@ class RunningBatch:
         self._look_at_rows()
 
     def uniforms(self, start: int = 0) -> NDArray[np.float64]:
-        """[rows - start] the draw of each row for its next token."""
+        """[rows - start] the uniform random number of each row for its next token."""
         live = slice(start, self.rows)
         return uniforms(self.key[live], self.produced[live])
 
     def truncations(self, start: int = 0) -> NDArray[np.float32] | None:
-        """[3, rows - start], None where no row is truncated."""
+        """[3, rows - start] truncation of each row; None if no row is truncated."""
         return self.truncation[:, start : self.rows] if self.any_truncated else None
 
     def last_tokens(self) -> NDArray[np.int64]:
@@ -101,7 +102,7 @@ class RunningBatch:
         """Append one sampled token to rows `[start, rows)`; returns the rows that are finished.
 
         Args:
-            recorded: by name, what each of these rows adds to `Completion.recorded`.
+            recorded: by name, the piece that each of these rows appends to `Completion.recorded`.
         """
         rows, live = np.arange(start, self.rows), slice(start, self.rows)
         column = self.produced[live].copy()
@@ -112,7 +113,7 @@ class RunningBatch:
         self.produced[live] = column + 1
         for name, pieces in (recorded or {}).items():
             for row, piece in zip(rows.tolist(), pieces, strict=True):
-                # What a batch-mate wants recorded is not recorded of a row that does not, at any step.
+                # Recorded only for rows that request it, whatever their batch-mates request.
                 sampling = self.owners[row][0].request.sampling
                 if name in (TOPK_IDS, TOPK_LOGPROBS):
                     if sampling.record_topk:
@@ -125,10 +126,10 @@ class RunningBatch:
         return rows[stopped | (column + 1 >= self.limit[live])]
 
     def route(self, routed: Sequence[NDArray[Any]], start: int = 0) -> None:
-        """Append the experts of what rows `[start, rows)` were fed.
+        """Append the experts of the tokens fed to rows `[start, rows)`.
 
         Args:
-            routed: of each [tokens, layers, k], padded on the right; empty where nobody wants them.
+            routed: [tokens, layers, k] of each row, padded on the right; empty if no row records them.
         """
         for row, each in enumerate(routed, start):
             request = self.owners[row][0].request
@@ -137,7 +138,7 @@ class RunningBatch:
                 self.recorded[row].setdefault(ROUTED_EXPERTS, []).append(each[:fed])
 
     def completions(self, rows: NDArray[np.int64]) -> list[Completion]:
-        """Of some rows, at least one; their arrays share memory."""
+        """Return the completions of some rows, at least one; their arrays share memory."""
         counts = self.produced[rows]
         longest = int(counts.max())
         tokens, logprobs = self.tokens[rows, :longest], self.logprobs[rows, :longest]

@@ -1,11 +1,11 @@
 """Continuous batching over a Hugging Face causal LM: one engine thread, asyncio callers, weights swapped in flight.
 
-Each turn of the thread, in this order: forget cancelled requests, swap in weights, prefill
-waiting requests (each prompt once, whatever `n`), one decode step of everything that runs.
+Each iteration of the thread, in this order: drop cancelled requests, swap in weights, prefill waiting requests (each
+prompt once, whatever `n`), one decode step of all running sequences.
 
-Updates keep the KV of running sequences, unless `weights.on_update=recompute`: a sequence that spans an update is then
-sampled from old keys and new weights, and the recorded log-prob of every token is that of the distribution it was drawn
-from all the same.
+Updates keep the KV cache of running sequences, unless `weights.on_update=recompute`: a sequence that spans an update is
+then sampled from old keys and new weights. The recorded log-prob of every token is still that of the distribution it
+was sampled from.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class TransformersEngine:
     """Implements `engines.base.Engine`.
 
     Args:
-        runner: the model with its slots.
+        runner: the model with its KV slots.
         threads: intra-op threads of the engine thread (CPU).
-        load_timeout_s: longest `load_weights` waits for the end of a decode step.
-        recompute: an update computes the keys of running sequences again.
+        load_timeout_s: longest that `load_weights` waits for the end of a decode step.
+        recompute: whether an update recomputes the KV cache of running sequences.
     """
 
     def __init__(
@@ -63,11 +63,12 @@ class TransformersEngine:
         self._batch = RunningBatch(runner.max_sequences)
         self._inbox = Inbox()
         self._admitted: list[Pending] = []
-        """Out of the inbox, not yet in the batch: without it a failing prefill would leave its callers waiting."""
+        """Requests taken from the inbox but not yet in the batch: without it a failing prefill would leave their
+        callers waiting."""
         self._scoring: Job | None = None
-        """Out of the inbox, like them."""
+        """Scoring job taken from the inbox, for the same reason."""
         self._policy_version = self._sampled_version = NO_VERSION
-        """Of the weights that are served, and of the last token that was sampled."""
+        """Versions of the served weights, and of the last sampled token."""
         self._stats: dict[str, float] = dict.fromkeys(_COUNTERS, 0.0)
         self._decoded, self._prefilled = Pace(), Pace()
         self._ready = threading.Event()
@@ -166,7 +167,7 @@ class TransformersEngine:
             self._fail_everyone()
 
     def _wait_for_work(self) -> bool:
-        """False once the engine is closed."""
+        """Wait for work; false once the engine is closed."""
         inbox = self._inbox
         with inbox.condition:
             work = (inbox.waiting, inbox.loads, inbox.scores)
@@ -199,7 +200,7 @@ class TransformersEngine:
         self._drop_rows(rows)
 
     def _load(self) -> None:
-        """Swap in the newest waiting weights; an overtaken older version is done too."""
+        """Swap in all waiting weights; an older version that is overtaken counts as loaded too."""
         started = time.perf_counter()
         with self._inbox.condition:
             jobs = list(self._inbox.loads)
@@ -211,7 +212,7 @@ class TransformersEngine:
                     self._recompute_keys()
                 self._policy_version = job.policy_version
             except RuntimeError as error:
-                # Checked before, so this is a device failure in mid-copy: the weights are of no version. Stop.
+                # Checked before, so this is a device failure during the copy: the weights are mixed. Stop.
                 job.error = error
                 raise
             finally:
@@ -219,10 +220,10 @@ class TransformersEngine:
             self._stats["loads"] += 1
         seconds = time.perf_counter() - started
         self._stats["load_s"] += seconds
-        self._stats["stall_s"] += seconds  # it decodes nothing meanwhile
+        self._stats["stall_s"] += seconds  # nothing is decoded meanwhile
 
     def _recompute_keys(self) -> None:
-        """Those of all running rows, with the weights that have just been loaded."""
+        """Recompute the KV cache of all running rows with the weights that have just been loaded."""
         first = 0
         for chunk in chunks([int(length) for length in self._batch.length[: self._batch.rows]]):
             cache, _ = self._runner.prefill([self._batch.held(first + row) for row in range(len(chunk))])
@@ -236,7 +237,7 @@ class TransformersEngine:
         job.done.set()
 
     def _admit(self) -> list[list[Pending]]:
-        """Waiting requests that fit, in order of arrival, in chunks for one prefill each."""
+        """Take waiting requests that fit, in order of arrival, in chunks for one prefill each."""
         inbox = self._inbox
         if not inbox.waiting:
             return []
@@ -255,7 +256,7 @@ class TransformersEngine:
         return [list(itertools.islice(rest, len(chunk))) for chunk in sizes]
 
     def _prefill(self, chunk: list[Pending]) -> None:
-        """Prefill each prompt once, give its keys to all siblings, and sample their first tokens."""
+        """Prefill each prompt once, copy its keys to all siblings, and sample their first tokens."""
         started = time.perf_counter()
         runner, batch, first = self._runner, self._batch, self._batch.rows
         wanted = any(pending.request.sampling.record_routing for pending in chunk)
@@ -284,7 +285,8 @@ class TransformersEngine:
         self._decoded.add(rows, time.perf_counter() - started)
 
     def _sample(self, logits: torch.Tensor, start: int) -> None:
-        """Draw the next token of rows `[start, rows)`, and hand out the completions that end with it."""
+        """Sample the next token of rows `[start, rows)`, and return the completions that end with it to their
+        callers."""
         batch = self._batch
         temperature = batch.temperature[start : batch.rows]
         drawn = self._runner.sample(
@@ -312,7 +314,7 @@ class TransformersEngine:
             self._runner.slots.move(torch.from_numpy(source).to(device), torch.from_numpy(target).to(device), longest)
 
     def _fail_everyone(self) -> None:
-        """The engine is going down: nobody may be left waiting."""
+        """Fail all requests and jobs when the engine stops, so that no caller waits for ever."""
         self._inbox.close()
         self._ready.set()
         waiting, jobs = self._inbox.drain()

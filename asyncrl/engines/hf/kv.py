@@ -1,9 +1,9 @@
-"""The KV memory of the running batch: one preallocated slot per sequence, each written at its own length.
+"""The KV cache of the running batch: one preallocated slot per sequence, each written at its own length.
 
     row r:  k0 k1 ... k(length_r - 1) | garbage, masked
 
-A sequence joins by copying its prompt's keys into a free slot and leaves by having the last row moved onto it, so
-rows `[0, rows)` are always live. Nothing is padded on the left, nothing is concatenated per step.
+A sequence joins by copying its prompt's keys into a free slot, and leaves by having the last row moved onto it, so rows
+`[0, rows)` are always live. Nothing is padded on the left, nothing is concatenated per step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def check_mergeable(kind: type[PreTrainedModel] | None, config: PreTrainedConfig
     """Refuse models whose cache is not plain keys and values of full attention.
 
     Args:
-        kind: the model's class, where it is known.
+        kind: the model's class, if known.
 
     Raises:
         ConfigError: names the first layer kind that cannot be merged into a running batch.
@@ -54,7 +54,7 @@ def _said(layer: object) -> str:
 
 
 class SlotLayer(CacheLayerMixin):
-    """Keys and values of one model layer, [slots, heads, columns, head_dim]; made at the first prefill."""
+    """Keys and values of one model layer, [slots, heads, columns, head_dim]; allocated at the first prefill."""
 
     def __init__(self, slots: SlotCache) -> None:
         super().__init__()
@@ -69,11 +69,12 @@ class SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One decode step: write `[R, heads, 1, head_dim]` at each row's position, return views of what is in use."""
+        """One decode step: write `[R, heads, 1, head_dim]` at each row's position; return views of the columns in
+        use."""
         assert self.keys is not None and self.values is not None
         rows, heads, view = *key_states.shape[:2], self.slots.step_columns
         places = self.slots.step_places(heads)
-        # By places of the flat memory: by row and position a small model spends as long here as in its attention.
+        # Indices into the flat memory: indexing by row and position takes a small model as long as its attention.
         for memory, states in ((self.keys, key_states), (self.values, value_states)):
             memory.view(-1, memory.shape[-1]).index_copy_(0, places, states.reshape(-1, states.shape[-1]))
         return self.keys[:rows, :, :view], self.values[:rows, :, :view]
@@ -97,7 +98,7 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """`past_key_values` of every decode step. `begin_step` says where the step writes; HF layers call `update`."""
+    """`past_key_values` of every decode step. `begin_step` sets where the step writes; HF layers call `update`."""
 
     def __init__(self, num_layers: int, max_sequences: int, device: torch.device) -> None:
         self.device = device
@@ -125,8 +126,7 @@ class SlotCache(Cache):
 
     def fill(self, prompts: DynamicCache, source: torch.Tensor, first_row: int) -> None:
         """Copy prefilled prompts into rows `first_row...`: row `first_row + i` gets prompt `source[i]` (siblings share
-        one). What lies past a prompt's own length is garbage from padding; the mask of every step hides it.
-        """
+        one). Columns beyond a prompt's own length hold garbage from padding; the mask of every step hides them."""
         for layer, filled in zip(self.slot_layers, prompts.layers, strict=True):
             assert isinstance(filled, DynamicLayer) and filled.keys is not None and filled.values is not None
             if layer.keys is None or layer.values is None:
@@ -145,15 +145,16 @@ class SlotCache(Cache):
                 used.index_copy_(0, target, used.index_select(0, source))
 
     def begin_step(self, positions: torch.Tensor, columns: int) -> torch.Tensor:
-        """Rows `[0, len(positions))` write at `positions`; returns their attention mask [R, 1, 1, columns], bool."""
+        """Set that rows `[0, len(positions))` write at `positions`; returns their attention mask [R, 1, 1, columns],
+        bool."""
         self._step_positions = positions
         self._step_places.clear()
         self.step_columns = columns
         return (self.ages[:columns] <= positions.unsqueeze(1))[:, None, None, :]
 
     def step_places(self, heads: int) -> torch.Tensor:
-        """[R * heads] where each row writes, counted in heads' columns from the first; layers of as many heads share
-        it."""
+        """[R * heads] where each row writes, as indices into the flat [slots * heads * columns]; shared by layers with
+        the same number of heads."""
         places = self._step_places.get(heads)
         if places is None:
             lines = torch.arange(len(self._step_positions) * heads, device=self.device).view(-1, heads)

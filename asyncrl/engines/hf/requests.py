@@ -1,4 +1,4 @@
-"""A request on its way through the engine, and the inbox between asyncio callers and the engine thread."""
+"""Requests in the engine, and the inbox between asyncio callers and the engine thread."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PREFILL_TOKENS = 16384
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """One `generate` call: resolved when all `n` members are finished."""
+    """One `generate` call: resolved once all `n` members are finished."""
 
     request: GenerateRequest
     loop: asyncio.AbstractEventLoop
@@ -33,19 +33,19 @@ class Pending:
     cancelled: bool = False
 
     def finish_member(self, member: int, completion: Completion) -> bool:
-        """Store one completion; true when it was the last: then `hand_out` is due."""
+        """Store one completion; returns whether it was the last, so that `hand_out` is due."""
         self.members[member] = completion
         return len(self.members) == self.request.n
 
     def fail(self, error: GenerationError) -> None:
-        # The caller's loop may be closed already (its process is going down): then nobody waits for the answer.
+        # The caller's loop may be closed already, since its process is ending: then nobody waits for the answer.
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(lambda: self.future.done() or self.future.set_exception(error))
 
 
 def hand_out(finished: Sequence[Pending]) -> None:
-    """Give callers their completions, with one wake-up of each loop: those of small sequences end many at a time, and
-    each wake-up is a system call here and a turn of the loop there."""
+    """Return completions to their callers with one wake-up per loop: short sequences finish many at a time, and each
+    wake-up is a system call here and an iteration of the loop there."""
     by_loop: dict[asyncio.AbstractEventLoop, list[Pending]] = {}
     for pending in finished:
         by_loop.setdefault(pending.loop, []).append(pending)
@@ -62,7 +62,7 @@ def _answer(finished: Sequence[Pending]) -> None:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Job:
-    """Something the engine thread does in the gap between two decode steps, for a caller that waits."""
+    """Work that the engine thread does between two decode steps, for a waiting caller."""
 
     done: threading.Event = field(default_factory=threading.Event)
     error: Exception | None = None
@@ -78,14 +78,14 @@ class LoadJob(Job):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ScoreJob(Job):
-    """Sequences whose log-probs are wanted, and, once done, those."""
+    """Sequences to score, and once done their log-probs."""
 
     sequences: Sequence[NDArray[np.int32]]
     logprobs: list[NDArray[np.float32]] = field(default_factory=list)
 
 
 class Inbox:
-    """Everything callers hand to the engine thread. One condition variable guards it all."""
+    """Everything that callers pass to the engine thread, guarded by one condition variable."""
 
     def __init__(self) -> None:
         self.condition = threading.Condition()
@@ -93,12 +93,12 @@ class Inbox:
         self.loads: deque[LoadJob] = deque()
         self.scores: deque[ScoreJob] = deque()
         self.dirty = False
-        """A cancellation happened since the engine last looked."""
+        """Whether a request was cancelled since the engine last checked."""
         self.closed = False
         self.failure: Exception | None = None
 
     def refuse_if_stopped(self) -> None:
-        """Raise the reason why nothing can be asked of the engine any more."""
+        """Raise the reason why the engine accepts nothing any more, if there is one."""
         if self.failure is not None:
             raise GenerationError(f"the engine thread stopped: {self.failure!r}. Restart the worker.") from self.failure
         if self.closed:
@@ -129,7 +129,7 @@ class Inbox:
             self.condition.notify_all()
 
     def withdraw(self, job: LoadJob) -> bool:
-        """Take back a load that was not started; false if it is too late."""
+        """Take back a load that has not started; returns false if it is too late."""
         with self.condition:
             if job in self.loads:
                 self.loads.remove(job)
@@ -143,7 +143,7 @@ class Inbox:
             self.condition.notify_all()
 
     def drain(self) -> tuple[list[Pending], list[Job]]:
-        """What never started, for failing it when the engine stops."""
+        """Take everything that never started, to fail it when the engine stops."""
         with self.condition:
             pending, jobs = list(self.waiting), [*self.loads, *self.scores]
             for queue in (self.waiting, self.loads, self.scores):
@@ -152,7 +152,7 @@ class Inbox:
 
 
 def check_request(request: GenerateRequest, *, vocabulary: int, max_length: int, max_sequences: int) -> None:
-    """Raises GenerationError when an engine of these sizes can never serve `request`."""
+    """Raises GenerationError if an engine of these sizes can never serve `request`."""
     check_ids(request.prompt_ids, vocabulary)
     check_stop(request)
     longest, n = len(request.prompt_ids) + request.sampling.max_new_tokens, request.n
@@ -175,8 +175,8 @@ def check_ids(ids: NDArray[np.int32], vocabulary: int) -> None:
 
 
 def chunks(lengths: Sequence[int]) -> list[list[int]]:
-    """Sequences in their order, by length, split by number and padded tokens so that a prefill's activations stay
-    bounded."""
+    """Divide sequence lengths, in order, into chunks limited in number and in padded tokens, so that a prefill's
+    activations stay bounded."""
     parts: list[list[int]] = []
     for length in lengths:
         longest = max(*parts[-1], length) if parts else 0

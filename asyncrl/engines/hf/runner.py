@@ -1,4 +1,4 @@
-"""The model side of the engine: load, prefill, one decode step. Everything here runs on the engine thread."""
+"""The model side of the engine: load, prefill, decode step. Everything here runs on the engine thread."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from asyncrl.types import TOPK_IDS, TOPK_LOGPROBS
 
 _ROUND_COLUMNS = 8
 _UNFIT = (RuntimeError, ValueError, TypeError, AttributeError, IndexError)
-"""What a forward raises that was not written for our cache, mask or positions."""
+"""Errors of a forward that was not written for our cache, mask or positions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """What one step sampled, on the host."""
+    """Result of sampling one step, on the host."""
 
     tokens: NDArray[np.int64]
     """[R]"""
     logprobs: NDArray[np.float32]
     """[R]"""
     recorded: Mapping[str, Sequence[NDArray[Any]]] = field(default_factory=dict)
-    """By name, of each of R rows what the step adds to `Completion.recorded`."""
+    """By name, the piece that the step appends to `Completion.recorded` for each of the R rows."""
 
 
 def _topk_pieces(logprobs: torch.Tensor, ids: torch.Tensor) -> dict[str, Sequence[NDArray[Any]]]:
-    """Of each row a piece [1, k]."""
+    """Return a piece [1, k] for each row."""
     found = {TOPK_IDS: ids.to(torch.int32), TOPK_LOGPROBS: logprobs.float()}
     return {name: tuple(values.cpu().numpy()[:, None]) for name, values in found.items()}
 
 
 class ModelRunner:
-    """A Hugging Face causal LM with the slots its running sequences live in."""
+    """A Hugging Face causal LM with the KV slots of its running sequences."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class ModelRunner:
         self.model = model.to(device).eval().requires_grad_(False)  # pyright: ignore[reportArgumentType]
         self.device = device
         config = model.config.get_text_config(decoder=True)
-        # Models without positions of their own (ALiBi) name no last one.
+        # Models without position embeddings of their own (ALiBi) have no limit.
         self.max_length = int(getattr(config, "max_position_embeddings", None) or sys.maxsize)
         self.vocabulary = int(config.vocab_size)
         self.num_layers = int(config.num_hidden_layers)
@@ -93,7 +93,7 @@ class ModelRunner:
         """Load from a directory or hub name; code shipped with a checkpoint is never run.
 
         Args:
-            adapters: updates are adapters for these weights, not weights.
+            adapters: updates are adapters for these weights, not full weights.
             exact: as `engine.exact`.
             fp32_head: as `model.fp32_head`.
         """
@@ -101,15 +101,15 @@ class ModelRunner:
         return cls(model, device, max_sequences, adapters=adapters, exact=exact, fp32_head=fp32_head)
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Swap in an update that `parameters.check` has passed."""
+        """Swap in an update that has passed `parameters.check`."""
         self.parameters.load(tensors)
         if self.exact is not None:
             self.exact.forget()
 
     def prefill(self, prompts: list[NDArray[np.int32]]) -> tuple[DynamicCache, torch.Tensor]:
-        """Keys of all `prompts`, padded on the right, and the logits [P, V] after each one's last token.
+        """Return the keys of all `prompts`, padded on the right, and the logits [P, V] after the last token of each.
 
-        Right padding needs no mask: under causal attention no real token sees what comes after it.
+        Right padding needs no mask: under causal attention no real token attends to what comes after it.
         """
         lengths = np.array([len(prompt) for prompt in prompts])
         ids = np.zeros((len(prompts), int(lengths.max())), np.int64)
@@ -124,7 +124,7 @@ class ModelRunner:
         return cache, output.logits[self._tensor(np.arange(len(prompts))), self._tensor(which)]
 
     def decode(self, tokens: NDArray[np.int64], positions: NDArray[np.int64]) -> torch.Tensor:
-        """Logits [R, V] of rows `[0, R)` after feeding [R] `tokens` at [R] `positions`."""
+        """Return the logits [R, V] of rows `[0, R)` after feeding [R] `tokens` at [R] `positions`."""
         longest = int(positions.max()) + 1
         columns = -(-longest // _ROUND_COLUMNS) * _ROUND_COLUMNS
         self.slots.reserve(len(tokens), columns)
@@ -141,8 +141,8 @@ class ModelRunner:
 
     @contextmanager
     def routing(self, wanted: bool, rows: int) -> Iterator[list[NDArray[Any]]]:
-        """Around a `prefill` or `decode` of `rows`; afterwards the list has the experts of each row's tokens, [T,
-        layers, k]. It stays empty where none are `wanted`."""
+        """Context for a `prefill` or `decode` of `rows`; afterwards the list holds the experts of each row's tokens,
+        [T, layers, k]. It stays empty unless `wanted`."""
         told: list[NDArray[Any]] = []
         if not wanted:
             yield told
@@ -160,11 +160,11 @@ class ModelRunner:
         truncation: NDArray[np.float32] | None = None,
         topk: int = 0,
     ) -> Drawn:
-        """The one synchronisation of a step, unless something is recorded.
+        """Sample one token per row. The only synchronisation of a step, unless something is recorded.
 
         Args:
-            truncation: [3, R] top-p, top-k and min-p of each row; None draws from the whole vocabulary.
-            topk: how many of the likeliest tokens are recorded.
+            truncation: [3, R] top-p, top-k and min-p of each row; None samples from the whole vocabulary.
+            topk: number of most likely tokens to record.
         """
         heat, support = self._tensor(temperature), None
         if truncation is not None:
@@ -195,13 +195,13 @@ class ModelRunner:
         return scored
 
     def check_model(self) -> None:
-        """Prove that slots, mask and positions mean to this model what they mean to us.
+        """Verify that the model interprets slots, mask and positions as this engine does.
 
-        Two prompts of different lengths are decoded one token in a merged batch and compared with plain forwards.
-        An architecture that derives positions from something else (ALiBi from a 2D mask, say) fails here, at start.
+        Two prompts of different lengths are decoded one token in a merged batch and compared with plain forwards. An
+        architecture that derives positions from something else (ALiBi from a 2D mask, say) fails here, at the start.
 
         Raises:
-            ConfigError: the logits differ, or the model takes no such batch.
+            ConfigError: the logits differ, or the model does not accept such a batch.
         """
         prompts = [np.arange(1, 3, dtype=np.int32) % self.vocabulary, np.arange(2, 7, dtype=np.int32) % self.vocabulary]
         try:

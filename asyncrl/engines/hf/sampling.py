@@ -1,4 +1,4 @@
-"""From logits to tokens and the log-probs of the distribution they were sampled from."""
+"""Samples tokens from logits, with the log-probs of the distribution that they were sampled from."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from asyncrl.exact.arithmetic import exp
 
 
 def at_temperature(logits: torch.Tensor, temperature: torch.Tensor, any_greedy: bool) -> torch.Tensor:
-    """[R, V] float32."""
+    """[R, V] float32 logits, divided by the temperature."""
     scale = torch.where(temperature > 0, temperature, 1.0) if any_greedy else temperature
     return logits.float() / scale.unsqueeze(1)
 
 
 def log_softmax(logits: torch.Tensor, exact: bool) -> torch.Tensor:
-    """[..., V] float32."""
+    """[..., V] float32 log-probs."""
     return kernels.log_softmax(logits) if exact else torch.log_softmax(logits, dim=-1)
 
 
@@ -33,28 +33,28 @@ def sample(
 
     Args:
         logits: [R, V] any float dtype.
-        temperature: [R] float32; 0 is greedy, its log-probs are those at temperature 1.
+        temperature: [R] float32; 0 is greedy, with log-probs at temperature 1.
         uniform: [R] float64 in [0, 1).
         any_greedy: whether any temperature is 0 (known on the host; saves a device synchronisation).
-        support: [R, V] bool, the tokens that each row may draw; None is the whole vocabulary.
-        topk: how many of the likeliest tokens are wanted too; 0 is none.
-        exact: by the kernels of `engine.exact`.
+        support: [R, V] bool, the tokens that each row may sample; None is the whole vocabulary.
+        topk: number of most likely tokens to return too; 0 returns none.
+        exact: use the kernels of `engine.exact`.
 
     Returns:
-        [R] int64 token ids and [R] float32 log-probs, `log_softmax(logits / temperature)` over the support, at the
-        token; and the [R, k] log-probs and ids of the k likeliest, at most all.
+        [R] int64 token ids; their [R] float32 log-probs, `log_softmax(logits / temperature)` over the support; and the
+        [R, k] log-probs and ids of the k most likely tokens, at most the whole vocabulary.
     """
     scaled = at_temperature(logits, temperature, any_greedy)
     if support is not None:
         scaled = scaled.masked_fill(~support, -torch.inf)
     logprobs = log_softmax(scaled, exact)
-    # float64: with a float32 sum the rare tail of a large vocabulary would be drawn in lumps of 1e-7.
-    # What is drawn from is what is recorded, not what it was computed from.
-    # That `exp` ends above 0, and uniform 0 would draw what is outside the support.
+    # float64: with a float32 sum the rare tail of a large vocabulary would be sampled in lumps of 1e-7. The
+    # probabilities are computed from the recorded log-probs, so that the two agree. The exact `exp` never returns 0, so
+    # tokens outside the support are masked: uniform 0 would sample them.
     probs = exp(logprobs.double()).masked_fill_(logprobs == -torch.inf, 0.0) if exact else logprobs.exp()
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
     threshold = (uniform * cumulative[:, -1]).unsqueeze(1)
-    # `right=True` and the clamp: a token of probability 0 is never drawn, not even at uniform 0 or by rounding up.
+    # `right=True` and the clamp: a token of probability 0 is never sampled, even at uniform 0 or by rounding up.
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
     tokens = torch.minimum(torch.searchsorted(cumulative, threshold, right=True), last)
     if any_greedy:

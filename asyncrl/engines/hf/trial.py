@@ -1,4 +1,4 @@
-"""Whether the built-in engine can batch a model, by its config alone: asked before a start, by a process of its own,
+"""Checks whether the built-in engine can batch a model, from its config alone. Runs before a start in its own process,
 since transformers takes seconds to import.
 
 `python -m asyncrl.engines.hf.trial SETTINGS ANSWER_FD PARENT_PID` is internal.
@@ -18,12 +18,12 @@ from asyncrl.own_code import answer
 
 
 def trial(settings: dict[str, Any]) -> None:
-    """Raises ConfigError."""
+    """Raises ConfigError: the engine cannot batch the model."""
     kind: Any = None
     try:
         config = AutoConfig.from_pretrained(settings["folder"], local_files_only=True)
         kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    except Exception:  # a config that transformers cannot read is refused by whoever loads the model
+    except Exception:  # a config that transformers cannot read is refused when the model is loaded
         return
     try:
         check_mergeable(kind, config)

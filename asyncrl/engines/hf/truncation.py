@@ -1,4 +1,4 @@
-"""Top-k, top-p and min-p: which tokens a row may draw, and how that is written down for the learner."""
+"""Top-k, top-p and min-p: which tokens a row may sample, and how that support is recorded for the learner."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from asyncrl.types import SUPPORT_BITS, SUPPORT_COUNTS, SUPPORT_IDS
 
 ID_BYTES = 4
 CANDIDATES = 1024
-"""Tokens that are ranked first; a support with more of them takes a sort of the whole vocabulary."""
+"""Tokens that are ranked first; a support with more of them needs a sort of the whole vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truncation:
-    """[R] of each row; 1, 0 and 0 leave a row as it is."""
+    """Truncation parameters, [R] each; 1, 0 and 0 leave a row unchanged."""
 
     top_p: Float[Tensor, " R"]
     top_k: Float[Tensor, " R"]
@@ -31,17 +31,17 @@ class Truncation:
 
 
 def supports(logits: Float[Tensor, "R V"], given: Truncation) -> Bool[Tensor, "R V"]:
-    """Which tokens are drawn from: min-p over the whole vocabulary, of what is left the k likeliest, of those the
-    fewest that have top_p of what they have together (order and renormalisation are those of vLLM). Never none.
+    """Return the support: min-p over the whole vocabulary; of the rest the k most likely; of those the fewest that
+    together have top_p of their total (order and renormalisation are those of vLLM). Never empty.
 
     Args:
         logits: after the temperature.
     """
-    # float64: with a vocabulary of 10^5 a float32 sum is off by more than a rare token's share.
+    # float64: with a vocabulary of 10^5 the error of a float32 sum exceeds the probability of a rare token.
     normaliser = logits.double().logsumexp(-1)
     if logits.shape[-1] <= CANDIDATES:
         return _by_rank(logits, normaliser, given, *logits.sort(dim=-1, descending=True, stable=True))[0]
-    # Sorting a large vocabulary takes longer than a small model's step: the likeliest tokens alone nearly always do.
+    # Sorting a large vocabulary takes longer than a small model's step; the most likely tokens nearly always suffice.
     order = logits.topk(CANDIDATES, sorted=False).indices.sort(-1).values
     ranked, place = logits.gather(1, order).sort(dim=-1, descending=True, stable=True)
     inside, sure = _by_rank(logits, normaliser, given, ranked, order.gather(1, place))
@@ -60,27 +60,27 @@ def _by_rank(
     ranked: Float[Tensor, "R C"],
     order: Int[Tensor, "R C"],
 ) -> tuple[Bool[Tensor, "R V"], Bool[Tensor, " R"]]:
-    """From the C likeliest tokens of each row in their order: the support, and whether it is the same however many more
-    are looked at."""
+    """Return the support computed from the C most likely tokens of each row, in their order, and whether it would be
+    the same with more of them."""
     probs = (ranked.double() - normaliser[:, None]).exp()
     kept = probs >= given.min_p.double()[:, None] * probs[:, :1]
     place = torch.arange(ranked.shape[-1], device=logits.device)
     kept &= (place < given.top_k[:, None]) | (given.top_k <= 0)[:, None]
     narrowed, uncut = torch.where(kept, probs, 0.0), kept.all(-1)
-    # All that top-p has to choose from: with neither of the others that is the whole vocabulary, ranked or not.
+    # The total that top-p refers to: without the other two it is the whole vocabulary, ranked or not.
     whole = torch.where(uncut, 1.0, narrowed.sum(-1))
     before = narrowed.cumsum(-1) - narrowed
-    # Of a whole sum rounding would leave out the last tokens.
+    # With top_p of 1, rounding would otherwise drop the last tokens.
     kept &= (before < (given.top_p.double() * whole)[:, None]) | (given.top_p >= 1)[:, None]
     kept[:, 0] = True
-    # A tie with the last of the C may go on beyond it, and so may what the other two leave.
+    # A tie with the last of the C may extend beyond it, and so may what min-p and top-k leave.
     last = ranked.gather(1, kept.sum(-1, keepdim=True) - 1)[:, 0]
     sure = (last > ranked[:, -1]) & ~(uncut & ((given.min_p > 0) | (given.top_k > 0)))
     return torch.zeros(logits.shape, dtype=torch.bool, device=logits.device).scatter_(1, order, kept), sure
 
 
 def written(support: Bool[Tensor, "R V"]) -> dict[str, Sequence[NDArray[Any]]]:
-    """Of each row its piece of `support_counts`, `support_ids` and `support_bits` (see `asyncrl.types`)."""
+    """Return each row's piece of `support_counts`, `support_ids` and `support_bits` (see `asyncrl.types`)."""
     vocabulary = support.shape[-1]
     width = -(-vocabulary // 8)
     sizes = support.sum(-1, dtype=torch.int32)

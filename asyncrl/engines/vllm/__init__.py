@@ -1,2 +1,2 @@
-"""vLLM as the engine. `plugin.py` and what it loads run inside vLLM's own worker processes; the rest in the rollout
-worker. Nothing outside this room imports vllm."""
+"""vLLM as the engine. `plugin.py` and the modules that it imports run inside vLLM's own worker processes; the rest runs
+in the rollout worker. Nothing outside this package imports vllm."""

@@ -1,4 +1,4 @@
-"""LoRA inside vLLM's worker processes: adapters come from the staging in memory, no file and no path."""
+"""LoRA inside vLLM's worker processes: adapters are taken from staging in memory, without a file or path."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from asyncrl.weights.adapter import peft_names, read_pairs, read_scaling
 
 
 def add_adapter(manager: Any, tensors: Mapping[str, torch.Tensor], lora_id: int) -> None:
-    """Give vLLM's adapter manager of this worker one more adapter; those it has are not touched.
+    """Add one more adapter to vLLM's adapter manager in this worker; the others are not touched.
 
     Raises:
-        WeightsError: vLLM has no place for one of its layers; it would leave it out without a word.
+        WeightsError: vLLM cannot adapt one of its layers; vLLM itself would silently leave it out.
     """
     rank, alpha = read_scaling(tensors)
     layers = list(read_pairs(tensors))
@@ -25,7 +25,7 @@ def add_adapter(manager: Any, tensors: Mapping[str, torch.Tensor], lora_id: int)
     peft.validate_legal(manager.lora_config)
     inner = manager._adapter_manager
     mapper = getattr(inner.model, "hf_to_vllm_mapper", None)
-    # vLLM scales B in place, and the staging is overwritten by the next version.
+    # Cloned: vLLM scales B in place, and the next version overwrites the staging.
     copies = {name: tensors[name].clone() for layer in layers for name in peft_names(layer)}
     adapter = LoRAModel.from_lora_tensors(
         lora_model_id=lora_id,
@@ -36,7 +36,7 @@ def add_adapter(manager: Any, tensors: Mapping[str, torch.Tensor], lora_id: int)
         model_vocab_size=manager.vocab_size,
         weights_mapper=mapper.get_rename_mapper() if mapper is not None else None,
     )
-    inner.add_adapter(adapter)  # also packs what vLLM computes together (q, k, v), under the name of the whole
+    inner.add_adapter(adapter)  # also packs layers that vLLM merges (q, k, v), under the merged name
     homeless = sorted(set(adapter.loras) - set(inner.modules))
     if homeless:
         inner.remove_adapter(lora_id)
@@ -45,6 +45,6 @@ def add_adapter(manager: Any, tensors: Mapping[str, torch.Tensor], lora_id: int)
 
 
 def drop_adapters(manager: Any, lora_ids: Sequence[int]) -> None:
-    """Forget adapters that no request uses: vLLM would have to load one that a step still asks for, from nowhere."""
+    """Drop adapters that no request uses; a step that still used one would make vLLM load it, which is not possible."""
     for lora_id in lora_ids:
         manager._adapter_manager.remove_adapter(lora_id)

@@ -1,9 +1,9 @@
-"""How many sequences vLLM is given at once: between two watermarks of its KV cache, oldest first.
+"""Limits how many sequences vLLM gets at once: between two watermarks of its KV cache, oldest first.
 
-Only vLLM's own part of how much is made at once: `asyncrl/rollout/worker/concurrency.py` has all of it.
+This is only vLLM's part of the concurrency: see `asyncrl/rollout/worker/concurrency.py` for all of it.
 
-Without a bound vLLM takes all it is offered, runs out of blocks and preempts: what was preempted is prefilled again,
-and under load that can be most of the work.
+Without a limit vLLM accepts everything, runs out of blocks and preempts: preempted sequences are prefilled again, and
+under load that can be most of the work.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLoad:
-    """What vLLM reports after a step."""
+    """vLLM's report after a step."""
 
     usage: float
-    """Share of KV blocks in use, in [0, 1]."""
+    """Fraction of KV blocks in use, in [0, 1]."""
     preemptions: int
-    """Sequences put back since the start; vLLM takes the one it admitted last."""
+    """Sequences preempted since the start; vLLM preempts the one admitted last."""
 
 
 class AdmissionWindow:
-    """Additive increase, multiplicative decrease of `limit`, the sequences that may be in flight.
+    """Additive increase, multiplicative decrease of `limit`, the number of sequences that may be in flight.
 
-    Increase is per finished sequence, not per step: a sequence's keys grow for as long as it lives, so the room that is
-    seen now belongs to those that have begun. Until the first cut every finished sequence widens a full window by one
-    place, after it a whole window of them does.
+    The increase is per finished sequence, not per step: a sequence's KV cache grows for as long as it runs, so free
+    blocks seen now belong to the sequences that have started. Until the first cut every finished sequence widens a full
+    window by one; afterwards a whole window of them does.
 
     Args:
         largest: upper bound of the limit (engine.max_sequences).
@@ -45,16 +45,16 @@ class AdmissionWindow:
         self._credit = 0
         """Sequences that finished since the window last grew."""
         self._draining = False
-        """A cut has not taken effect yet: cutting again now would end at 1 within a few steps."""
+        """Whether the last cut has not taken effect yet: cutting again meanwhile would end at 1 within a few steps."""
 
     def begin(self, kv_tokens: int, longest: int) -> None:
-        """Start with as many sequences as fit if each gets as long as the first may get: from too many it takes a
-        storm of preemptions to come down."""
-        if kv_tokens:  # vLLM says so for every model it keeps in blocks
+        """Start with as many sequences as fit if each gets as long as the first may get: coming down from too many
+        takes a storm of preemptions."""
+        if kv_tokens:  # vLLM reports it for every model with a paged cache
             self.limit = min(self._largest, max(1, kv_tokens // longest))
 
     def observe(self, load: KvLoad, in_flight: int) -> None:
-        """After each step."""
+        """Update the limit; called after each step."""
         self._usage = load.usage
         preempted = load.preemptions > self._preemptions
         self._preemptions = load.preemptions
@@ -65,7 +65,7 @@ class AdmissionWindow:
             self._was_cut, self._credit = True, 0
 
     def finished(self, in_flight: int) -> None:
-        """After each sequence; `in_flight` counts it."""
+        """Called after each finished sequence, which `in_flight` still counts."""
         if self._usage > self._low or in_flight < self.limit:
             return
         self._credit += 1
@@ -74,9 +74,9 @@ class AdmissionWindow:
 
 
 class AdmissionQueue:
-    """Sequences wait here for a place in the window, the oldest first; so what is held is the youngest. One event loop.
+    """Sequences wait here for a slot in the window, the oldest first, so the youngest are held back. One event loop.
 
-    A closed queue lets nobody in: weights are being loaded.
+    A closed queue admits none: weights are being loaded.
     """
 
     def __init__(self, window: AdmissionWindow) -> None:
@@ -90,8 +90,8 @@ class AdmissionQueue:
         return sum(not place.done() for _, place in self._waiting)
 
     async def enter(self, ticket: int) -> None:
-        """waits for: a place, that is a sequence's end, or the load under way; unblocked by: `leave`, `open`, a wider
-        window. Cancel the task to give up. Tickets are unique; a smaller one goes first."""
+        """waits for: a slot, that is the end of a sequence, or of the load in progress; unblocked by: `leave`, `open`,
+        a wider window. Cancel the task to give up. Tickets are unique; a smaller one goes first."""
         place = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (ticket, place))
         self.admit()
@@ -99,7 +99,7 @@ class AdmissionQueue:
             await place
         except asyncio.CancelledError:
             if place.done() and not place.cancelled():
-                self.leave()  # let in and cancelled in the same moment
+                self.leave()  # admitted and cancelled at the same moment
             raise
 
     def leave(self) -> None:
@@ -115,7 +115,7 @@ class AdmissionQueue:
         self.admit()
 
     def admit(self) -> None:
-        """Let in as many as the window allows now."""
+        """Admit as many as the window allows now."""
         while self._waiting and not self._closed and self.in_flight < self.window.limit:
             _, place = heapq.heappop(self._waiting)
             if not place.done():

@@ -24,12 +24,12 @@ from asyncrl.errors import ConfigError, EngineDiedError, GenerationError
 
 T = TypeVar("T")
 LOOK_S = 0.2
-"""Between two looks whether the processes that owe an answer live."""
+"""Seconds between two checks that the processes that owe an answer are alive."""
 
 
 class VllmClient:
     def __init__(self, args: AsyncEngineArgs, meter: EngineMeter) -> None:
-        """Starts vLLM's processes; blocks until they are ready.
+        """Start vLLM's processes; blocks until they are ready.
 
         Raises:
             ConfigError: vLLM refuses its arguments.
@@ -50,7 +50,7 @@ class VllmClient:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens whose keys the cache holds."""
+        """Number of tokens whose KV fits the cache."""
         cache = self._llm.vllm_config.cache_config
         return int(cache.num_gpu_blocks or 0) * int(cache.block_size or 0)
 
@@ -79,16 +79,16 @@ class VllmClient:
         return scores_of(outputs[-1], len(ids))
 
     async def abort(self, names: list[str]) -> None:
-        """Whoever streams them gets a last output, with the finish reason `abort`."""
+        """Abort requests; their streams get a last output, with the finish reason `abort`."""
         await self._answer("abort", self._llm.abort(names))
 
     async def pause(self, clear_cache: bool) -> None:
-        """Freeze what runs between two steps; with `clear_cache` its keys and the prefix cache are dropped."""
+        """Pause running sequences between two steps; `clear_cache` drops their KV cache and the prefix cache."""
         # As pause_generation(), without its fixed sleep of 20 ms, which would be most of the pause.
         await self._answer("pause", self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache))
 
     async def resume(self, version_label: str) -> None:
-        """Go on; tokens carry this label from here."""
+        """Resume; tokens carry this label from now on."""
         await self._answer("resume", self._llm.update_weight_version(version_label))
         await self._answer("resume", self._llm.resume_generation())
 
@@ -96,8 +96,8 @@ class VllmClient:
         return await self._answer(method, self._llm.collective_rpc(method, args=arguments))
 
     async def _answer(self, what: str, call: Coroutine[Any, Any, T]) -> T:
-        """waits for: vLLM's processes; unblocked by: their answer, or their death, of which vLLM tells streams and not
-        calls. The caller has the deadline.
+        """waits for: vLLM's processes; unblocked by: their answer, or their death, which vLLM reports to streams but
+        not to calls. The caller has the deadline.
 
         Raises:
             EngineDiedError: they are gone.

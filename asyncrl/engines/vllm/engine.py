@@ -1,10 +1,10 @@
-"""vLLM as the engine: AsyncLLM on a loop of its own in this process, its workers in processes of theirs.
+"""vLLM as the engine: AsyncLLM on its own event loop in this process, its workers in their own processes.
 
-    generate   every sibling is a request of its own; the prompt's keys are shared through the prefix cache
+    generate   every sibling is a separate request; they share the prompt's KV through the prefix cache
     load       staged already -> pause (keep) -> start, load, finish -> label -> resume
 
-A sequence that spans an update carries two versions. What had no token yet when weights changed starts again under the
-new version's cache salt, so no sequence begins on another version's keys.
+A sequence that spans an update carries two versions. A sequence without a token when the weights change starts again
+under the new version's cache salt, so no sequence starts on another version's KV cache.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SHUT_DOWN_S = 60.0
 
 
 def make_vllm_engine(config: Config) -> VllmEngine:
-    """Raises ConfigError when vLLM, the device or the model cannot do what is asked."""
+    """Raises ConfigError if vLLM, the device or the model does not support the config."""
     set_environment(config.engine.tensor_parallel)
     model = read_model_config(config.model.path)
     return VllmEngine(
@@ -66,13 +66,13 @@ class VllmEngine:
 
     Args:
         model: config of the model in `args`; incoming weights are checked against it.
-        recompute: drop all keys at an update and compute those of running sequences again with the new weights.
-        timeout_s: longest that vLLM's processes may take for one call, a load included.
-        slices: of several processes each receives and stages only what it keeps of the weights.
+        recompute: drop the KV cache at an update, and recompute that of running sequences with the new weights.
+        timeout_s: longest that vLLM's processes may take for one call, including a load.
+        slices: with several processes, each receives and stages only the parts of the weights that it keeps.
     """
 
     table: type[ParameterTable] | type[AdapterTable] = ParameterTable
-    """What incoming tensors are checked by."""
+    """Table that incoming tensors are checked against."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class VllmEngine:
         with torch.device("meta"):
             self._parameters = self.table(AutoModelForCausalLM.from_config(model))
         self._policy_version = self._sampled_version = NO_VERSION
-        """Of the weights that are served, and those that tokens are known of."""
+        """Versions of the served weights, and of the newest token seen."""
         self._width = args.tensor_parallel_size
         self._numbers = itertools.count()
         self._tokenless: dict[str, Sibling] = {}
@@ -113,14 +113,14 @@ class VllmEngine:
 
     @property
     def max_length(self) -> int:
-        """Tokens of prompt and completion together."""
+        """Largest number of tokens of prompt and completion together."""
         return self._client.max_length
 
     def receiver(self) -> VllmReceiver:
         return VllmReceiver(self.call_workers, self._width, self._parts())
 
     def _parts(self) -> Mapping[str, torch.Tensor]:
-        """Tensors of which its processes need parts alone."""
+        """Tensors of which its processes need only parts."""
         if self._slices and self._width > 1 and isinstance(self._parameters, ParameterTable):
             return self._parameters.outlines()
         return {}
@@ -176,18 +176,18 @@ class VllmEngine:
             await asyncio.to_thread(self._close)
 
     def call_workers(self, method: str, *arguments: Any, timeout_s: float = 0.0) -> list[Any]:
-        """One of `plugin.WorkerExtension` in every worker process; from any thread but the engine's.
+        """Call one method of `plugin.WorkerExtension` in every worker process; from any thread but the engine's.
 
         Raises:
-            EngineDiedError: the processes are gone, or give no answer.
+            EngineDiedError: the processes are gone, or do not answer.
         """
         return self._loop.call(self._client.call_workers(method, arguments), timeout_s or self._timeout_s)
 
     def _close(self) -> None:
         try:
             self._loop.call(self._client.shut_down(), SHUT_DOWN_S)
-        # Whatever vLLM raises when its processes are gone already: the caller is often on its way out with the error
-        # that they died of, which must be the one that is seen.
+        # Any error that vLLM raises when its processes are gone already: the caller is often ending with the error that
+        # they died of, which must stay visible.
         except Exception as error:
             log.warning("vLLM did not shut down in order: %s: %s", type(error).__name__, error)
         finally:
@@ -208,7 +208,7 @@ class VllmEngine:
         try:
             return list(await asyncio.gather(*tasks))
         except BaseException:
-            # One failed or all are cancelled: the others must not go on for nobody.
+            # One failed or all are cancelled: the others must not continue for nobody.
             self._counts["cancelled"] += sum(not task.done() for task in tasks)
             for task in tasks:
                 task.cancel()
@@ -216,7 +216,7 @@ class VllmEngine:
             raise
 
     async def _sample(self, sibling: Sibling) -> Completion:
-        """waits for: a place, then its last token; again from the start each time weights overtake its first token."""
+        """waits for: a slot, then its last token; starts again each time weights overtake its first token."""
         while True:
             await self._queue.enter(sibling.ticket)
             try:
@@ -228,7 +228,7 @@ class VllmEngine:
             self._counts["restarted"] += 1
 
     async def _run(self, sibling: Sibling) -> RequestOutput | None:
-        """The finished sequence; None when it was overtaken."""
+        """Return the finished sequence; None if it was overtaken."""
         name = f"{sibling.request.request_id}.{sibling.member}.{next(self._numbers)}"
         prompt = {"prompt_token_ids": sibling.request.prompt_ids.tolist(), "cache_salt": f"v{self._policy_version}"}
         sibling.begin()
@@ -248,7 +248,7 @@ class VllmEngine:
         return last
 
     def _note_first(self, output: CompletionOutput) -> None:
-        """Outputs come at the first token of a sequence and at its end: what of a version comes first is told."""
+        """Record the first token of each version. Outputs arrive at the first token of a sequence and at its end."""
         label = version_label(self._policy_version)
         if self._sampled_version != self._policy_version and any(
             span.version == label for span in output.weight_versions or []
@@ -257,7 +257,7 @@ class VllmEngine:
             moment("first token", version=self._policy_version)
 
     async def _commit(self, policy_version: int) -> None:
-        """One pause in which the staged weights become this version."""
+        """Pause once, in which the staged weights become this version."""
         self._queue.close()
         started = time.monotonic()
         try:
@@ -274,7 +274,7 @@ class VllmEngine:
 
     @asynccontextmanager
     async def _answering(self, policy_version: int) -> AsyncIterator[None]:
-        """Raises EngineDiedError when vLLM's processes do not do what is asked of them inside, for a load."""
+        """Raises EngineDiedError if vLLM's processes do not answer the calls inside, made for a load."""
         try:
             async with asyncio.timeout(2 * self._timeout_s):
                 yield
@@ -285,7 +285,7 @@ class VllmEngine:
             ) from None
 
     async def _overtake(self) -> None:
-        """Take back what has no token yet: it might begin on keys of the old version after the load."""
+        """Take back sequences without a token: after the load they might start on KV cache of the old version."""
         for sibling in self._tokenless.values():
             sibling.overtaken = True
         if self._tokenless:

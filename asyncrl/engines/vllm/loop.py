@@ -1,4 +1,4 @@
-"""An event loop on a thread of its own: the worker's loop never stands still for vLLM, and any thread may call in."""
+"""An event loop on its own thread: vLLM never blocks the worker's loop, and any thread may call in."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """From another thread: its result, or its exception.
+        """Run a coroutine from another thread; returns its result or raises its exception.
 
         Raises:
             EngineDiedError: no answer for `timeout_s`.
@@ -39,7 +39,7 @@ class LoopThread:
             raise EngineDiedError(f"vLLM's processes gave no answer for {timeout_s:g} s") from None
 
     def begin(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """`call`, after whose failure nobody is left to close this."""
+        """As `call`, but closes the loop on failure, since no owner is left to do so."""
         try:
             return self.call(coroutine, timeout_s)
         except BaseException:

@@ -1,10 +1,10 @@
-"""vLLM with LoRA: the base stays as it is, every version is an adapter of its own beside those still in use.
+"""vLLM with LoRA: the base weights stay unchanged, and every version is an adapter beside those still in use.
 
-    generate   a sequence takes the newest adapter when it begins, and finishes under it: one version from end to end
-    load       staged already -> adapters nobody uses are dropped -> the new one is put in, between two steps, no pause
+    generate   a sequence uses the newest adapter when it starts, and finishes under it: one version from end to end
+    load       staged already -> unused adapters are dropped -> the new one is added, between two steps, no pause
 
-There is a slot for each version that may still be trained on. A sequence that has not finished when its slot is wanted
-is over age from end to end, and begins again under the newest version.
+There is a slot for each version that may still be trained on. A sequence that has not finished when its slot is needed
+is entirely too old, and starts again under the newest version.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from asyncrl.weights.adapter import target_layers
 
 POLL_S = 0.005
 NO_PATH = "in-memory"
-"""vLLM wants a path; the adapter is there already, so it is never opened."""
+"""vLLM requires a path; it is never opened, since the adapter is loaded already."""
 
 
 def make_vllm_engine(config: Config) -> VllmLoraEngine:
-    """Raises ConfigError when vLLM, the device or the model cannot do what is asked."""
+    """Raises ConfigError if vLLM, the device or the model does not support the config."""
     set_environment(config.engine.tensor_parallel)
     model = read_model_config(config.model.path)
     args = engine_args(config)
@@ -48,14 +48,14 @@ def make_vllm_engine(config: Config) -> VllmLoraEngine:
         shape = AutoModelForCausalLM.from_config(model)
     check_experts(shape, config.model.path)
     layers = target_layers(shape, config.model.lora_targets)
-    # Else vLLM makes slots for the head too, as large as the vocabulary, and dies at the first prompt it scores.
+    # Otherwise vLLM makes slots for the head too, as large as the vocabulary, and dies at the first prompt it scores.
     args.lora_target_modules = sorted({layer.rpartition(".")[2] for layer in layers})
     return VllmLoraEngine(args, model, timeout_s=config.weights.timeout_s)
 
 
 def check_experts(model: torch.nn.Module, path: str) -> None:
-    """With slots for adapters vLLM computes experts in Triton, adapted or not: on a CPU its process dies of it, at the
-    first prompt."""
+    """Refuse a mixture of experts on a CPU: with slots for adapters vLLM computes experts in Triton, adapted or not,
+    and on a CPU its process dies at the first prompt."""
     if current_platform.is_cpu() and any(name.endswith(".experts") for name, _ in model.named_modules()):
         raise ConfigError(
             f"model.path={path} is a mixture of experts: with model.lora_rank above 0 vLLM needs Triton for them, and "
@@ -71,7 +71,7 @@ class VllmLoraEngine(VllmEngine):
     def __init__(self, args: AsyncEngineArgs, model: PreTrainedConfig, *, timeout_s: float = 60.0) -> None:
         self._book = AdapterBook(args.max_loras)
         self._running: dict[str, tuple[Sibling, HeldAdapter | None]] = {}
-        """Request id -> what is with vLLM, and under which adapter."""
+        """Request id -> sibling that is with vLLM, and its adapter."""
         super().__init__(args, model, timeout_s=timeout_s)
 
     def score(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
@@ -93,7 +93,7 @@ class VllmLoraEngine(VllmEngine):
         return super().stats() | {"adapters": float(self._book.held)}
 
     async def _sample(self, sibling: Sibling) -> Completion:
-        """waits for: a place, then its last token; again from the start when its adapter's slot is wanted."""
+        """waits for: a slot, then its last token; starts again when its adapter's slot is needed."""
         while True:
             await self._queue.enter(sibling.ticket)
             adapter = self._book.acquire()
@@ -109,7 +109,7 @@ class VllmLoraEngine(VllmEngine):
             self._counts["restarted"] += 1
 
     async def _run_under(self, sibling: Sibling, adapter: HeldAdapter | None) -> RequestOutput | None:
-        """The finished sequence; None when it was overtaken."""
+        """Return the finished sequence; None if it was overtaken."""
         name = f"{sibling.request.request_id}.{sibling.member}.{next(self._numbers)}"
         prompt = {"prompt_token_ids": sibling.request.prompt_ids.tolist()}
         sibling.begin()
@@ -126,7 +126,7 @@ class VllmLoraEngine(VllmEngine):
 
     async def _commit(self, policy_version: int) -> None:
         started = time.monotonic()
-        self._queue.close()  # nothing begins under a version that is about to be the last but one
+        self._queue.close()  # no sequence starts under a version that is about to be replaced
         try:
             async with self._answering(policy_version):
                 await self._make_room(policy_version)
@@ -137,7 +137,7 @@ class VllmLoraEngine(VllmEngine):
             self._seconds["stall_s"] += time.monotonic() - started
 
     async def _add(self, adapter: HeldAdapter) -> None:
-        """Raises WeightsError when a worker cannot take it: then none has it."""
+        """Load an adapter in all workers. Raises WeightsError if one cannot: then none keeps it."""
         answers = await self._client.call_workers("asyncrl_add_adapter", (adapter.number,))
         errors = [error for error in answers if error]
         if errors:
@@ -146,10 +146,10 @@ class VllmLoraEngine(VllmEngine):
         self._book.commit(adapter)
 
     async def _make_room(self, policy_version: int) -> None:
-        """waits for: sequences under the oldest adapter, taken back just before; unblocked by: their end.
+        """waits for: sequences under the oldest adapter, which are aborted first; unblocked by: their end.
 
         Raises:
-            NoProgress: vLLM did not let go of them.
+            NoProgress: vLLM did not end them.
         """
         deadline = time.monotonic() + self._timeout_s
         while True:

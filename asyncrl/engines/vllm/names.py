@@ -1,4 +1,4 @@
-"""What both ends of a server know of the plugin. Imports no vllm."""
+"""Constants and helpers of the plugin that both ends of a server use. Imports no vllm."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 BACKEND = "asyncrl"
 EXTENSION = "asyncrl.engines.vllm.plugin.WorkerExtension"
 PROTOCOL = 3
-"""Of the calls of `plugin.WorkerExtension`, of what they are given and what they answer. 2: fingerprints of leaves. 3:
-parts of tensors."""
+"""Version of the calls of `plugin.WorkerExtension`, their arguments and answers. 2: fingerprints of leaves. 3: parts of
+tensors."""
 SHAPE_KEYS = (
     *("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "tie_word_embeddings", "num_experts", "rms_norm_eps"),
@@ -17,13 +17,13 @@ SHAPE_KEYS = (
 
 
 def shape_of(config: Any) -> dict[str, Any]:
-    """Of a Hugging Face config, what tells models apart. Plain values."""
+    """Return the values of a Hugging Face config that tell models apart. Plain values."""
     return {key: getattr(config, key, None) for key in SHAPE_KEYS}
 
 
 async def load_staged(call: Callable[[str, tuple[()]], Awaitable[list[Any]]]) -> str:
-    """Why a worker could not load what it has staged; empty where all did. Twice at most: after a failed load the model
-    is mixed, and only a whole one mends it."""
+    """Load the staged weights in all workers; returns the error of one that could not, or an empty string. Tries twice:
+    after a failed load the model is mixed, and only a complete load repairs it."""
     errors: list[str] = []
     for _ in range(2):
         errors = [error for error in await call("asyncrl_load", ()) if error]

@@ -1,4 +1,4 @@
-"""vLLM's workers as members of the weight group: every one stages for itself, this only asks how far they are."""
+"""vLLM's workers as members of the weight group: each stages for itself, and this class only polls their progress."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from asyncrl.weights.sliced import Wanted, wanted_from_wire
 log = logging.getLogger(__name__)
 
 CallWorkers = Callable[..., list[Any]]
-"""`call(method, *arguments)`: the answers of all workers."""
+"""`call(method, *arguments)` returns the answers of all workers."""
 SHARED_MEMORY = "/dev/shm"
 SEAT = [each.name for each in fields(Seat)]
-"""What a worker is told of its place: one of another asyncrl would look for its group elsewhere."""
+"""Fields of the seat that a worker receives; a worker with another version of asyncrl would join a wrong group."""
 FIRST_POLL_S, LAST_POLL_S = 0.001, 0.05
-"""Each question is answered between two steps of the engine: seldom enough to cost nothing, soon for small models."""
+"""Seconds between two polls. Each is answered between two steps of the engine: seldom enough to cost nothing, and often
+enough for small models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +37,12 @@ class StagedInWorkers:
     """Weights that lie, verified, in the staging of the engine's own processes."""
 
     shapes: Mapping[str, torch.Tensor]
-    """Name -> tensor without data, of the shape and dtype of what is staged."""
+    """Name -> tensor without data, with the shape and dtype of the staged one."""
 
 
 def agreed(prints: Iterable[str]) -> str:
-    """The fingerprint of a bucket by the processes that got it; "" where none did."""
+    """Fingerprint of a bucket according to the processes that received it; "" if none did, "differ" if they
+    disagree."""
     of = set(prints) - {""}
     return "differ" if len(of) > 1 else "".join(of)
 
@@ -49,8 +51,8 @@ class VllmReceiver:
     """Implements `weights.broadcast.staging.Receiver`.
 
     Args:
-        tensors: of the model, by Hugging Face name, without data: the workers are asked what they keep of them, and
-            get no more where the learner can do that. Without any they get whole tensors.
+        tensors: the model's tensors by Hugging Face name, without data: the workers are asked which parts they keep,
+            and get no more than those if the learner supports it. Without any they get whole tensors.
     """
 
     def __init__(self, call: CallWorkers, width: int, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -86,22 +88,22 @@ class VllmReceiver:
             self._shapes = manifest.views([buffer.to("meta") for buffer in manifest.allocate("meta")])
         self._seat = seat
         self._call("init_weight_transfer_engine", {"seat": asdict(seat)})
-        # Forming the group is bounded by timeout_s in the workers; connecting to the store before it as well.
+        # The workers bound forming the group by timeout_s, and connecting to the store before it as well.
         self._wait(2 * seat.timeout_s + 10.0, "join the weight group")
 
     def receive(self, event: Mapping[str, Any]) -> list[str]:
         seat = self._seat
         assert seat is not None
         self._begin("receive", dict(event))
-        # Every bucket is bounded by the group itself.
+        # The group itself bounds every bucket.
         answers = self._wait((len(seat.manifest) + 1) * seat.timeout_s, "receive weights")
         return [agreed(prints) for prints in zip(*answers, strict=True)]
 
     def stage(self, tensors: Mapping[str, torch.Tensor], timeout_s: float) -> None:
-        """Tensors of this process into staging, through memory that the processes of the machine share.
+        """Stage tensors of this process through memory that the machine's processes share.
 
         Raises:
-            WeightsError: no room for them, or a worker could not read them.
+            WeightsError: no space for them, or a worker could not read them.
         """
         place = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
         with tempfile.TemporaryDirectory(prefix="asyncrl-weights-", dir=place) as folder:
@@ -122,7 +124,7 @@ class VllmReceiver:
         return False  # processes of one engine live and die together
 
     def leave(self) -> None:
-        with contextlib.suppress(EngineDiedError):  # whoever waits for the engine hears of it
+        with contextlib.suppress(EngineDiedError):  # reported to the callers that wait for the engine
             self._call("asyncrl_leave")
 
     def _begin(self, kind: str, payload: dict[str, Any]) -> None:
@@ -131,10 +133,11 @@ class VllmReceiver:
             raise RuntimeError(refused[0])
 
     def _wait(self, timeout_s: float, what: str) -> list[list[str]]:
-        """Fingerprints of every worker. waits for: their side threads; unblocked by: their end, or the deadline.
+        """Return the fingerprints of every worker. waits for: their side threads; unblocked by: their end, or the
+        deadline.
 
         Raises:
-            RuntimeError: a worker failed at it.
+            RuntimeError: a worker failed.
         """
         deadline = time.monotonic() + timeout_s
         pause_s = FIRST_POLL_S

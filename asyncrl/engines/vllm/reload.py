@@ -1,7 +1,7 @@
-"""vLLM's layer-by-layer reload, made right: two repairs for its CPU backend, a check, and a way back.
+"""Repairs vLLM's layer-by-layer reload: two fixes for its CPU backend, a check, and recovery from a failed load.
 
 Between `initialize_layerwise_reload` and `finalize_layerwise_reload` a layer's parameters are placeholders without
-memory; each is filled and put back in place when all its elements have come.
+memory; each is filled and put back in place once all its elements have arrived.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from asyncrl.errors import WeightsError
 from asyncrl.weights.sliced import Wanted, find_wanted
 
 PADDED = (VocabParallelEmbedding, RoutedExperts)
-"""Layers that may be larger than what is loaded into them."""
+"""Layers that may be larger than the tensors loaded into them."""
 
 
 def forget_packed_experts(model: nn.Module) -> None:
-    """Before a load, CPU only. Experts are packed for the kernel only while there is no kernel yet: without this the
-    new weights are copied in unpacked, and a mixture model answers log-probs several nats off, without an error."""
+    """Run before a load, on CPU only. vLLM packs experts for the kernel only while there is no kernel yet: without this
+    the new weights are copied in unpacked, and a mixture of experts returns log-probs several nats off, without an
+    error."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
@@ -39,8 +40,8 @@ def forget_packed_experts(model: nn.Module) -> None:
 
 
 def repack_tied_heads(model: nn.Module) -> None:
-    """After a load, CPU only. A head tied to the embedding computes with a packed copy of it, which the reload does
-    not refresh: without this the head keeps the old weights (log-probs several nats off, without an error)."""
+    """Run after a load, on CPU only. A head tied to the embedding computes with a packed copy of it, which the reload
+    does not refresh: without this the head keeps the old weights (log-probs several nats off, without an error)."""
     sharing: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         weight = getattr(module, "weight", None)
@@ -53,11 +54,11 @@ def repack_tied_heads(model: nn.Module) -> None:
 
 
 def check_all_loaded(model: nn.Module) -> None:
-    """After the last tensor and before the end of a load. vLLM itself only logs a layer that got nothing, and keeps its
-    old weights; of one that got a part, the rest is memory as it was found.
+    """Run after the last tensor and before the end of a load. vLLM itself only logs a layer that got no values, which
+    keeps its old weights; the rest of a layer that got some values is uninitialised memory.
 
     Raises:
-        WeightsError: such a layer, by name.
+        WeightsError: there is such a layer; names it.
     """
     loaded = set()
     missing: list[tuple[str, set[int]]] = []
@@ -66,7 +67,7 @@ def check_all_loaded(model: nn.Module) -> None:
         parameters = info.kernel_tensors[0] if info.kernel_tensors is not None else {}
         places = {parameter.data_ptr() for parameter in parameters.values()} - {0}
         if not info.can_load():
-            # Complete, and put back already.
+            # complete, and back in place already
             loaded |= {parameter.data_ptr() for parameter in layer.parameters(recurse=False)}
         elif info.load_numel and not isinstance(layer, PADDED):
             raise WeightsError(
@@ -82,9 +83,9 @@ def check_all_loaded(model: nn.Module) -> None:
 
 
 def abandon_reload(model: nn.Module) -> None:
-    """After a load that failed half-way: every layer gets its own tensors back, so that the next load can begin.
+    """Run after a load that failed half-way: every layer gets its own tensors back, so that the next load can start.
 
-    Layers that were complete hold the new weights, the others the old ones: only a whole load makes a model of it.
+    Layers that were complete hold the new weights, the others the old ones: only a complete load makes the model valid.
     """
     for layer in model.modules():
         info = get_layerwise_info(layer)
@@ -96,12 +97,12 @@ def abandon_reload(model: nn.Module) -> None:
 
 
 def wanted_by(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Wanted:
-    """What this process keeps of `tensors` (Hugging Face names; without data): its loaders are run over placeholders,
-    as in a load, and no layer is ever complete. The model is as it was, also where that raises; to be called between
-    two steps.
+    """Return the parts of `tensors` (Hugging Face names; without data) that this process keeps: its loaders run over
+    placeholders as in a load, but no layer is ever complete. The model is unchanged afterwards, even on errors. Call it
+    between two steps.
 
     Raises:
-        Exception: whatever a loader that cannot do without data raises.
+        Exception: any error of a loader that cannot work without data.
     """
     torchao = getattr(model, "_do_torchao_reload", False)
     initialize_layerwise_reload(model)

@@ -1,4 +1,4 @@
-"""One sibling of a group on its way through vLLM: what it is asked, and its answer as a `Completion`."""
+"""Turns one sibling of a group into a vLLM request, and the answer into a `Completion`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from asyncrl.errors import GenerationError
 from asyncrl.types import NO_VERSION, TOPK_IDS, TOPK_LOGPROBS, Completion
 
 _FIRST_AND_LAST = 1 << 30
-"""Tokens between two outputs: the first tells that a sequence has begun, the next one comes when it is finished."""
+"""Tokens between two outputs: the first output reports the start of a sequence, the next its end."""
 
 
 def sampling_of(sibling: Sibling) -> VllmSampling:
-    """Without a seed: tokens are drawn from the engine's own generator.
+    """Return vLLM's sampling parameters. They have no seed: tokens are drawn from the engine's own generator.
 
     A seed gives a request a torch generator, which vLLM winds back (`set_offset`) after each step that has prefilled
     only a part of its prompt. torch's CPU generator has no offset: the engine process ends. Prompts are whole in one
@@ -32,19 +32,20 @@ def sampling_of(sibling: Sibling) -> VllmSampling:
         top_k=sampling.top_k,
         min_p=sampling.min_p,
         stop_token_ids=list(sampling.stop_token_ids),
-        # The model's own end of sequence is in `stop_token_ids` already, and only what stands there may stop.
+        # The model's end-of-sequence token is in `stop_token_ids` already, and only the tokens there may stop.
         ignore_eos=True,
         logprobs=sampling.record_topk,
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.CUMULATIVE,
-        # Of what may end by its text every token is looked at.
+        # With stop texts every token is checked.
         stream_interval=1 if sampling.stop else _FIRST_AND_LAST,
     )
 
 
 def scoring() -> VllmSampling:
-    """Teacher-forced log-probs of a prompt. The prefix cache is not read: it has keys, but no log-probs."""
+    """Sampling parameters for teacher-forced log-probs of a prompt. The prefix cache is not read: it holds no
+    log-probs."""
     return VllmSampling(
         max_tokens=1,
         temperature=0.0,
@@ -58,9 +59,9 @@ def scoring() -> VllmSampling:
 
 
 def completion_of(sibling: Sibling, output: CompletionOutput) -> Completion:
-    """Raises GenerationError when vLLM ended it for another reason than a stop token or its length.
+    """Build the completion. Raises GenerationError if vLLM ended it for another reason than a stop token or its length.
 
-    What was sampled after the end by text, before vLLM was told, is cut off.
+    Tokens sampled after a stop text, before vLLM was told to abort, are cut off.
     """
     name, end = sibling.request.request_id, sibling.end
     if output.finish_reason not in ("stop", "length") and end is None:
@@ -73,7 +74,7 @@ def completion_of(sibling: Sibling, output: CompletionOutput) -> Completion:
             versions[span.start : span.end] = int(span.version)
     if logprobs is None or len(logprobs) != count:
         raise GenerationError(f"request {name!r}: vLLM gave {count} tokens and another number of log-probs")
-    starts = np.array(logprobs.start_indices, np.int64)  # the sampled token's is the first of each
+    starts = np.array(logprobs.start_indices, np.int64)  # the sampled token comes first at each position
     return Completion(
         token_ids=np.array(output.token_ids, np.int32)[:end],
         logprobs=np.array(logprobs.logprobs, np.float32)[starts][:end],
@@ -84,8 +85,8 @@ def completion_of(sibling: Sibling, output: CompletionOutput) -> Completion:
 
 
 def topk_of(logprobs: Any, k: int, end: int | None) -> dict[str, np.ndarray]:
-    """`TOPK_IDS` and `TOPK_LOGPROBS` [N, k]: behind the sampled token of each place vLLM lists the k likeliest, among
-    them the sampled one again where it is one of them."""
+    """`TOPK_IDS` and `TOPK_LOGPROBS` [N, k]: after the sampled token of each position vLLM lists the k most likely,
+    repeating the sampled one if it is among them."""
     if k == 0:
         return {}
     wanted = {TOPK_IDS: (logprobs.token_ids, np.int32), TOPK_LOGPROBS: (logprobs.logprobs, np.float32)}
@@ -96,7 +97,7 @@ def topk_of(logprobs: Any, k: int, end: int | None) -> dict[str, np.ndarray]:
 
 
 def scores_of(output: RequestOutput, length: int) -> np.ndarray:
-    """[length - 1] float32."""
+    """Return [length - 1] float32 log-probs."""
     scores: Any = output.prompt_logprobs
     found = scores.logprobs if scores is not None else []
     if len(found) != length - 1:

@@ -1,4 +1,5 @@
-"""From `config.engine` to vLLM's own arguments; what cannot work is refused here, before a process is started."""
+"""Turns `config.engine` into vLLM's own arguments; impossible settings are refused here, before a process is
+started."""
 
 from __future__ import annotations
 
@@ -26,35 +27,35 @@ from asyncrl.schema import Config
 log = logging.getLogger(__name__)
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Of vLLM's only attention on CPU; another one fails deep inside its start."""
+"""Head dimensions of vLLM's only attention on CPU; others fail deep inside its start."""
 CPU_KV_MB = 256
 CPU_ENVIRONMENT = {
-    # The log-prob helper is compiled at the first request otherwise: 12 s, with a C++ compiler.
+    # Otherwise the log-prob helper is compiled at the first request: 12 s, with a C++ compiler.
     "TORCHDYNAMO_DISABLE": "1",
-    # Binding takes core 0 of every engine on the machine, whatever else runs there.
+    # Binding would use core 0 for every engine on the machine, whatever else runs there.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    # All processes of an engine are on this machine; without these they listen wherever its name leads.
+    # All processes of an engine are on this machine; without these they would listen on the address of its host name.
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
 }
 
 
 def check_version() -> None:
-    """Raises ConfigError unless the installed vLLM is one that this engine was tried with."""
+    """Raises ConfigError unless this engine was tried with the installed version of vLLM."""
     problem = vllm_problem()
     if problem:
         raise ConfigError(problem)
 
 
 def set_environment(tensor_parallel: int) -> None:
-    """Variables that vLLM's processes read; what the user exported stays."""
+    """Set variables that vLLM's processes read; those that the user exported stay."""
     on_cpu = CPU_ENVIRONMENT if current_platform.is_cpu() else {}
-    # Alone on a CPU the worker runs inside vLLM's engine process; two processes would only add a hop per step.
+    # A single worker on a CPU runs inside vLLM's engine process; two processes would only add a hop per step.
     alone = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if on_cpu and tensor_parallel == 1 else {}
     for name, value in {**ENVIRONMENT, **on_cpu, **alone}.items():
         os.environ.setdefault(name, value)
@@ -62,10 +63,10 @@ def set_environment(tensor_parallel: int) -> None:
 
 
 def engine_args(config: Config) -> AsyncEngineArgs:
-    """Our arguments, with `engine.vllm` on top.
+    """Build vLLM's arguments from ours, with `engine.vllm` on top.
 
     Raises:
-        ConfigError: vLLM, the device or the model cannot do what is asked; the message names the setting.
+        ConfigError: vLLM, the device or the model does not support the config; the message names the setting.
     """
     check_version()
     check_device(config)
@@ -73,16 +74,17 @@ def engine_args(config: Config) -> AsyncEngineArgs:
     own: dict[str, Any] = {
         "model": config.model.path,
         "dtype": with_dtypes(config, engine="cpu" if current_platform.is_cpu() else "cuda").engine.dtype,
-        # Its own for every engine: with one seed all workers would draw the same numbers in the same order.
+        # A different seed for every engine: with the same one all workers would draw the same numbers in the same
+        # order.
         "seed": secrets.randbits(31),
         "max_num_seqs": config.engine.max_sequences,
         "tensor_parallel_size": config.engine.tensor_parallel,
-        # -1: the longest that fits the KV cache, at most what the model was made for.
+        # -1: the longest that fits the KV cache, limited by the model's own maximum.
         "max_model_len": config.engine.max_model_len or -1,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "trust_remote_code": False,
-        # The default is before temperature, which is not what tokens are sampled from.
+        # The default is before temperature, which is not the distribution that tokens are sampled from.
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": max(MAX_LOGPROBS, config.engine.record_topk),
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
@@ -94,7 +96,7 @@ def engine_args(config: Config) -> AsyncEngineArgs:
     if config.model.fp32_head:
         own["hf_overrides"] = {"head_dtype": "float32"}
     check_extra(config.engine.vllm, own)
-    # Left to itself vLLM takes Ray's inside a placement group: see `checks.engine.engine_processes_are_its_own`.
+    # By default vLLM uses Ray's executor in a placement group: see `checks.engine.engine_processes_are_its_own`.
     own["distributed_executor_backend"] = "uni" if config.engine.tensor_parallel == 1 else "mp"
     kv_mb = config.engine.kv_cache_mb
     if current_platform.is_cpu():
@@ -107,11 +109,12 @@ def engine_args(config: Config) -> AsyncEngineArgs:
 
 
 MAX_LOGPROBS = 20
-"""What vLLM allows by itself."""
+"""vLLM's own default limit."""
 
 
 def check_memory(config: Config) -> None:
-    """Before a start that takes vLLM half a minute, and that each restart of the worker would repeat."""
+    """Check the memory before a start, which takes vLLM half a minute and which each restart of the worker would
+    repeat."""
     wanted_mb = config.engine.kv_cache_mb * config.engine.tensor_parallel
     machine_mb = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
     if wanted_mb > machine_mb:
@@ -122,10 +125,11 @@ def check_memory(config: Config) -> None:
 
 
 def adapter_args(config: Config) -> dict[str, Any]:
-    """With LoRA: one slot for every version that a batch may still hold tokens of, and one for the version coming in.
+    """LoRA arguments: one slot for every version that a batch may still hold tokens of, and one for the incoming
+    version.
 
     Raises:
-        ConfigError: a rank for which vLLM has no slots.
+        ConfigError: a rank that is larger than vLLM supports.
     """
     rank = config.model.lora_rank
     if rank == 0:
@@ -137,7 +141,7 @@ def adapter_args(config: Config) -> dict[str, Any]:
 
 
 def check_extra(extra: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """`engine.vllm` may hold any argument of vLLM that no setting of ours stands for."""
+    """Refuse arguments in `engine.vllm` that vLLM does not have, or that a setting of ours stands for."""
     known = {item.name for item in fields(AsyncEngineArgs)}
     for key in extra:
         if key in own:
@@ -156,10 +160,10 @@ def check_device(config: Config) -> None:
 
 
 def read_model_config(path: str) -> PreTrainedConfig:
-    """The text config of the model that vLLM is going to serve.
+    """Return the text config of the model that vLLM is going to serve.
 
     Raises:
-        ConfigError: no config, or a head dimension that vLLM's attention does not have on this device.
+        ConfigError: no config, or a head dimension that vLLM's attention does not support on this device.
     """
     try:
         model = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config(decoder=True)

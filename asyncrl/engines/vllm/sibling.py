@@ -1,4 +1,4 @@
-"""One sibling of a group on its way through vLLM, in this process's engine or on a server. Imports no vllm."""
+"""One sibling of a group in vLLM, in this process's engine or on a server. Imports no vllm."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class Sibling:
     member: int
     ticket: int
     overtaken: bool = False
-    """Weights were loaded while it was with vLLM and had no token: it starts again under the new version."""
+    """Whether weights were loaded while it was with vLLM without a token: it starts again under the new version."""
     end: int | None = None
-    """Tokens up to the end of its stop text, once that was written."""
+    """Number of tokens up to the end of its stop text, once one was sampled."""
     seen: int = 0
-    """Tokens that were searched for one."""
+    """Number of tokens that were searched for a stop text."""
 
     def begin(self) -> None:
-        """Anew, with nothing sampled."""
+        """Reset for a new start, with nothing sampled."""
         self.overtaken, self.end, self.seen = False, None, 0
 
     def ends_now(self, token_ids: Sequence[int]) -> bool:
-        """Whether a stop text has just been found in what there is of it."""
+        """Whether a stop text has just been found in its tokens."""
         if self.end is not None:
             return False
         self.end = end_by_text(self.request, token_ids, self.seen)
@@ -38,7 +38,8 @@ class Sibling:
 
 
 def check_request(request: GenerateRequest, vocabulary: int, max_length: int) -> None:
-    """Raises GenerationError for what an engine of `vocabulary` tokens, that holds `max_length` of them, cannot do."""
+    """Raises GenerationError for a request that an engine of `vocabulary` tokens and length `max_length` cannot
+    serve."""
     ids, sampling, name = request.prompt_ids, request.sampling, request.request_id
     if len(ids) == 0 or request.n < 1 or sampling.max_new_tokens < 1:
         raise GenerationError(f"request {name!r} needs a prompt, n >= 1 and max_new_tokens >= 1")

@@ -1,5 +1,5 @@
-"""Where vLLM's unix sockets lie, and the memory that its processes share: it makes three for each engine, and leaves
-them; of the memory what its processes had when they were killed."""
+"""Removes vLLM's unix sockets and shared memory: vLLM makes three sockets per engine and leaves them behind, and its
+killed processes leave their shared memory."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from asyncrl.storage.held import PREFIX, held_folder, hold_shared, shared_by
 
 VARIABLE = "VLLM_RPC_BASE_PATH"
 MEMORY = ("psm_", "vllm_dist_")
-"""How what its processes share is called: Python's shared memory, and its own on CPUs."""
+"""Name prefixes of the processes' shared memory: Python's, and vLLM's own on CPUs."""
 
 
 def folder_of_sockets() -> str:
-    """With room in the paths for a held folder, and in it a name as vLLM gives them."""
+    """Return a folder whose paths leave room for a held folder, and in it a name of vLLM's."""
     return socket_folder(len(f"/{PREFIX}12345678/{uuid.uuid4()}"))
 
 
 @contextlib.contextmanager
 def sockets_in(kept: contextlib.ExitStack) -> Iterator[None]:
-    """An engine that starts inside has its sockets in a folder that ends with `kept`; where the user has said where
-    they go, they go there."""
+    """Let an engine that starts inside put its sockets in a folder that is removed with `kept`; if the user has set the
+    location, it stays."""
     if VARIABLE in os.environ:
         yield
         return
@@ -38,8 +38,8 @@ def sockets_in(kept: contextlib.ExitStack) -> Iterator[None]:
 
 @contextlib.contextmanager
 def memory_in(kept: contextlib.ExitStack) -> Iterator[None]:
-    """What processes share that an engine starts inside is gone with `kept`, or when this process is killed, once the
-    next engine starts."""
+    """Let the shared memory of processes that an engine starts inside be removed with `kept`; or, if this process is
+    killed, when the next engine starts."""
     before = descendants(os.getpid())
     yield
     if found := shared_by((each.pid for each in descendants(os.getpid()) - before), MEMORY):

@@ -1,4 +1,4 @@
-"""vLLM's own metrics, summed up as they come: what the worker reports, and what the admission window looks at."""
+"""Sums up vLLM's own metrics as they arrive, for the worker's report and the admission window."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncrl.pace import Pace
 
 
 class EngineMeter:
-    """Totals since start. Written on the engine's loop, read from any thread."""
+    """Totals since the start. Written on the engine's loop, read from any thread."""
 
     def __init__(self, on_step: Callable[[KvLoad], None]) -> None:
         self.generated_tokens = 0
@@ -20,7 +20,8 @@ class EngineMeter:
         self.cached_tokens = 0
         self.decoded, self.prefilled = Pace(), Pace()
         self.stood_still = False
-        """Since the last step, for an update: the next one seems to have taken that long more."""
+        """Whether the engine was paused for an update since the last step: the next one seems to take that much
+        longer."""
         self.preemptions = 0
         self.running = 0
         self.usage = 0.0
@@ -39,8 +40,9 @@ class EngineMeter:
             self._on_step(KvLoad(usage=self.usage, preemptions=self.preemptions))
 
     def _time(self, since: Sequence[float], prompts: int) -> None:
-        """`since`: seconds from the token before, of each sequence beyond its first; the shortest is the step's, for
-        others may have been preempted. What a step with prompts takes longer is their prefill."""
+        """Time one step. `since`: seconds since the previous token, of each sequence beyond its first token; the
+        shortest is the step's, since others may have been preempted. The extra time of a step with prompts is their
+        prefill."""
         if not since:
             return
         stood_still, self.stood_still = self.stood_still, False
@@ -55,7 +57,7 @@ class EngineMeter:
 
 
 class MeterLogger(StatLoggerBase):
-    """What vLLM calls after every step; `stat_loggers` wants a factory, `functools.partial` of this with the meter."""
+    """Called by vLLM after every step; `stat_loggers` takes a factory, `functools.partial` of this with the meter."""
 
     def __init__(self, meter: EngineMeter, vllm_config: Any, engine_index: int = 0) -> None:
         self._meter = meter
@@ -66,4 +68,4 @@ class MeterLogger(StatLoggerBase):
         self._meter.record(scheduler_stats, iteration_stats)
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say."""
+        """Nothing to log."""

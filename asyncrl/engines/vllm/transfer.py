@@ -1,10 +1,10 @@
-"""Our end of vLLM's weight transfer, in each of its worker processes: receive on a side thread, load in one go.
+"""Our end of vLLM's weight transfer, in each of its worker processes: receive on a side thread, load at once.
 
     join, receive, read    on the side thread, while the engine generates; the bytes go to staging
     load                   between two steps of a paused engine: start -> update -> finish, from staging
 
-Every worker is a rank of its own in the weight group and stages Hugging Face tensors: whole ones, or what vLLM's
-loaders have said that they take of them here (`find_wanted`).
+Every worker is a separate rank of the weight group and stages Hugging Face tensors: whole ones, or the parts that
+vLLM's loaders read of them in this process (`find_wanted`).
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ from asyncrl.weights.sliced import wanted_to_wire
 
 _ORPHAN_LOOK_S = 1.0
 _PATIENCE_S = 5.0
-"""For the job before to notice that its group was left."""
+"""Seconds for the previous job to notice that its group was left."""
 
 
 @dataclass
 class JoinInfo(WeightTransferInitInfo):
     seat: dict[str, Any] = field(default_factory=dict)
-    """As from `asdict(Seat)`; its rank is that of this engine's first worker."""
+    """From `asdict(Seat)`; its rank is that of this engine's first worker."""
 
 
 @dataclass
 class LoadInfo(WeightTransferUpdateInfo):
-    """Nothing: what is loaded lies in staging already."""
+    """Empty: the weights to load are in staging already."""
 
 
 class SideJob:
-    """One piece of work on the side thread, and what became of it; the next begins when it has ended."""
+    """One piece of work on the side thread, and its result; it starts once the previous one has ended."""
 
     def __init__(self, work: Callable[[], list[str]], after: SideJob | None) -> None:
         self.prints: list[str] = []
@@ -79,12 +79,13 @@ class SideJob:
                     raise RuntimeError("the job before it has not ended")
                 self._after = None
             self.prints = self._work()
-        except Exception as error:  # thread boundary: the engine asks for it with `poll`
+        except Exception as error:  # thread boundary: the engine reads it with `poll`
             self.error = f"{type(error).__name__}: {error}"
 
 
 class TransferEngine(WeightTransferEngine[JoinInfo, LoadInfo]):
-    """What the plugin registers with vLLM: it makes one per worker process, under the name `plugin.BACKEND`."""
+    """Weight transfer that the plugin registers with vLLM, which creates one per worker process by the name
+    `plugin.BACKEND`."""
 
     init_info_cls = JoinInfo
     update_info_cls = LoadInfo
@@ -96,7 +97,7 @@ class TransferEngine(WeightTransferEngine[JoinInfo, LoadInfo]):
         self._staging = Staging(device if self._cuda else None)
         self._file: Mapping[str, torch.Tensor] | None = None
         self._job: SideJob | None = None
-        # Without a rollout worker it is that of a server, which is killed as easily.
+        # On a server, which has no rollout worker, the owner is the parent process, which may be killed as well.
         owner = int(os.environ.get(OWNER_VARIABLE, os.getppid()))
         threading.Thread(target=_end_with_owner, args=(owner, os.getppid()), daemon=True).start()
 
@@ -108,7 +109,7 @@ class TransferEngine(WeightTransferEngine[JoinInfo, LoadInfo]):
         self._job = SideJob(lambda: self._join(seat), self._job)
 
     def find_wanted(self, tensors: list[list[Any]]) -> list[Any]:
-        """See `plugin.WorkerExtension.asyncrl_wanted`. Also what is staged from here on, until it is asked again."""
+        """See `plugin.WorkerExtension.asyncrl_wanted`. Also sets what is staged from now on, until the next call."""
         self._staging.keeps = None
         shapes = Manifest.from_wire([tensors]).shapes()
         wanted = wanted_by(self.model, shapes)
@@ -136,7 +137,7 @@ class TransferEngine(WeightTransferEngine[JoinInfo, LoadInfo]):
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
-        # Not the base class' way: its torch.accelerator.synchronize() raises on a torch without accelerators.
+        # Not the base class's method: its torch.accelerator.synchronize() raises on a torch without accelerators.
         if self._cuda:
             torch.cuda.synchronize(self.device)
 
@@ -146,11 +147,11 @@ class TransferEngine(WeightTransferEngine[JoinInfo, LoadInfo]):
         check_all_loaded(self.model)
 
     def staged(self) -> Mapping[str, torch.Tensor]:
-        """What came last, from the group or from a file."""
+        """The latest tensors, from the group or from a file."""
         return self._file if self._file is not None else self._staging.staged()
 
     def staged_bytes(self) -> int:
-        """Of the group; a file is gone after its load."""
+        """Bytes staged from the group; a file is gone after its load."""
         return self._staging.nbytes
 
     def finish_weight_update(self) -> None:
@@ -160,7 +161,7 @@ class TransferEngine(WeightTransferEngine[JoinInfo, LoadInfo]):
             repack_tied_heads(self.model)
 
     def reset(self) -> None:
-        """After a load that failed."""
+        """Recover from a failed load."""
         abandon_reload(self.model)
         self.reset_weight_update_target()
 
@@ -168,7 +169,7 @@ class TransferEngine(WeightTransferEngine[JoinInfo, LoadInfo]):
         self._staging.leave()
 
     def _join(self, seat: Seat) -> list[str]:
-        # vLLM pins NCCL settings for its own groups; one shared with the learner, which has others, would hang.
+        # vLLM pins NCCL settings for its own groups; a group with the learner, which has other settings, would hang.
         with unpinned_nccl_env() if self._cuda else nullcontext():
             self._staging.join(seat)
         return []
@@ -185,8 +186,8 @@ class TransferEngine(WeightTransferEngine[JoinInfo, LoadInfo]):
 def _end_with_owner(owner: int, parent: int) -> None:
     """waits for: the death of the rollout worker, however long the run; unblocked by: that.
 
-    One that is killed closes nothing: its engine would go on holding memory, and the GPU, for ever. With tensor
-    parallelism `parent` is vLLM's engine process, which does not notice it either.
+    A killed worker closes nothing: its engine would hold memory, and the GPU, for ever. With tensor parallelism
+    `parent` is vLLM's engine process, which does not notice it either.
     """
     while os.getppid() == parent and (parent == owner or _parent_of(parent) == owner):
         time.sleep(_ORPHAN_LOOK_S)
@@ -196,7 +197,7 @@ def _end_with_owner(owner: int, parent: int) -> None:
 
 
 def _parent_of(pid: int) -> int:
-    """0 when there is no such process."""
+    """Process id of the parent; 0 if there is no such process."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
