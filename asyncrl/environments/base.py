@@ -1,5 +1,5 @@
-"""The environment seam: turns one prompt into scored trajectories. It knows neither where generation runs nor where
-rewards do; both reach it as functions."""
+"""Environment interface: turns one prompt into scored trajectories. An environment does not know where generation or
+rewards run; it is given both as functions."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ class Generate(Protocol):
         stop: Sequence[str | int] = (),
         temperature: float | None = None,
     ) -> list[Completion]:
-        """`n` completions of the token ids so far [P].
+        """Return `n` completions of the token ids so far [P].
 
         Args:
-            max_tokens: of each, at most; never above `rollout.max_new_tokens`, and fewer where the context ends.
-            stop: texts or token ids that end a completion, besides the end of a turn; they are its end, and in it.
-            temperature: another than the run's. What is sampled so is read and never trained on: it goes into a
-                `Transcript` as an observation.
+            max_tokens: limit for each; never above `rollout.max_new_tokens`, and lower near the end of the context.
+            stop: texts or token ids that end a completion, besides the end of a turn; they are kept as its end.
+            temperature: a temperature other than the run's. Such completions are read but never trained on: they go
+                into a `Transcript` as observations.
 
         Raises:
-            ContextFullError: there is no room for a single token.
-            GenerationError: the engine could not produce any.
+            ContextFullError: there is no space for a single token.
+            GenerationError: the engine could not produce any completion.
         """
         ...
 
 
 class Decode(Protocol):
     def __call__(self, sequences: Sequence[NDArray[np.int32]], *, special: bool = False) -> list[str]:
-        """Texts of token sequences; special tokens are written out where `special` says so, and left out otherwise."""
+        """Texts of token sequences; `special` includes special tokens, which are left out otherwise."""
         ...
 
 
 Encode = Callable[[str], NDArray[np.int32]]
-"""Token ids [N] of a text as it stands: no special tokens are added, those written out in it are understood."""
+"""Token ids [N] of a text exactly as it is: no special tokens are added, and those written in it are recognised."""
 
 
 class Score(Protocol):
@@ -60,10 +60,11 @@ class Score(Protocol):
         sampled: Sequence[Completion] | None = None,
         turns: Sequence[list[str]] | None = None,
     ) -> list[Outcome]:
-        """Scores [G] of completions [G], a RewardError in the place of one that failed.
+        """Return the scores [G] of completions [G], with a RewardError in place of each that failed.
 
         Args:
-            sampled: the same completions [G] as they were sampled, for rewards that look at token ids or their number.
+            sampled: the same completions [G] as they were sampled, for rewards that use token ids or their number.
+            turns: all replies of the policy in each episode [G], for rewards that report what each turn earned.
             turns: all replies of the policy in each episode [G], for rewards that say what each turn earned.
 
         Raises:
@@ -74,16 +75,16 @@ class Score(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeTools:
-    """What an environment may call while it runs one group."""
+    """Functions that an environment may call while it runs one group."""
 
     generate: Generate
     decode: Decode
     encode: Encode
     score: Score
     chat: Chat | None = None
-    """Messages to ids and back."""
+    """Converts messages to ids and back."""
     timeout_s: float = 0.0
-    """Longest that one episode may take; 0 is no bound. `ChatEnvironment` sees to it."""
+    """Longest time in seconds that one episode may take; 0 is no limit. Enforced by `ChatEnvironment`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,14 +92,14 @@ class Episodes:
     """The outcome for one prompt."""
 
     trajectories: tuple[Trajectory, ...]
-    """[G] those that came to their end, each before its branches, where it has some (`Trajectory.branch`)."""
+    """[G] the finished trajectories, each followed by its branches, if it has any (`Trajectory.branch`)."""
     texts: tuple[str, ...]
-    """[G] what the policy wrote, decoded; for the sample table, never trained on."""
+    """[G] decoded text of the policy; for the sample table, never trained on."""
     failures: tuple[AsyncRLError, ...] = ()
-    """Of the others: why. They are made again, or left out of the group."""
+    """Reasons why the other episodes failed. They are made again, or left out of the group."""
     own_prompts: bool = False
-    """Whether trajectories begin with other tokens than the prompt's, all outside the loss: rendered with tools, or
-    with a system's message."""
+    """Whether trajectories start with other tokens than the prompt's, all outside the loss: rendered with tools, or
+    with a system message."""
 
     @property
     def members(self) -> tuple[Trajectory, ...]:
@@ -107,17 +108,17 @@ class Episodes:
 
 
 class Environment(Protocol):
-    """One with `close()`, or `async def aclose()`, has it called when its worker ends: `close` on a thread
-    of its own, which may block."""
+    """An environment. If it has `close()` or `async def aclose()`, that is called when its worker ends; `close` runs on
+    its own thread, and may block."""
 
     async def run(self, prompt: Prompt, size: int, tools: EpisodeTools) -> Episodes:
-        """`size` sibling episodes of `prompt`, failures included. Sampled ids are kept as sampled, never tokenized
-        again; each trajectory begins with the prompt's tokens (or see
-        `Episodes.own_prompts`). Evaluations call it with a `size` of `eval.samples`.
+        """Run `size` sibling episodes of `prompt`, including failures. Sampled ids are kept as sampled, never tokenized
+        again; each trajectory starts with the prompt's tokens (or see `Episodes.own_prompts`). Evaluations call it with
+        a `size` of `eval.samples`.
 
         Raises:
-            GenerationError: the engine could not produce any.
+            GenerationError: the engine could not produce any completion.
             RewardError: none could be scored.
-            EpisodeError: of an environment of the user (`GuardedEnvironment`): whatever else went wrong.
+            EpisodeError: from a user's environment (`GuardedEnvironment`): anything else that went wrong.
         """
         ...

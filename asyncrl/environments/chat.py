@@ -1,4 +1,4 @@
-"""The base of environments that talk: yours says what one episode is, in messages, and nothing about tokens."""
+"""Base class of conversational environments: a subclass defines one episode in messages, without handling tokens."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from asyncrl.types import Prompt
 
 
 class ChatEnvironment(EpisodeEnvironment[Conversation]):
-    """An episode is one conversation, `chat`, that begins with the row's messages."""
+    """An episode is one conversation, `chat`, that starts with the row's messages."""
 
     def specs(self, row: dict[str, Any]) -> Sequence[ToolSpec]:
-        """Functions that the policy is told of."""
+        """Functions that are described to the policy."""
         return tools_of(row, "the row")
 
     def open(self, prompt: Prompt, tools: EpisodeTools, engine: Together) -> Conversation:

@@ -1,4 +1,4 @@
-"""One episode as a conversation: messages in, replies out, and underneath one trajectory, token by token as sampled."""
+"""One episode as a conversation: messages in, replies out, recorded as one trajectory of the tokens as sampled."""
 
 from __future__ import annotations
 
@@ -20,43 +20,44 @@ from asyncrl.types import Completion, Prompt, Trajectory
 
 
 class Conversation:
-    """What an episode of `ChatEnvironment` talks through.
+    """The conversation of an episode of `ChatEnvironment`.
 
     Args:
-        tools: functions that the policy is told of.
+        specs: functions that are described to the policy.
     """
 
     def __init__(self, prompt: Prompt, tools: EpisodeTools, engine: Together, specs: Sequence[ToolSpec] = ()) -> None:
-        assert tools.chat is not None  # `ChatEnvironment` looked
+        assert tools.chat is not None  # `ChatEnvironment` has checked it
         self._chat: Chat = tools.chat
         self._decode, self._encode, self._engine = tools.decode, tools.encode, engine
         self.specs = list(specs)
         self.messages: list[Message] = opening(prompt)
-        """All so far. To be read: messages are added by `add` and its sisters."""
+        """All messages so far. Read only: use `add` and its sister methods to add messages."""
         self.replies: list[Reply] = []
         self.truncated = False
-        """Whether the context's end cut it."""
+        """Whether the end of the context cut the conversation."""
         self._new: list[Message] = []
-        """Added since the last reply."""
+        """Messages added since the last reply."""
         self._inserted: list[int] = []
-        """Likewise, into the policy's own turn."""
+        """Token ids inserted into the policy's own turn since the last reply."""
         self._transcript: Transcript | None = None
         self._last: tuple[list[int], Completion] | None = None
-        """What the last reply was sampled from, and the reply."""
+        """The prompt that the last reply was sampled from, and the reply."""
         self._bonuses: dict[str, float] = {}
         self._ends: list[int] = []
-        """Of each reply: parts of the transcript up to it."""
+        """Number of parts of the transcript up to and including each reply."""
         self._said: list[NDArray[np.int32]] = []
-        """Each reply, as it was sampled."""
+        """Each reply as it was sampled."""
 
     def add(self, *messages: Message) -> None:
-        """What the policy is to read before its next reply. Before the first one: part of the prompt, after it."""
+        """Add messages that the policy reads before its next reply; before its first reply they are appended to the
+        prompt."""
         self.messages += messages
         if self.replies:
             self._new += messages
 
     def system(self, text: str) -> None:
-        """A system's message; before the first reply it goes to the front."""
+        """Add a system message; before the first reply it goes to the front."""
         if self.replies:
             self.add({"role": "system", "content": text})
         else:
@@ -66,28 +67,30 @@ class Conversation:
         self.add({"role": "user", "content": text})
 
     def result(self, call: ToolCall, text: str) -> None:
-        """What a call of the last reply gave. Markers in it are broken: a page that was fetched is nobody's turn."""
+        """Add the result of a call of the last reply. Markers in it are broken, so that a fetched page cannot imitate a
+        turn."""
         self.add({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": self.spell(text)})
 
     def insert(self, text: str) -> None:
-        """Into the policy's own turn, behind what it wrote: its next reply goes on from there. Outside the loss.
+        """Insert text into the policy's own turn, after what it wrote: its next reply continues from there. Outside the
+        loss.
 
-        Markers that are written out in `text` count: give what a stranger said through `spell`.
+        Markers written in `text` take effect: pass untrusted text through `spell` first.
 
         Raises:
-            ValueError: there is no turn that is open.
+            ValueError: no turn is open.
         """
         if not self.turn_open:
             raise ValueError("the policy's turn has ended, or has not begun: add a message instead")
         self._inserted += self._encode(text).tolist()
 
     def spell(self, text: str) -> str:
-        """A stranger's text with its markers broken."""
+        """Return untrusted text with its markers broken."""
         return self._chat.spell(text)
 
     @property
     def turn_open(self) -> bool:
-        """Whether the last reply ended by one of its `stop` texts and by nothing else: it can be gone on with."""
+        """Whether the last reply ended only by one of its `stop` texts, so that it can be continued."""
         if self._last is None or self._new:
             return False
         sampled = self._last[1]
@@ -95,13 +98,13 @@ class Conversation:
         return sampled.finish_reason == "stop" and not ended
 
     def reward(self, value: float, name: str = "turn") -> None:
-        """Add to the reward of the episode, under this name in the metrics; it is the last turn that earned it.
+        """Add to the reward of the episode, under this name in the metrics; it is credited to the last turn.
 
         Args:
-            name: empty is none.
+            name: empty for no name.
 
         Raises:
-            EpisodeError: it is no finite number.
+            EpisodeError: the value is not finite.
         """
         if not math.isfinite(value):
             raise EpisodeError(f"the reward of a turn is a finite number; {value} came")
@@ -112,15 +115,15 @@ class Conversation:
     async def reply(
         self, *, max_tokens: int | None = None, stop: Sequence[str | int] = (), temperature: float | None = None
     ) -> Reply:
-        """The policy's next turn.
+        """Sample the policy's next turn.
 
         Args:
-            max_tokens: at most; see `Generate`.
+            max_tokens: limit on its tokens; see `Generate`.
             stop: texts or token ids that end it, besides the end of a turn.
-            temperature: another than the run's: the turn is read and not trained on.
+            temperature: a temperature other than the run's: the turn is then read but not trained on.
 
         Raises:
-            EpisodeOver: there can be none.
+            EpisodeOver: no further turn is possible.
             ValueError: nothing was added since the last reply.
             GenerationError: the engine could not produce it.
         """
@@ -136,7 +139,7 @@ class Conversation:
         return self.replies[-1]
 
     def _prompt_ids(self) -> tuple[list[int], list[int]]:
-        """All that the next turn is sampled from, and what of it is new."""
+        """Return all tokens that the next turn is sampled from, and the new ones among them."""
         if self._transcript is None or self._last is None:
             return self._chat.render(self.messages, self.specs), []
         if not self._new and not self._inserted:
@@ -154,7 +157,7 @@ class Conversation:
     def _take(self, prompt: list[int], observed: list[int], completion: Completion) -> None:
         if self._transcript is None:
             self._transcript = Transcript(prompt)
-        # Only now: an observation that nothing could follow would be no part of the trajectory.
+        # Added only now: an observation without a following reply is not part of the trajectory.
         self._transcript.add_observation(observed)
         if completion.trainable:
             self._transcript.add_completion(completion)
@@ -171,17 +174,17 @@ class Conversation:
 
     @property
     def last_text(self) -> str:
-        """Of the last turn, special tokens left out: what `reward.function` is given. Empty where there is none."""
+        """Text of the last turn without special tokens, as passed to `reward.function`. Empty if there is none."""
         return self._decode(self._said[-1:])[0] if self._said else ""
 
     @property
     def turns(self) -> list[str]:
-        """Every reply, likewise."""
+        """Text of every reply, likewise."""
         return self._decode(self._said)
 
     @property
     def text(self) -> str:
-        """All after the first prompt, special tokens written out: for the sample table."""
+        """Everything after the first prompt, with special tokens; for the sample table."""
         if self._transcript is None or self._last is None:
             return ""
         ids = self._transcript.token_ids
@@ -193,7 +196,7 @@ class Conversation:
         return self._transcript is not None and self._transcript.sampled
 
     def made(self, score: RewardScore) -> list[tuple[Trajectory, str]]:
-        assert self._transcript is not None  # the caller asked `sampled`
+        assert self._transcript is not None  # the caller has checked `sampled`
         total = score.value + sum(self._bonuses.values())
         for value, parts in zip(score.turns, self._ends, strict=True) if score.turns else ():
             self._transcript.reward(value, parts)
@@ -203,7 +206,7 @@ class Conversation:
 
 
 def opening(prompt: Prompt) -> list[Message]:
-    """The messages of a row; a text is what a user says."""
+    """Return the messages of a row; a text becomes a user message."""
     given: Any = prompt.columns.get("prompt", prompt.text)
     if isinstance(given, str):
         return [{"role": "user", "content": given}]

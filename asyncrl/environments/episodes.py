@@ -1,4 +1,5 @@
-"""The base of environments that make one episode at a time: siblings side by side, a deadline, failures, scores."""
+"""Base class of environments that run one episode at a time: handles concurrent siblings, deadlines, failures and
+scores."""
 
 from __future__ import annotations
 
@@ -17,26 +18,26 @@ from asyncrl.types import Prompt, Trajectory
 
 
 class EpisodeOver(Exception):
-    """The conversation cannot go on: its context is full, or the last turn ended within its reasoning.
+    """The conversation cannot continue: its context is full, or the last turn ended within its reasoning.
 
-    It need not be caught: the episode then has `reward_when_over`.
+    It need not be caught: the episode then gets `reward_when_over`.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """Of the model's chat, by an environment."""
+    """Requirements of an environment on the model's chat."""
 
     several: bool
-    """Turns. Where an episode is one reply any chat template will do."""
+    """Several turns. An episode of one reply works with any chat template."""
     calls: bool = False
-    """Of tools, in the form of the chat template..."""
+    """Tool calls, in the form of the chat template..."""
     told: bool = False
-    """... which is to tell the policy of them."""
+    """... which must also describe the tools to the policy."""
 
 
 class Record(Protocol):
-    """What an episode leaves behind."""
+    """Record of an episode."""
 
     @property
     def sampled(self) -> bool:
@@ -45,31 +46,31 @@ class Record(Protocol):
 
     @property
     def last_text(self) -> str:
-        """What `reward.function` is given, where it is asked."""
+        """Text passed to `reward.function`, if it is used."""
         ...
 
     @property
     def turns(self) -> list[str]:
-        """All replies, for a reward that says what each earned; none where they are no sequence."""
+        """All replies, for a reward that reports what each earned; empty if they are not one sequence."""
         ...
 
     def made(self, score: RewardScore) -> list[tuple[Trajectory, str]]:
-        """Its trajectories, each with what the policy wrote there: the first, then its branches."""
+        """Its trajectories, the first and then its branches, each with the policy's text."""
         ...
 
 
 R = TypeVar("R", bound=Record)
 Made = tuple[R, RewardScore | None]
-"""An episode that came to its end, and its score where it has one already."""
+"""An episode that finished, and its score if it has one already."""
 
 
 class EpisodeEnvironment(ABC, Generic[R]):
-    """Implements `environments.base.Environment`. Siblings run side by side; one that fails leaves the others alone."""
+    """Implements `environments.base.Environment`. Siblings run concurrently; a failure does not affect the others."""
 
     several_turns = True
-    """False where an episode is one reply: then any chat template will do."""
+    """False if an episode is one reply: any chat template works then."""
     reward_when_over: float | None = 0.0
-    """Of an episode that could not go on (`EpisodeOver`); None asks `reward.function`."""
+    """Reward of an episode that could not continue (`EpisodeOver`); None uses `reward.function`."""
 
     @property
     def asked(self) -> Asked:
@@ -77,7 +78,7 @@ class EpisodeEnvironment(ABC, Generic[R]):
 
     @abstractmethod
     def open(self, prompt: Prompt, tools: EpisodeTools, engine: Together) -> R:
-        """What one episode is recorded in. `tools.chat` is there."""
+        """Return the record of one episode. `tools.chat` is set."""
 
     @abstractmethod
     async def episode(self, chat: R, row: dict[str, Any]) -> float | Mapping[str, float] | None:
@@ -85,7 +86,7 @@ class EpisodeEnvironment(ABC, Generic[R]):
 
         Args:
             chat: its record.
-            row: of the data file.
+            row: row of the data file.
 
         Returns:
             The reward, or a dictionary with `score` and named parts; None to have `reward.function` score the last
@@ -111,7 +112,7 @@ class EpisodeEnvironment(ABC, Generic[R]):
         )
 
     async def _member(self, prompt: Prompt, tools: EpisodeTools, engine: Together) -> Made[R] | AsyncRLError:
-        """Its outcome, or why it has none."""
+        """Run one episode; returns its outcome, or why it failed."""
         chat = self.open(prompt, tools, engine)
         try:
             async with asyncio.timeout(tools.timeout_s or None):
@@ -125,8 +126,8 @@ class EpisodeEnvironment(ABC, Generic[R]):
             return EpisodeError("a task that the episode waited for was cancelled")
         except (KeyboardInterrupt, GeneratorExit):
             raise
-        # User code: whatever it raises fails this episode. Its siblings are made, and it is made again. A SystemExit
-        # that leaves a task ends the worker, and the next one likewise.
+        # User code: any exception fails this episode. Its siblings continue, and it is made again. A SystemExit that
+        # leaves a task would end the worker, and then the next one.
         except BaseException as error:
             return _failure(error)
         if not chat.sampled:
@@ -134,7 +135,7 @@ class EpisodeEnvironment(ABC, Generic[R]):
         return chat, score
 
     async def _episode(self, chat: R, row: dict[str, Any]) -> tuple[RewardScore | None, str]:
-        """Its score, where it has one, and why it could not go on."""
+        """Run one episode; returns its score, if it has one, and why it could not continue."""
         over = ""
         try:
             reward = await self.episode(chat, row)
@@ -145,7 +146,7 @@ class EpisodeEnvironment(ABC, Generic[R]):
     async def _scored(
         self, outcomes: list[Made[R] | AsyncRLError], prompt: Prompt, tools: EpisodeTools
     ) -> list[list[tuple[Trajectory, str]] | AsyncRLError]:
-        """With the scores of those that ask for them, in one call: a group's rewards run side by side."""
+        """Add the scores of `reward.function` where needed, in one call, so that a group's rewards run concurrently."""
         ended = [each for each in outcomes if not isinstance(each, AsyncRLError)]
         asking = [chat for chat, score in ended if score is None]
         texts, turns = [chat.last_text for chat in asking], [chat.turns for chat in asking]
@@ -165,10 +166,10 @@ class EpisodeEnvironment(ABC, Generic[R]):
 
 
 def _failure(error: BaseException) -> AsyncRLError:
-    """What an episode failed of, also where it was raised in an `asyncio.TaskGroup`.
+    """Return the reason why an episode failed, also if it was raised in an `asyncio.TaskGroup`.
 
     Raises:
-        EngineDiedError: nothing can be made any more.
+        EngineDiedError: the engine died, so nothing more can be generated.
     """
     found = list(causes(error))
     died = next((each for each in found if isinstance(each, EngineDiedError)), None)

@@ -1,4 +1,4 @@
-"""What is wrong with the episodes of somebody else's environment, found where their group can still be made again."""
+"""Finds faults in the episodes of a user's environment while their group can still be made again."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from asyncrl.replay.codec.group import group_header
 from asyncrl.types import Prompt, Trajectory, TrajectoryGroup, turns_in
 
 FAILURES = (GenerationError, RewardError, EpisodeError)
-"""What may stand in the place of a trajectory."""
+"""Types that may take the place of a trajectory."""
 DTYPES = {"token_ids": "int32", "loss_mask": "bool", "behavior_logprobs": "float32", "policy_versions": "int32"}
 FINISHED = ("stop", "length")
 
 
 def find_fault(episodes: object, prompt: Prompt, size: int, vocabulary: int) -> str:
-    """Empty when `episodes` are `size` siblings of `prompt` that can be trained on.
+    """Return what is wrong with `episodes`, or an empty string if they are `size` trainable siblings of `prompt`.
 
     Args:
         vocabulary: token ids are below it.
@@ -48,10 +48,10 @@ def find_fault(episodes: object, prompt: Prompt, size: int, vocabulary: int) -> 
 
 
 def trajectory_fault(trajectory: object, prompt: NDArray[np.int32] | None, vocabulary: int) -> str:
-    """Of one trajectory by itself; its siblings and the wire's own limits are others' concern.
+    """Return what is wrong with one trajectory by itself, without its siblings and the limits of the wire format.
 
     Args:
-        prompt: what it must begin with; None where that is for the environment to say.
+        prompt: tokens that it must start with; None if the environment decides.
     """
     if not isinstance(trajectory, Trajectory):
         return f"{trajectory!r:.80} came, not a Trajectory"
@@ -84,20 +84,20 @@ def trajectory_fault(trajectory: object, prompt: NDArray[np.int32] | None, vocab
 
 
 def begins_with(trajectory: Trajectory, prompt: NDArray[np.int32]) -> bool:
-    """All of it, and none of it in the loss mask."""
+    """Whether the trajectory starts with all of the prompt, none of it in the loss mask."""
     start = len(prompt)
     return np.array_equal(trajectory.token_ids[:start], prompt) and not trajectory.loss_mask[:start].any()
 
 
 def _wire_fault(made: tuple[Trajectory, ...], texts: tuple[str, ...]) -> str:
-    """What the replay would refuse, which ends the worker where the engine is to blame."""
+    """Return what the replay server would refuse; there it would end the worker, with the engine blamed."""
     group = TrajectoryGroup(group_id=0, prompt_index=0, attempt=0, worker="", trajectories=made)
     try:
         if made:
             headers.decode_group_header(headers.encode_group_header(group_header(group)))
             wire.pack(texts)
             for text in (*texts, *(name for trajectory in made for name in trajectory.rewards)):
-                text.encode()  # on the wire half a character would become another, without a word
+                text.encode()  # on the wire half a surrogate pair would silently become another character
     except WireError as error:
         return str(error)
     except UnicodeEncodeError as error:

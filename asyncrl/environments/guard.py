@@ -1,4 +1,4 @@
-"""An environment of the user as the worker sees it: whatever it does wrong costs the group it was making, no more."""
+"""Guards the worker against a user's environment: its errors cost the group that it was making, and no more."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from asyncrl.types import Completion, Prompt
 log = logging.getLogger(__name__)
 
 CLOSE_S = 20.0
-"""For an environment to end what it started."""
+"""Seconds for an environment to end what it started."""
 PASSED_ON = (GenerationError, RewardError, EngineDiedError)
-"""Of the tools an environment was given: no fault of its own, but for a request that no engine like this can serve."""
+"""Errors of the tools that an environment was given: not its own fault, except a request that no such engine can
+serve."""
 
 
 class GuardedEnvironment:
-    """Runs `inner` and checks what it made.
+    """Runs `inner` and checks its episodes.
 
     Args:
-        name: as in `environment.name`.
+        name: value of `environment.name`.
         vocabulary: token ids are below it.
     """
 
@@ -40,14 +41,15 @@ class GuardedEnvironment:
         self._failures = 0
 
     async def run(self, prompt: Prompt, size: int, tools: EpisodeTools) -> Episodes:
-        """
+        """Run a group.
+
         Raises:
-            GenerationError, RewardError, EngineDiedError: a tool of the environment raised it.
-            EpisodeError: anything else went wrong, a request too long for the engine included.
+            GenerationError, RewardError, EngineDiedError: raised by a tool of the environment.
+            EpisodeError: anything else went wrong, including a request too long for the engine.
         """
         given = prompt.token_ids.view()
-        given.flags.writeable = False  # The array is cached: written to, it would be another prompt ever after.
-        # The row is that of the next try too.
+        given.flags.writeable = False  # The array is cached: a write would change the prompt for good.
+        # The row is used for the next try too.
         own = replace(prompt, token_ids=given, columns=deepcopy(prompt.columns))
         try:
             checked = replace(tools, generate=self._checked(tools.generate))
@@ -57,12 +59,12 @@ class GuardedEnvironment:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            # Of something of its own. Passed on, it would end this task as if nobody waited for its group.
+            # A task of its own was cancelled. Passed on, it would end this task as if nobody waited for its group.
             raise self._failed("a task of it was cancelled", error) from error
         except (KeyboardInterrupt, GeneratorExit):
             raise
-        # User code: whatever it raises fails one group. A panic of an extension (a tokenizer) is no Exception, and what
-        # it returned may raise where it is looked at.
+        # User code: any exception fails one group. A panic of an extension (a tokenizer) is not an Exception, and
+        # reading what it returned may raise too.
         except BaseException as error:
             known = next((cause for cause in causes(error) if isinstance(cause, PASSED_ON)), None)
             if known is None or isinstance(known, RequestError):
@@ -82,7 +84,8 @@ class GuardedEnvironment:
         )
 
     def _checked(self, generate: Generate) -> Generate:
-        """What the engine would refuse counts against the engine, and ends the worker when it goes on."""
+        """Check requests first: the engine's refusal would count against the engine, and end the worker when it
+        repeats."""
 
         async def checked(token_ids: NDArray[np.int32], n: int = 1, **sampling: Any) -> list[Completion]:
             ids = np.asarray(token_ids)
@@ -99,9 +102,10 @@ class GuardedEnvironment:
         return {"environment_failures": float(self._failures)}
 
     def _failed(self, why: str, error: BaseException | None = None) -> EpisodeError:
-        """Count a failure and say what to raise."""
+        """Count a failure and return the error to raise."""
         self._failures += 1
-        # The 1st, 10th, 100th ...: one that always fails stalls the run and must be seen, without filling a disk.
+        # Logged for the 1st, 10th, 100th ...: an environment that always fails stalls the run and must be seen, without
+        # filling a disk.
         if str(self._failures).strip("0") == "1":
             said = "environment failure %d, its group is not made: %s: %.500s"
             log.warning(said, self._failures, self._name, why, exc_info=error)
@@ -109,8 +113,8 @@ class GuardedEnvironment:
 
 
 async def close_environment(environment: Environment) -> None:
-    """At a worker's end: its `aclose`, else its `close`, where it has one. What goes wrong there is told, and no more.
-    A plain `close` gets a thread of its own: one that blocks would hold back all that still goes on in this one.
+    """Call the environment's `aclose`, or else its `close`, at the end of a worker, if it has one. Errors are only
+    logged. A plain `close` gets its own thread: if it blocks, it would hold up everything else in this one.
 
     waits for: it; unblocked by: its end, or CLOSE_S.
     """
@@ -125,14 +129,15 @@ async def close_environment(environment: Environment) -> None:
                 await closing
     except TimeoutError:
         log.warning("%s: its close() took more than %g s and is left alone", type(inner).__name__, CLOSE_S)
-    except Exception:  # user code: the worker ends all the same
+    except Exception:  # user code: the worker ends anyway
         log.warning("%s: its close() failed", type(inner).__name__, exc_info=True)
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """`error`, what is in it where it is a group (of an `asyncio.TaskGroup`), and what each was raised `from`.
+    """Yield `error`, the errors in it if it is a group (of an `asyncio.TaskGroup`), and what each was raised `from`.
 
-    Not what was merely being handled: a bug in `except RewardError:` would pass for that error and never be seen.
+    Not the error that was merely being handled: a bug in `except RewardError:` would be taken for that error and stay
+    hidden.
     """
     seen: set[int] = set()
     open_ = [error]

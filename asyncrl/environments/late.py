@@ -1,4 +1,4 @@
-"""Modules whose packages are an extra, and whose import takes seconds: loaded when an environment asks for them."""
+"""Loads modules of optional packages, whose import takes seconds, when an environment needs them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from asyncrl.errors import ConfigError
 
 
 def late_import(module: str, needs: str, extra: str) -> Any:
-    """`asyncrl.environments.<module>`, imported now.
+    """Import `asyncrl.environments.<module>` now.
 
     Args:
-        needs: who needs what, for the error.
+        needs: which setting needs which package, for the error.
     """
     try:
         return importlib.import_module(f"asyncrl.environments.{module}")

@@ -1,4 +1,4 @@
-"""Calls of a user's code that may never end, on threads of their own."""
+"""Runs calls of user code that may never end on their own threads."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Result = TypeVar("Result")
 
 
 def start_thread(function: Callable[[], Result], name: str) -> Future[Result]:
-    """Its outcome, for whom it concerns. The thread ends with the call, or with the process."""
+    """Start a thread and return the future of its outcome. The thread ends with the call, or with the process."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
             future.set_result(function())
-        # User code at a thread boundary: whatever it raises is for whoever waits. A StopIteration, or an exit, would
-        # mean something to the event loop.
+        # User code at a thread boundary: any exception goes to the waiting caller. A StopIteration or an exit would
+        # affect the event loop.
         except BaseException as error:
             plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
             future.set_exception(error if plain else EpisodeError(f"{type(error).__name__}: {error}"))
@@ -32,9 +32,9 @@ def start_thread(function: Callable[[], Result], name: str) -> Future[Result]:
 
 
 async def on_own_thread(function: Callable[[], Result], name: str) -> Result:
-    """`function()`, not on a thread of the pool: those would be all taken by calls that never end, and the worker waits
-    for the pool too.
+    """Run `function()`, but not on a thread of the pool: calls that never end would occupy all of them, and the worker
+    waits for the pool too.
 
-    waits for: the call; unblocked by: its end. The thread of one that is given up is left alone.
+    waits for: the call; unblocked by: its end. The thread of a call that is given up is abandoned.
     """
     return await asyncio.wrap_future(start_thread(function, name))

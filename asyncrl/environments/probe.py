@@ -1,5 +1,5 @@
-"""What an environment of the user, or one that runs code of the user, can be used for: found out by a process of its
-own, so that this code never runs in a command that only starts the others.
+"""Finds out what a user's environment, or one that runs user code, can be used for. Runs in its own process, so that
+this code never runs in a command that only starts the others.
 
 `python -m asyncrl.environments.probe SETTINGS ANSWER_FD PARENT_PID` is internal.
 """
@@ -34,15 +34,15 @@ from asyncrl.schema import EnvironmentConfig, ModelConfig
 def check_environment(
     config: EnvironmentConfig, model: ModelConfig | None = None, timeout_s: float = IMPORT_S, *, overlong: str = "drop"
 ) -> None:
-    """As `find_environment`, of which only the refusal is wanted.
+    """As `find_environment`, but only raises its errors.
 
     Args:
-        model: whose chat must be one for several turns, where episodes have several.
+        model: model whose chat must support several turns, if episodes have several.
         overlong: as `data.overlong`.
 
     Raises:
-        ConfigError: what `find_environment` and `refuse_cut` say, or that the import ended its process or took too
-            long; or the model's chat is not to be had for several turns, as far as files that are here tell.
+        ConfigError: as `find_environment` and `refuse_cut`, or the import ended its process or took too long; or the
+            model's chat does not support several turns, as far as local files tell.
     """
     if not is_of_the_user(config.name) and not hasattr(find_environment(config), "check"):
         return
@@ -55,7 +55,7 @@ def check_environment(
 
 
 def trial(settings: dict[str, Any]) -> None:
-    """Import it and say what there is to say."""
+    """Import the environment and raise what is wrong with it."""
     config = EnvironmentConfig(**settings["environment"])
     factory: Any = find_environment(config)
     _refuse_cut(config, factory, settings["overlong"])
@@ -67,14 +67,14 @@ def trial(settings: dict[str, Any]) -> None:
 
 
 def _refuse_cut(config: EnvironmentConfig, factory: Callable[..., Any], overlong: str) -> None:
-    """As `refuse_cut`; what a function makes is known when it is made."""
+    """As `refuse_cut`; what a function creates is only known by creating it."""
     if overlong.startswith("truncate_") and is_of_the_user(config.name) and not inspect.isclass(factory):
         make_environment(config, overlong=overlong)
     refuse_cut(config.name, factory, overlong)
 
 
 def is_for_several(factory: Callable[..., Any]) -> bool:
-    """Whether the user's class says that its episodes have several turns. One whose objects say so is not made here."""
+    """Whether the user's class declares episodes of several turns. If its objects decide that, none is created here."""
     if is_stepped(factory):
         return True
     if not inspect.isclass(factory) or not issubclass(factory, EpisodeEnvironment):
@@ -85,14 +85,14 @@ def is_for_several(factory: Callable[..., Any]) -> bool:
 
 
 def foreseen(path: str, renderer: str, chat: Mapping[str, Any]) -> Able | None:
-    """What the chat of the model at `path` is good for; None where only a worker can tell.
+    """Return what the chat of the model at `path` supports; None if only a worker can tell.
 
-    Loads transformers only where it takes the tokenizer to know: what a template writes is compared with renderers.
+    Loads transformers only if the tokenizer is needed: the output of a template is compared with renderers.
     """
     try:
         local = load_local_tokenizer(described_in(path) or Path(path))
     except ValueError:
-        return None  # told with the data
+        return None  # reported with the data
     if local is None:
         return None
     if renderer == AUTO and (candidates(path) or NAME.fullmatch(path)):
@@ -101,7 +101,7 @@ def foreseen(path: str, renderer: str, chat: Mapping[str, Any]) -> Able | None:
                 path, trust_remote_code=False
             )
         except (OSError, ValueError):
-            return None  # told by the worker
+            return None  # reported by the worker
         return importlib.import_module("asyncrl.chat.choice").open_chat(tokenizer, path, renderer, chat)
     chosen = renderer != AUTO
     return Abilities(

@@ -1,4 +1,4 @@
-"""Environments by what `environment.name` says: a name of ours, or where one of the user's is."""
+"""Finds environments by `environment.name`: a built-in name, or the location of a user's environment."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
 
 
 def is_of_the_user(name: str) -> bool:
-    """`file.py:Name` or `package.module:Name`: finding it runs code that is not ours."""
+    """Whether the name is `file.py:Name` or `package.module:Name`: finding it runs user code."""
     return ":" in name
 
 
 def find_environment(config: EnvironmentConfig) -> Callable[[], Any]:
-    """The class or factory that the settings name; nothing is made of it yet.
+    """Return the class or factory that the settings name, without creating anything.
 
     Raises:
-        ConfigError: an unknown name, one of the user's that cannot be loaded or used, or arguments it does not have.
+        ConfigError: an unknown name, a user's environment that cannot be loaded or used, or arguments it does not have.
     """
     name = config.name
     if is_of_the_user(name):
@@ -80,16 +80,17 @@ def _check_args(name: str, factory: Callable[..., Any], args: Mapping[str, Any])
 def make_environment(
     config: EnvironmentConfig, vocabulary: int = MAX_VOCABULARY, chat: Chat | None = None, *, overlong: str = "drop"
 ) -> Environment:
-    """What it does wrong costs the group it was making, no more; only `single_turn` runs nobody else's code.
+    """Create the environment. Errors of user code cost the group it was making, no more; only `single_turn` runs no
+    user code.
 
     Args:
         vocabulary: token ids are below it.
-        chat: of the model.
+        chat: the model's chat.
         overlong: as `data.overlong`.
 
     Raises:
-        ConfigError: as `find_environment`; or making it failed; or it takes several turns and the model's chat none; or
-            prompts are cut that it reads whole.
+        ConfigError: as `find_environment`; or creating it failed; or it needs several turns and the model's chat has
+            one; or prompts are cut that it reads whole.
     """
     factory = find_environment(config)
     if factory is SingleTurn:
@@ -98,7 +99,7 @@ def make_environment(
         made = factory(**config.args)
     except ConfigError:
         raise
-    except Exception as error:  # user code at a process boundary: whatever it raises is one refused setting
+    except Exception as error:  # user code at a process boundary: any exception refuses one setting
         why = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{SETTING}={config.name}: making the environment failed: {why}") from error
     if is_stepped(made) and not hasattr(made, "run"):
@@ -111,14 +112,14 @@ def make_environment(
 
 
 def refuse_cut(name: str, factory: Any, overlong: str) -> None:
-    """Raises ConfigError where prompts are cut, and the class renders the messages of their rows."""
+    """Raises ConfigError if prompts are cut, and the class renders the messages of their rows."""
     renders = is_stepped(factory) or (inspect.isclass(factory) and issubclass(factory, EpisodeEnvironment))
     if renders and overlong.startswith("truncate_"):
         raise ConfigError(cuts_nothing(name, overlong))
 
 
 class Able(Protocol):
-    """What is asked of a chat."""
+    """What a chat supports."""
 
     @property
     def why_single(self) -> str: ...
@@ -127,7 +128,8 @@ class Able(Protocol):
 
 
 def refuse_chat(name: str, asked: Asked, chat: Able) -> None:
-    """Raises ConfigError for an environment of several turns and a chat of one; or of calls, and one without any."""
+    """Raises ConfigError for an environment of several turns with a chat of one turn; or of tool calls with a chat
+    without them."""
     if asked.several and chat.why_single:
         raise ConfigError(f"{SETTING}={name} talks in several turns, and {chat.why_single}")
     if asked.calls and (why := chat.why_no_calls(told=asked.told)):

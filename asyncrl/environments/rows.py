@@ -1,4 +1,4 @@
-"""Commands that print the rows of an environment, one JSON object a line."""
+"""Base of commands that print the rows of an environment, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from asyncrl.errors import ConfigError
 
 
 def print_rows(made: Callable[[], Iterable[dict[str, Any]]]) -> int:
-    """Exit code of such a command; 2 with a line where `made` raises ConfigError. What is printed while they are made
-    (some tasks do, some tasksets while they load) goes to stderr."""
+    """Print the rows and return the exit code; 2 with an error line if `made` raises ConfigError. What is printed while
+    rows are made (by some tasks, and by some tasksets while they load) goes to stderr."""
     out = sys.stdout
     try:
         with contextlib.redirect_stdout(sys.stderr):

@@ -1,4 +1,4 @@
-"""Games by turns: a class with `reset` and `step`, of which each episode has one object."""
+"""Turn-based games: classes with `reset` and `step`, with one object per episode."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def is_stepped(made: Any) -> bool:
 
 
 class Stepped(ChatEnvironment):
-    """`reset(row)` gives what the policy reads before its first turn, beside the row's messages; `step(text)` takes its
-    reply and gives `(what it reads next, reward, done)`, or Gymnasium's five. Each is its turn's, and the
-    episode's is their sum.
+    """`reset(row)` returns what the policy reads before its first turn, besides the row's messages; `step(text)` takes
+    its reply and returns `(what it reads next, reward, done)`, or Gymnasium's five values. Each reward belongs to its
+    turn, and the episode's reward is their sum.
 
     Args:
-        factory: makes one game.
-        args: what it is made with.
+        factory: creates one game.
+        args: arguments of the factory.
     """
 
     def __init__(self, factory: Callable[..., Any], args: Mapping[str, Any]) -> None:
@@ -57,7 +57,7 @@ async def _awaited(answer: Any) -> Any:
 
 
 def _step(answer: Any) -> tuple[Any, float, bool]:
-    """Raises EpisodeError for what is no step."""
+    """Raises EpisodeError for an invalid step."""
     if isinstance(answer, tuple) and len(answer) == 3:
         observation, reward, done = answer
     elif isinstance(answer, tuple) and len(answer) == 5:
@@ -71,7 +71,8 @@ def _step(answer: Any) -> tuple[Any, float, bool]:
 
 
 def _messages(observation: Any) -> list[Message]:
-    """Of a text, of messages, or of nothing; Gymnasium's `(observation, info)` too. Raises EpisodeError."""
+    """Messages of a text, of messages, or of nothing; also of Gymnasium's `(observation, info)`. Raises
+    EpisodeError."""
     if isinstance(observation, tuple) and len(observation) == 2 and isinstance(observation[1], dict):
         observation = observation[0]
     if observation is None or observation == "":

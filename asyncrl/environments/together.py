@@ -1,4 +1,4 @@
-"""Requests of siblings that ask for the same at the same moment, as one: the engine then reads the prompt once."""
+"""Merges identical concurrent requests of siblings into one, so that the engine reads the prompt once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Key = tuple[bytes, int | None, tuple[str | int, ...], float | None]
 
 
 class Together:
-    """`generate` for one completion at a time. What is asked for in one turn of the event loop goes out together."""
+    """`generate` for one completion at a time. Requests made in one iteration of the event loop are sent together."""
 
     def __init__(self, generate: Generate) -> None:
         self._generate = generate
@@ -42,7 +42,7 @@ class Together:
     def _send(self) -> None:
         waiting, self._waiting = self._waiting, {}
         for key, asked in waiting.items():
-            answers = [answer for answer in asked if not answer.done()]  # an episode may have ended in this very turn
+            answers = [answer for answer in asked if not answer.done()]  # an episode may have ended just now
             if not answers:
                 continue
             task = asyncio.get_running_loop().create_task(self._ask(key, answers))
@@ -59,7 +59,7 @@ class Together:
             for answer in answers:
                 answer.cancel()
             raise
-        # Whatever it is, whoever asked gets it: here nobody would see it.
+        # Any error goes to the callers: here nobody would see it.
         except BaseException as error:
             for answer in answers:
                 if not answer.done():
@@ -70,6 +70,6 @@ class Together:
                 answer.set_result(completion)
 
     def close(self) -> None:
-        """What is still being generated is for nobody."""
+        """Cancel what is still being generated: nobody waits for it."""
         for task in self._tasks:
             task.cancel()

@@ -1,4 +1,4 @@
-"""One trajectory in the making: the prompt, then in turn what the policy sampled and what the environment answered."""
+"""Builds one trajectory: the prompt, then alternately what the policy sampled and what the environment answered."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncrl.types import NO_VERSION, ROUTED_EXPERTS, Completion, Prompt, Trajec
 
 
 class Transcript:
-    """Keeps ids as they were sampled, and masks, log-probs and versions in step with them.
+    """Keeps ids as they were sampled, and aligns masks, log-probs and versions with them.
 
     Example: `add_completion`, `add_observation`, `add_completion`::
 
@@ -24,13 +24,13 @@ class Transcript:
     def __init__(self, prompt: Prompt | Sequence[int] | NDArray[np.int32]) -> None:
         self._ids = [np.asarray(prompt.token_ids if isinstance(prompt, Prompt) else prompt, np.int32)]
         self._completions: list[Completion | None] = [None]
-        """Of each part; None where no policy sampled it."""
+        """Completion of each part; None if no policy sampled it."""
         self._rewards: dict[int, float] = {}
-        """By the part that the reward was given after."""
+        """Rewards by the part after which they were given."""
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
-        """[T] all so far: what the next turn is generated from."""
+        """[T] all tokens so far: the prompt of the next turn."""
         return np.concatenate(self._ids)
 
     @property
@@ -43,7 +43,7 @@ class Transcript:
         return any(completion is not None and len(completion.token_ids) for completion in self._completions)
 
     def add_completion(self, completion: Completion) -> None:
-        """Raises ValueError when the learner could not compute its log-probs."""
+        """Add a sampled turn. Raises ValueError if the learner could not compute its log-probs."""
         if not completion.trainable:
             raise ValueError(
                 "this completion was sampled at another temperature than the run's, and the learner's log-probs are "
@@ -53,7 +53,7 @@ class Transcript:
         self._completions.append(completion)
 
     def add_observation(self, token_ids: NDArray[np.int32] | Sequence[int]) -> None:
-        """[N] tokens that the policy reads and is not trained on. Raises ValueError when they are none."""
+        """Add [N] tokens that the policy reads and is not trained on. Raises ValueError if they are not token ids."""
         ids = np.asarray(token_ids)
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise ValueError(f"an observation is token ids [N]; {ids.dtype}{list(ids.shape)} came")
@@ -62,21 +62,21 @@ class Transcript:
 
     @property
     def parts(self) -> int:
-        """Prompt, completions and observations so far."""
+        """Number of prompt, completions and observations so far."""
         return len(self._ids)
 
     def reward(self, value: float, parts: int | None = None) -> None:
-        """What the policy's last turn earned: a part of the score of all, and not beside it.
+        """Add what the policy's last turn earned: it is included in the score of the trajectory, not added to it.
 
         Args:
-            parts: how many there were after that turn, where it is not the last.
+            parts: number of parts after that turn, if it is not the last one.
         """
         at = (parts or self.parts) - 1
         self._rewards[at] = self._rewards.get(at, 0.0) + float(value)
 
     def _turn_rewards(self, turns: Sequence[float]) -> tuple[float, ...]:
-        """[turns] or none, with those of the score. A reward after a turn that is not trained on goes to the last one
-        before it that is; where there is none, to the first."""
+        """[turns] rewards, or empty, including those of the score. A reward after a turn that is not trained on goes to
+        the last trained turn before it; if there is none, to the first."""
         rewards = dict(self._rewards)
         said = [at for at, completion in enumerate(self._completions) if completion is not None]
         for at, value in zip(said, turns, strict=True) if turns else ():
@@ -104,14 +104,14 @@ class Transcript:
         branch: bool = False,
         extras: Mapping[str, NDArray[Any]] | None = None,
     ) -> Trajectory:
-        """All turns with the reward of them all.
+        """Return the trajectory of all turns, with their total reward.
 
         Raises ValueError for a score with rewards of another number of turns.
 
         Args:
-            truncated: the context's end cut it; a last turn that was cut says so by itself.
+            truncated: the end of the context cut the episode; a last turn that was cut is detected without it.
             branch: see `Trajectory`.
-            extras: beside those that the engine recorded.
+            extras: in addition to those that the engine recorded.
         """
         token_ids = self.token_ids
         loss_mask = np.zeros(len(token_ids), np.bool_)
@@ -140,19 +140,19 @@ class Transcript:
         )
 
     def _recorded(self) -> dict[str, NDArray[Any]]:
-        """What the engine recorded of all sampled turns."""
+        """Data that the engine recorded for all sampled turns."""
         turns = [completion.recorded for completion in self._completions if completion is not None]
         joined = {
             name: np.concatenate([turn[name] for turn in turns])
             for name in (turns[0] if turns else ())
-            # What a turn lacks cannot be said of the whole; where the learner needs it, the worker finds it missing.
+            # Data missing in one turn is left out for all; if the learner needs it, the worker reports it.
             if all(name in turn for turn in turns) and name != ROUTED_EXPERTS
         }
         return joined | self._routed()
 
     def _routed(self) -> dict[str, NDArray[Any]]:
-        """`ROUTED_EXPERTS`: of every token as it was when what follows it was sampled. A later turn reads the earlier
-        ones again, with newer weights perhaps: what it says of those is left out."""
+        """`ROUTED_EXPERTS` of every token at the time the following token was sampled. A later turn reads the earlier
+        ones again, perhaps with newer weights: its routing of those is left out."""
         rows: list[NDArray[Any]] = []
         start = told = 0
         for ids, completion in zip(self._ids, self._completions, strict=True):
@@ -160,7 +160,7 @@ class Transcript:
             if completion is None or not len(ids):
                 continue
             given = completion.recorded.get(ROUTED_EXPERTS)
-            if given is None or len(given) != start - 1:  # it was generated from another prompt than these tokens
+            if given is None or len(given) != start - 1:  # it was generated from another prompt
                 return {}
             rows.append(given[told:])
             told = start - 1

@@ -1,1 +1,1 @@
-"""`environment.name=gymnasium`: text games of the package gymnasium. `made` imports it; nothing else here may."""
+"""`environment.name=gymnasium`: text games of the package gymnasium. Only `made` imports it."""

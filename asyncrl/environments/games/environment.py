@@ -21,23 +21,23 @@ from asyncrl.errors import ConfigError, EpisodeError
 ASK = "Say your action between <action> and </action>. Between them stands the action alone."
 
 AT_ONCE = 16
-"""Steps that run side by side: more threads would keep the event loop waiting for its turn."""
+"""Number of steps that run concurrently: more threads would keep the event loop waiting."""
 
 
 class Gymnasium(ChatEnvironment):
-    """Each reward is its turn's, and the episode's is their sum. `reward.function` is not needed.
+    """Each reward belongs to its turn, and the episode's reward is their sum. `reward.function` is not needed.
 
-    A row may have `seed`, an integer (where there is none it follows what is in the row: siblings begin alike), and
-    `options`, which `reset` is given.
+    A row may have `seed`, an integer (by default derived from the row's contents, so that siblings start alike), and
+    `options`, which are passed to `reset`.
 
     Args:
-        env: an id that is registered (`module:Name-v0` imports the module first), or what makes a game, `file.py:make`.
-        args: what it is made with, by name.
-        tag: the action stands between <tag> and </tag>, the last of them counts; empty takes the whole reply.
-        actions: names of numbered actions, the first one's first.
-        max_turns: replies of an episode.
-        invalid_reward: of a reply without an action that the game takes; it is told so, and the game does not move.
-        system: message that goes to the front; empty is none.
+        env: a registered id (`module:Name-v0` imports the module first), or a factory, `file.py:make`.
+        args: its arguments, by name.
+        tag: the action is between <tag> and </tag>, of which the last counts; empty takes the whole reply.
+        actions: names of numbered actions, starting with the first.
+        max_turns: limit on the replies of an episode.
+        invalid_reward: reward of a reply without a valid action; the policy is told, and the game does not move.
+        system: system message at the front; empty for none.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class Gymnasium(ChatEnvironment):
 
     @staticmethod
     def check(**args: Any) -> Asked:
-        """Before a start, in a process of its own: makes a game and begins it. What it asks of the chat. Raises
-        ConfigError."""
+        """Check before a start, in a separate process, by making and starting a game. Returns the requirements on the
+        chat. Raises ConfigError."""
         return Gymnasium(**args).asked
 
     async def episode(self, chat: Conversation, row: dict[str, Any]) -> float:
@@ -80,12 +80,12 @@ class Gymnasium(ChatEnvironment):
         try:
             await self._play(game, chat, row)
         finally:
-            start_thread(game.close, "game")  # not waited for: it may never end, and then this episode would not either
+            start_thread(game.close, "game")  # not waited for: it may never end, nor would this episode
         return 0.0
 
     async def _threaded(self, call: Callable[[], Any]) -> Any:
-        """waits for: one of AT_ONCE to be done, then the call; unblocked by: that, or `environment.timeout_s`: a call
-        that is given up counts no more."""
+        """waits for: one of AT_ONCE slots, then the call; unblocked by: its end, or `environment.timeout_s`: a call
+        that is given up frees its slot."""
         async with self._at_once:
             return await on_own_thread(call, "game")
 
@@ -124,7 +124,7 @@ class Gymnasium(ChatEnvironment):
 
 
 def seed_of(row: Mapping[str, Any]) -> int:
-    """Raises EpisodeError for one that is none."""
+    """Return the row's seed. Raises EpisodeError for an invalid one."""
     seed = row.get("seed")
     if seed is None:
         return zlib.crc32(json.dumps(row, sort_keys=True, default=str).encode())

@@ -1,4 +1,4 @@
-"""Text games of gymnasium: made, and what passes between one and a conversation."""
+"""Makes text games of gymnasium, and converts between them and a conversation."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from asyncrl.own_code import load_function
 
 SETTING = "environment.args.env"
 SHINING = re.compile(r"\x1b\[[0-9;]*m(\S)\x1b\[0?m")
-"""A letter that a rendering of text marks by colours: where the player stands, in the games that gymnasium ships."""
+"""A letter that a text rendering marks by colours: the player's position, in gymnasium's own games."""
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spoken:
-    """What a reply comes to."""
+    """Action named by a reply."""
 
     action: Any = None
     fault: str = ""
-    """Why it is none; for the policy to read."""
+    """Why it is not an action; for the policy to read."""
 
 
 def maker(env: str, args: Mapping[str, Any]) -> Callable[[], Any]:
-    """Makes one game: of an id of gymnasium's registry (`module:Name-v0` imports the module first), or of a function or
-    class, `file.py:make` or `package.module:make`.
+    """Return a function that makes one game: from an id of gymnasium's registry (`module:Name-v0` imports the module
+    first), or from a function or class, `file.py:make` or `package.module:make`.
 
     Raises:
-        ConfigError: a function that cannot be loaded.
+        ConfigError: the function cannot be loaded.
     """
     place, _, name = env.rpartition(":")
     if place.endswith(".py") or (place and name.isidentifier()):
@@ -45,14 +45,14 @@ def maker(env: str, args: Mapping[str, Any]) -> Callable[[], Any]:
 
 
 def made_once(env: str, make: Callable[[], Any], actions: Sequence[str]) -> Game:
-    """One game, for its kinds of actions and observations.
+    """Make one game, to learn its kinds of actions and observations.
 
     Raises:
-        ConfigError: it cannot be made or begun, or is no text game.
+        ConfigError: it cannot be made or started, or is not a text game.
     """
     try:
         inner = make()
-    except Exception as error:  # gymnasium's own, the user's, and those of what they import
+    except Exception as error:  # gymnasium's own, the user's, and those of their imports
         raise ConfigError(f"{SETTING}={env}: it cannot be made: {type(error).__name__}: {error}") from error
     lacking = [name for name in ("reset", "step", "action_space", "observation_space") if not hasattr(inner, name)]
     if lacking:
@@ -72,7 +72,7 @@ def made_once(env: str, make: Callable[[], Any], actions: Sequence[str]) -> Game
 
 
 class Game:
-    """One game; each of its methods may take long, and is called on a thread.
+    """One game. Each of its methods may take long, and is called on a thread.
 
     Args:
         inner: a `gymnasium.Env`.
@@ -82,13 +82,13 @@ class Game:
     def __init__(self, inner: Any, actions: Sequence[str]) -> None:
         self._inner, self._space = inner, inner.action_space
         self._one = threading.Lock()
-        """An episode that is given up closes its game while a step may still run: it is then closed after that."""
+        """An abandoned episode closes its game while a step may still run: it is then closed after that step."""
         self._over = self._closed = False
         self._names = [str(each).strip().lower() for each in actions]
 
     @property
     def fault(self) -> str:
-        """Why it is no text game; empty where it is."""
+        """Why it is not a text game; empty if it is one."""
         space = self._space
         if not isinstance(space, spaces.Text | spaces.Discrete):
             return f"actions must be texts or numbers (spaces.Text, spaces.Discrete), and are {space}"
@@ -111,7 +111,7 @@ class Game:
             return self._said(observation)
 
     def step(self, action: Any) -> tuple[str, float, bool, bool]:
-        """What it says, the reward, whether it is over, and whether that is by its limit of time."""
+        """Return its text, the reward, whether it is over, and whether that is due to its time limit."""
         with self._used():
             observation, reward, terminated, truncated, _ = self._inner.step(action)
             return self._said(observation), float(reward), bool(terminated), bool(truncated)
@@ -122,7 +122,7 @@ class Game:
         return COLOURS.sub("", SHINING.sub(r"[\1]", str(self._inner.render()))).strip("\n")
 
     def spoken(self, text: str) -> Spoken:
-        """The action that a text names."""
+        """Return the action that a text names."""
         space, text = self._space, text.strip()
         if isinstance(space, spaces.Text):
             if space.contains(text):
@@ -136,7 +136,7 @@ class Game:
         return Spoken(fault=f"an action is one of {', '.join(self._names) or f'{first} to {last}'}")
 
     def close(self) -> None:
-        """At once, or at the end of what still runs: nobody waits here for a step that may never end."""
+        """Close at once, or when a running step ends: it may never end, so it is not waited for."""
         self._over = True
         self._close_if_free()
 

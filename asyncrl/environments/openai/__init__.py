@@ -1,3 +1,3 @@
 """`environment.name=openai`: an agent that talks to an OpenAI-compatible endpoint. `environment` and `agent` run it,
-`endpoint` is the server that it talks to, `calls` records an episode token by token, and `requests` and `answers` are
-the dialect. Nobody but these agents is served: the endpoint listens on loopback, and each episode has a key."""
+`endpoint` is the server that it talks to, `calls` records an episode token by token, and `requests` and `answers`
+implement the protocol. Only these agents are served: the endpoint listens on loopback, and each episode has a key."""

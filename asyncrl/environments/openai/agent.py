@@ -1,4 +1,4 @@
-"""The user's agent: found, called on a thread or on the event loop, and what it gives back."""
+"""Finds the user's agent, calls it on a thread or on the event loop, and reads its result."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ Agent = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What an agent gave back."""
+    """Result of an agent."""
 
     reward: float | Mapping[str, float] | None = None
-    """None has `reward.function` score it."""
+    """None uses `reward.function`."""
     answer: str | None = None
-    """What that is given; None is the last reply."""
+    """Text that `reward.function` gets; None is the last reply."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Numbers beside the reward, by name."""
+    """Further numbers besides the reward, by name."""
 
 
 def find_agent(spec: str, args: Mapping[str, Any]) -> Agent:
-    """Raises ConfigError: there is none, or it cannot be called as agents are."""
+    """Load the agent. Raises ConfigError: there is none, or its signature does not accept the arguments of agents."""
     agent = load_function(spec, SETTING)
     try:
         signature = inspect.signature(agent)
@@ -43,11 +43,11 @@ def find_agent(spec: str, args: Mapping[str, Any]) -> Agent:
 
 
 async def run_agent(agent: Agent, given: Mapping[str, Any]) -> Outcome:
-    """Raises what the agent raises, and EpisodeError for what is no outcome."""
+    """Call the agent. Raises what the agent raises, and EpisodeError for an invalid outcome."""
     if inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(type(agent).__call__):
         said = await agent(**given)
     else:
-        # That of one that is given up ends with its next call, which is refused, or with the process.
+        # The thread of an abandoned agent ends with its next call, which is refused, or with the process.
         said = await on_own_thread(lambda: agent(**given), "agent")
         if inspect.isawaitable(said):
             said = await said
@@ -55,13 +55,13 @@ async def run_agent(agent: Agent, given: Mapping[str, Any]) -> Outcome:
 
 
 def outcome_of(said: Any) -> Outcome:
-    """Raises EpisodeError."""
+    """Read an agent's result. Raises EpisodeError if it is invalid."""
     if said is None:
         return Outcome()
     if isinstance(said, str):
         return Outcome(answer=said)
     if not isinstance(said, Mapping):
-        return Outcome(reward=said)  # a number, or refused as none
+        return Outcome(reward=said)  # a number; anything else is refused later
     if "score" in said:
         return Outcome(reward=said)
     answer = said.get("answer")

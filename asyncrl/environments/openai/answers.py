@@ -1,4 +1,4 @@
-"""What goes back to the agent: OpenAI's JSON of completions, streams and errors."""
+"""Builds answers to the agent: OpenAI's JSON of completions, streams and errors."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from asyncrl.environments.openai.requests import Refused
 
 
 def message_of(reply: Reply, number: int, stop: Sequence[str] = ()) -> Message:
-    """A reply as a message of the API, but for the arguments of calls, which are objects here. Stop texts are left out
-    of it, and calls that cannot be read stay the text that they are.
+    """Return a reply as a message of the API, except that the arguments of calls stay objects here. Stop texts are left
+    out, and calls that cannot be parsed stay text.
 
     Args:
-        number: of the turn in its episode, for ids of calls that are nobody else's.
+        number: index of the turn in its episode, for unique ids of calls.
     """
     content = "".join([reply.content, *(call.raw for call in reply.tool_calls if call.error)])
     cuts = [content.index(text) for text in stop if text in content]
@@ -25,7 +25,7 @@ def message_of(reply: Reply, number: int, stop: Sequence[str] = ()) -> Message:
         message["reasoning_content"] = reply.reasoning
     calls = [
         {
-            # An id that the policy wrote itself (Kimi's) is one that its template knows.
+            # An id that the policy wrote itself (Kimi's) is kept, since its template uses it.
             "id": f"call_{number}_{place}" if call.id == f"call_{place}" else call.id,
             "type": "function",
             "function": {"name": call.name, "arguments": call.arguments},
@@ -66,7 +66,7 @@ def completion_of(
 
 
 def stream_of(completion: dict[str, Any], *, tell_usage: bool) -> bytes:
-    """The same as server-sent events: all that a choice says in one chunk, its end in another."""
+    """Encode the completion as server-sent events: the whole message of a choice in one chunk, its end in another."""
     head = {**completion, "object": "chat.completion.chunk"}
     usage = head.pop("usage")
     chunks: list[dict[str, Any]] = []

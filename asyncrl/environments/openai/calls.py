@@ -1,7 +1,7 @@
-"""The calls of one episode: a tree of turns, each sampled behind exactly the tokens of the turn that it follows.
+"""Records the calls of one episode as a tree of turns, each sampled after exactly the tokens of its parent turn.
 
-A call whose messages go on from a turn's conversation continues that turn. Any other begins a conversation of its own,
-and two that continue the same turn part there. Each leaf is a trajectory; a turn that several share is trained once.
+A call whose messages continue a turn's conversation continues that turn. Any other call starts a new conversation, and
+two calls that continue the same turn branch there. Each leaf is a trajectory; a turn shared by several is trained once.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class Turn:
 
     parent: Turn | None
     prompt: list[int]
-    """All that it was sampled from: that of its parent, what the parent said, and `observed`."""
+    """All tokens that it was sampled from: the prompt of its parent, the parent's reply, and `observed`."""
     observed: list[int]
-    """What came after the parent's reply; of a first turn the whole prompt."""
+    """Tokens after the parent's reply; for a first turn the whole prompt."""
     completion: Completion
     reply: Reply
     message: Message
-    """As the agent was told."""
+    """The reply as the agent received it."""
 
     @property
     def path(self) -> list[Turn]:
-        """From the first turn to this one."""
+        """Turns from the first to this one."""
         turns: list[Turn] = []
         turn: Turn | None = self
         while turn is not None:
@@ -54,38 +54,38 @@ class Calls:
     """Implements `environments.episodes.Record`.
 
     Args:
-        most: calls of the episode, retries left out.
+        most: limit on the calls of the episode, without retries.
     """
 
     def __init__(self, tools: EpisodeTools, engine: Together, most: int) -> None:
-        assert tools.chat is not None  # `EpisodeEnvironment` looked
+        assert tools.chat is not None  # `EpisodeEnvironment` has checked it
         self._chat: Chat = tools.chat
         self._decode, self._engine, self._most = tools.decode, engine, most
         self._turns: list[Turn] = []
         self._ends: dict[str, Turn] = {}
-        """By the conversation up to a turn, the turn included."""
+        """Turns by the conversation up to and including them."""
         self._asked: dict[str, asyncio.Task[list[Turn]]] = {}
-        """By the request: what is asked again has the same answer."""
+        """Tasks by request: a repeated request gets the same answer."""
         self._cut: set[Turn] = set()
-        """Turns that the context had no room to follow."""
+        """Turns that no further turn fits after in the context."""
         self._failures: dict[str, BaseException] = {}
-        """Of requests that have no answer yet."""
+        """Errors of requests that have no answer yet."""
         self._closed = False
         self.why_over = ""
-        """Why some call was the last of its conversation; empty where none was."""
+        """Why some call was the last of its conversation; empty if none was."""
         self.answer: str | None = None
-        """What `reward.function` is to score, where it is not the last reply."""
+        """Text that `reward.function` scores, if it is not the last reply."""
         self.parts: dict[str, float] = {}
-        """Numbers that the agent tells beside the reward."""
+        """Further numbers that the agent reports besides the reward."""
 
     async def ask(self, call: Call) -> list[Turn]:
-        """[n] the policy's replies; those of the first time where this was asked before.
+        """Return [n] replies of the policy; a repeated request gets those of the first time.
 
         Raises:
-            Refused: there can be none.
+            Refused: there can be no reply.
             AsyncRLError: the engine could not produce them.
         """
-        if self._closed:  # while the body of the request was on its way
+        if self._closed:  # closed while the request's body was being received
             raise Refused(401, OVER, "invalid_api_key")
         task = self._asked.get(call.key)
         if task is None:
@@ -96,7 +96,7 @@ class Calls:
             task = asyncio.create_task(self._sample(call))
             self._asked[call.key] = task
             task.add_done_callback(lambda done: self._note(call.key, done))
-        # The agent may give this request up and ask again: what is generated is for both.
+        # The agent may give this request up and repeat it: the generation serves both.
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -105,7 +105,7 @@ class Calls:
             raise Refused(401, OVER, "invalid_api_key") from None
 
     def _note(self, key: str, task: asyncio.Task[list[Turn]]) -> None:
-        """What failed may be asked again."""
+        """Record the end of a request; a failed one may be repeated."""
         error = None if task.cancelled() else task.exception()
         if error is None and not task.cancelled():
             self._failures.pop(key, None)
@@ -129,13 +129,14 @@ class Calls:
         return [self._take(call, keys[-1], parent, prompt, observed, completion) for completion in completions]
 
     def _followed(self, keys: Sequence[str], messages: list[Message]) -> tuple[Turn | None, list[Message]]:
-        """The turn that the messages go on from, and those after it; None where they begin a conversation."""
+        """Return the turn that the messages continue, and the messages after it; or None and all messages for a new
+        conversation."""
         last = max((place for place, each in enumerate(messages) if each["role"] == "assistant"), default=-1)
         turn = self._ends.get(keys[last + 1]) if last >= 0 else None
         return turn, messages[last + 1 :] if turn is not None else messages
 
     def _prompt_ids(self, parent: Turn | None, new: list[Message], call: Call) -> tuple[list[int], list[int]]:
-        """All that the turn is sampled from, and what of it is new. Raises Refused."""
+        """Return all tokens that the turn is sampled from, and the new ones among them. Raises Refused."""
         plain = [self._plain(message) for message in new]
         if parent is None:
             try:
@@ -151,7 +152,7 @@ class Calls:
         return [*parent.prompt, *before, *follows], follows
 
     def _plain(self, message: Message) -> Message:
-        """As with every API of this kind, what is written in a message is text: markers in it are broken."""
+        """Break markers in the message: as in every such API, its content is plain text."""
         if message["role"] == "assistant":
             return message
         return message | {"content": self._chat.spell(message["content"])}
@@ -174,14 +175,14 @@ class Calls:
         return Refused(400, why, code, "messages")
 
     def close(self) -> None:
-        """What is still being generated is for nobody, and nothing more is."""
+        """Cancel what is still being generated, and refuse further requests."""
         self._closed = True
         for task in self._asked.values():
             task.cancel()
 
     @property
     def failure(self) -> AsyncRLError | None:
-        """Why a call of the agent has no answer, where that is no fault of the agent."""
+        """Error of a call without an answer that is not the agent's fault."""
         return next((each for each in self._failures.values() if isinstance(each, AsyncRLError)), None)
 
     @property
@@ -196,8 +197,7 @@ class Calls:
 
     @property
     def turns(self) -> list[str]:
-        """None where calls did not go on from one another, one after the other: several conversations side by side are
-        no sequence."""
+        """Empty unless each call continued the previous one: concurrent conversations are not a sequence."""
         befores = (None, *self._turns)
         if any(turn.parent is not before for turn, before in zip(self._turns, befores, strict=False)):
             return []
@@ -213,7 +213,7 @@ class Calls:
                 continue
             transcript = _transcript(leaf.path, trained, score.turns)
             if not transcript.sampled:
-                continue  # all of it was trained before, or at another temperature
+                continue  # all of it was trained before, or sampled at another temperature
             trajectory = transcript.trajectory(whole, truncated=leaf in self._cut, branch=bool(made))
             ids = transcript.token_ids[transcript.prompt_length :]
             made.append((trajectory, self._decode([ids], special=True)[0]))
@@ -221,10 +221,11 @@ class Calls:
 
 
 def _transcript(path: Sequence[Turn], trained: set[Turn], earned: Sequence[float]) -> Transcript:
-    """
+    """Build the transcript of one path.
+
     Args:
-        trained: turns of trajectories before this one, which are read here; those of this one are added.
-        earned: by each turn; or nobody said.
+        trained: turns trained in earlier trajectories, which are only read here; this path's turns are added.
+        earned: reward of each turn; empty if not reported.
     """
     transcript = Transcript(path[0].prompt)
     for number, turn in enumerate(path):

@@ -1,7 +1,7 @@
 """The server that agents talk to: OpenAI's chat completions on loopback, one key per episode.
 
-consumes:     requests of the agents of this worker
-waits for:    the next one; the engine, for each of them
+consumes:     requests of this worker's agents
+waits for:    the next request; the engine, for each of them
 unblocked by: a request; the engine's answer, or the end of its episode
 """
 
@@ -32,7 +32,8 @@ log = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 SESSION = "x-session-id"
 KEEP_ALIVE_S = 600
-"""Longer than agents pause between calls: a client that sends into a closed connection takes that for a failure."""
+"""Seconds; longer than agents pause between calls, since a client that sends into a closed connection reports a
+failure."""
 START_S = 30.0
 STOP_S = 10.0
 
@@ -40,21 +41,22 @@ STOP_S = 10.0
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are for the worker."""
+        """Do nothing: the worker handles signals."""
         yield
 
 
 class Endpoint:
-    """
+    """Serves the policy to agents.
+
     Args:
-        model: the name by which the policy is asked for.
-        ignore: parameters of requests that are left out.
+        model: name of the policy in requests.
+        ignore: parameters of requests that are ignored.
     """
 
     def __init__(self, model: str, ignore: Collection[str] = ()) -> None:
         self._model, self._ignore = model, ignore
         self._episodes: dict[str, Calls] = {}
-        """By key."""
+        """Calls by key of the episode."""
         self._numbers = 0
         routes = [
             Route("/v1/chat/completions", self._complete, methods=["POST"]),
@@ -65,10 +67,10 @@ class Endpoint:
         self._task: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
         self.url = ""
-        """What agents get as `base_url`, once it is started."""
+        """`base_url` for agents, once it is started."""
 
     async def start(self) -> None:
-        """On this event loop; once is enough.
+        """Start on this event loop, if not started yet.
 
         Raises:
             AsyncRLError: it does not start.
@@ -77,8 +79,8 @@ class Endpoint:
             if self._task is not None and not self._task.done():
                 return
             listener = socket.create_server((HOST, 0), backlog=2048)
-            # asyncio sees to it only for sockets that name their protocol, which this one's do not: without it the body
-            # of an answer waits 40 ms for the acknowledgement of its head. Connections inherit it.
+            # asyncio sets this only for sockets that name their protocol, unlike this one: without it the body of an
+            # answer waits 40 ms for the acknowledgement of its head. Connections inherit it.
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             config = uvicorn.Config(
                 self._app,
@@ -107,7 +109,7 @@ class Endpoint:
 
     @contextlib.contextmanager
     def serving(self, calls: Calls) -> Iterator[str]:
-        """The key of an episode, which is served as long as this lasts."""
+        """Serve an episode inside the context; yields its key."""
         key = secrets.token_urlsafe(32)
         self._episodes[key] = calls
         try:
@@ -117,9 +119,9 @@ class Endpoint:
             calls.close()
 
     def _of(self, request: Request) -> Calls:
-        """Raises Refused."""
+        """Return the calls of the request's episode. Raises Refused."""
         kind, _, key = request.headers.get("authorization", "").partition(" ")
-        # Clients that many episodes share, those of verifiers, say by another header which of them is asking.
+        # Clients shared by many episodes, like those of verifiers, name the episode in another header.
         names = [key.strip() if kind.lower() == "bearer" else "", request.headers.get(SESSION, "")]
         calls = next((self._episodes[name] for name in names if name in self._episodes), None)
         if calls is None:
@@ -142,7 +144,7 @@ class Endpoint:
         try:
             turns = await calls.ask(call)
         except AsyncRLError as error:
-            # It may be the engine's moment of weakness: clients ask again, and the episode fails if that fails too.
+            # The engine's failure may be temporary: clients retry, and the episode fails if that fails too.
             final = not isinstance(error, GenerationError)
             raise Refused(500, f"the engine gave no answer: {error}", "engine_failed", final=final) from error
         return self._answer(call, turns)

@@ -1,4 +1,4 @@
-"""`environment.name=openai`: an agent written against OpenAI's API, as it is."""
+"""`environment.name=openai`: runs an unchanged agent written against OpenAI's API."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class AgentEpisodes(EpisodeEnvironment[Calls]):
     """Each episode is one call of an agent, with `base_url`, `api_key`, `model` and `row`.
 
     Args:
-        agent: a function, `async` or not: then it has a thread of its own.
-        args: further arguments of it, by name.
-        max_calls: calls of the endpoint in an episode; one more ends it.
-        model: the name by which the policy is asked for.
-        ignore: parameters of requests that are left out, whatever the agent asks for. Without `temperature` among them
-            the agent's own is obeyed, and what is sampled at another than the run's is not trained on.
-        reward_when_over: of an episode whose agent raised after its context was full, or its calls were used up; none
-            has `reward.function` score the last reply.
+        agent: a function; it runs on the event loop if `async`, otherwise on its own thread.
+        args: further arguments of the agent, by name.
+        max_calls: limit on calls of the endpoint per episode; one more ends it.
+        model: name of the policy in requests.
+        ignore: parameters of requests that are ignored, whatever their value. Unless `temperature` is among them the
+            agent's own is used, and completions at another temperature than the run's are not trained on.
+        reward_when_over: reward of an episode whose agent raised after its context was full or its calls were used up;
+            None has `reward.function` score the last reply.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class AgentEpisodes(EpisodeEnvironment[Calls]):
             given = {**place, "row": deepcopy(row), **self._args}
             try:
                 outcome = await run_agent(self._agent, given)
-            except Exception as error:  # user code: what it raised for may be no fault of its own
+            except Exception as error:  # user code: its error may be the consequence of another
                 if chat.failure is not None:
                     raise chat.failure from error
                 if chat.why_over:
@@ -76,9 +76,10 @@ class AgentEpisodes(EpisodeEnvironment[Calls]):
 
 
 class OpenAI(AgentEpisodes):
-    """
+    """Runs the agent named in the settings.
+
     Args:
-        agent: `file.py:name` or `package.module:name` of a function; see `AgentEpisodes` for the others.
+        agent: `file.py:name` or `package.module:name` of a function; see `AgentEpisodes` for the other arguments.
     """
 
     def __init__(
@@ -104,5 +105,5 @@ class OpenAI(AgentEpisodes):
 
     @staticmethod
     def check(**args: Any) -> Asked:
-        """Before a start, in a process of its own: what it asks of the chat. Raises ConfigError."""
+        """Check before a start, in a separate process. Returns the requirements on the chat. Raises ConfigError."""
         return OpenAI(**args).asked

@@ -1,4 +1,4 @@
-"""From the body of a chat completion to what is to be sampled; what cannot be done is refused with its rule."""
+"""Parses the body of a chat completion request; unsupported requests are refused with the reason."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 from asyncrl.chat.base import Message, ToolSpec
 
 MOST_CHOICES = 64
-"""Of one call; each is a branch of its own."""
+"""Limit on the choices of one call; each is a separate branch."""
 READ = ("messages", "tools", "n", "max_tokens", "max_completion_tokens", "stop", "temperature", "stream")
 READ += ("stream_options", "model", "seed")
 HARMLESS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier")
-"""Parameters that change nothing of what is sampled."""
+"""Parameters that do not affect sampling."""
 DEFAULTS: dict[str, tuple[Any, ...]] = {
     "top_p": (1, 1.0),
     "frequency_penalty": (0, 0.0),
@@ -32,7 +32,7 @@ DEFAULTS: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "store": (False,),
 }
-"""Parameters that are taken where they ask for nothing."""
+"""Parameters that are accepted with these values, which have no effect."""
 BIASED = ("top_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "top_k", "min_p", "logit_bias")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -41,10 +41,10 @@ class Refused(Exception):
     """An error of OpenAI's API.
 
     Args:
-        status: of HTTP.
-        code: by which programs know it.
-        param: of the request.
-        final: asking again is no use: clients are told so.
+        status: HTTP status.
+        code: error code for programs.
+        param: parameter of the request.
+        final: whether retrying is useless; clients are told so.
     """
 
     def __init__(self, status: int, message: str, code: str = "", param: str = "", *, final: bool = True) -> None:
@@ -54,10 +54,10 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One request, read."""
+    """One parsed request."""
 
     messages: list[Message]
-    """With texts for contents, and objects for the arguments of calls."""
+    """Messages with text contents, and objects as arguments of calls."""
     tools: list[ToolSpec]
     n: int = 1
     max_tokens: int | None = None
@@ -65,20 +65,21 @@ class Call:
     temperature: float | None = None
     stream: bool = False
     tell_usage: bool = False
-    """In a chunk of its own, where it streams."""
+    """Whether a stream reports usage in a separate chunk."""
     key: str = ""
-    """The same for the same request: a retry."""
+    """Identifies the request: the same for a retry."""
 
 
 def read_call(body: Any, *, model: str, ignore: Collection[str] = (), once: str = "") -> Call:
-    """
+    """Parse a request.
+
     Args:
-        model: what is served.
-        ignore: parameters that are left out, whatever they ask for.
+        model: name of the served policy.
+        ignore: parameters that are ignored, whatever their value.
         once: the request's Idempotency-Key.
 
     Raises:
-        Refused: 400 or 404, with the rule.
+        Refused: 400 or 404, with the reason.
     """
     if not isinstance(body, dict):
         raise Refused(400, f"the body is a JSON object; a {type(body).__name__} came")
@@ -110,7 +111,7 @@ def read_call(body: Any, *, model: str, ignore: Collection[str] = (), once: str 
 
 
 def digest(value: Any) -> str:
-    """Of JSON; the same for equal values."""
+    """Digest of a JSON value; the same for equal values."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -173,7 +174,7 @@ def _tools(value: Any) -> list[ToolSpec]:
 
 
 def read_messages(value: Any) -> list[Message]:
-    """Raises Refused."""
+    """Parse messages. Raises Refused."""
     if not isinstance(value, list) or not value:
         raise Refused(400, "messages is a list of at least one message", "invalid_value", "messages")
     names: dict[str, str] = {}
@@ -190,9 +191,10 @@ def read_messages(value: Any) -> list[Message]:
 
 
 def _message(value: Any, place: int, names: dict[str, str]) -> Message:
-    """
+    """Parse one message.
+
     Args:
-        names: of the functions that were called so far, by the id of the call; added to.
+        names: names of the functions called so far, by call id; updated.
     """
     param = f"messages[{place}]"
     if not isinstance(value, dict) or value.get("role") not in ROLES:
@@ -232,7 +234,7 @@ def _tool_call(call: Any, param: str) -> dict[str, Any]:
 
 
 def arguments_of(given: Any) -> Any:
-    """The object that a text of JSON holds; a text that holds none, as it is."""
+    """Return the object in a JSON text; any other text unchanged."""
     if not isinstance(given, str):
         return given
     try:
@@ -243,12 +245,13 @@ def arguments_of(given: Any) -> Any:
 
 
 def conversation_keys(messages: Sequence[Message], tools: Sequence[ToolSpec], after: str = "") -> list[str]:
-    """[M + 1] what names the conversation after each of the messages, tools included; the first is before all.
+    """[M + 1] keys of the conversation before the first message and after each one, with the tools.
 
-    White space around what an assistant said counts for nothing, nor do the ids of its calls: agents that keep what
-    they were told often trim the one, and make the other anew.
+    White space around an assistant's message and the ids of its calls are ignored: agents that resend messages often
+    trim the one and regenerate the other.
 
     Args:
+        after: key of the conversation that the messages continue.
         after: the name of a conversation that they go on with.
     """
     keys = [after or digest(list(tools))]

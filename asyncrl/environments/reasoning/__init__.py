@@ -1,2 +1,2 @@
-"""`environment.name=reasoning_gym`: tasks of the package reasoning-gym. `tasks` imports it and runs in a process of its
-own, since its scorers evaluate what a model wrote; `environment` is the episode, `rows` writes a data file."""
+"""`environment.name=reasoning_gym`: tasks of the package reasoning-gym. `tasks` imports it and runs in its own process,
+since its scorers evaluate what a model wrote; `environment` is the episode, `rows` writes a data file."""

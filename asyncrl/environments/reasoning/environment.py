@@ -1,4 +1,4 @@
-"""`environment.name=reasoning_gym`: one reply, scored by the task that asked, in a process of its own."""
+"""`environment.name=reasoning_gym`: one reply, scored by its reasoning-gym task in a separate process."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class ReasoningGym(ChatEnvironment):
     """Rows are those of `asyncrl.environments.reasoning.rows`. `reward.function` is not needed.
 
     Args:
-        tagged: the answer stands between <answer> and </answer>; false takes the whole reply.
-        system: message that goes to the front; empty is none.
-        timeout_s: of one scoring; past it its process is ended, and the member has no reward.
-        processes: that score side by side.
+        tagged: the answer is between <answer> and </answer>; false takes the whole reply.
+        system: system message at the front; empty for none.
+        timeout_s: limit for scoring one reply; past it the scoring process is ended, and the member has no reward.
+        processes: number of processes that score concurrently.
     """
 
     several_turns = False
@@ -40,14 +40,14 @@ class ReasoningGym(ChatEnvironment):
 
     @staticmethod
     def check(**_: Any) -> Asked:
-        """Before a start: it has one turn. Raises ConfigError."""
+        """Check before a start: episodes have one turn. Raises ConfigError."""
         if importlib.util.find_spec("reasoning_gym") is None:
             raise ConfigError("environment.name=reasoning_gym needs reasoning-gym: pip install 'asyncrl[gym]'")
         return Asked(several=False)
 
     @staticmethod
     def check_row(row: dict[str, Any]) -> None:
-        """Before a start. Raises RewardError for a row of another kind."""
+        """Check before a start. Raises RewardError for a row without a task."""
         _task_of(row)
 
     async def episode(self, chat: Conversation, row: dict[str, Any]) -> float:
@@ -67,7 +67,7 @@ class ReasoningGym(ChatEnvironment):
 
 
 def _task_of(row: dict[str, Any]) -> dict[str, Any]:
-    """Raises RewardError for a row of another kind."""
+    """Raises RewardError for a row without a task."""
     given = row.get(COLUMN)
     if not isinstance(given, dict) or not {"task", "seed", "size", "index"} <= set(given):
         raise RewardError(

@@ -14,20 +14,20 @@ from reasoning_gym.utils import extract_answer
 from asyncrl.errors import ConfigError
 
 KEPT = 256
-"""Data sets that are kept made."""
+"""Number of data sets that are cached."""
 
 
 COMPOSED = "composite"
-"""Made of others, which its config names: nothing without one."""
+"""Task composed of others, which its config names; it needs one."""
 
 
 def names() -> list[str]:
-    """All that need no config."""
+    """Names of all tasks that need no config."""
     return sorted(set(DATASETS) - {COMPOSED})
 
 
 def entry_of(task: str, seed: int, size: int, index: int, config: str = "{}") -> dict[str, Any]:
-    """The question, its answer and what the scorer needs, made again: a pure function of these.
+    """Generate the question, its answer and what the scorer needs: a pure function of the arguments.
 
     Raises:
         ConfigError: there is no such task, or not with this config.
@@ -36,11 +36,11 @@ def entry_of(task: str, seed: int, size: int, index: int, config: str = "{}") ->
 
 
 def score(task: str, seed: int, size: int, index: int, config: str, reply: str, tagged: bool) -> float:
-    """What the task gives for a reply, 0 to 1.
+    """Return the task's score of a reply, 0 to 1.
 
     Args:
-        config: of the task, as JSON.
-        tagged: the answer stands between <answer> and </answer>; there is none where they are missing.
+        config: settings of the task, as JSON.
+        tagged: the answer is between <answer> and </answer>; without them there is none.
     """
     answer = extract_answer(reply) if tagged else reply.strip()
     dataset = _dataset(task, seed, size, config)
@@ -53,6 +53,6 @@ def _dataset(task: str, seed: int, size: int, config: str) -> Any:
         raise ConfigError(f"reasoning-gym has no task {task!r}. It has: {', '.join(names())}")
     try:
         return create_dataset(task, seed=seed, size=size, **json.loads(config))
-    # Each task checks its own settings, with assertions and errors of all kinds.
+    # Each task checks its own settings, with assertions and errors of many kinds.
     except Exception as error:
         raise ConfigError(f"reasoning-gym's task {task} cannot be made with {config}: {error}") from error

@@ -1,2 +1,2 @@
-"""`environment.name=search`: a policy that asks a retriever. `environment` is the episode, `retriever` the worker's
-side of the wire; `server` is a small retriever of our own, over `bm25` and a `corpus`, and knows none of the others."""
+"""`environment.name=search`: a policy that queries a retriever. `environment` is the episode, `retriever` the worker's
+side of the wire; `server` is a small retriever of our own, over `bm25` and a `corpus`, independent of the others."""

@@ -1,4 +1,4 @@
-"""Okapi BM25: which texts of a corpus share the rare words of a query."""
+"""Okapi BM25: finds the texts of a corpus that share the rare words of a query."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 
 K1, B = 1.2, 0.75
-"""How soon a word that is repeated counts no more, and how much long texts are held back."""
+"""Saturation of repeated words, and the penalty of long texts."""
 WORD = re.compile(r"\w+")
 
 
@@ -19,7 +19,7 @@ def words(text: str) -> list[str]:
 
 
 class Bm25:
-    """An index in memory: 8 bytes per word and text that has it. What a word adds to a score is worked out at once."""
+    """An index in memory: 8 bytes per word and text that has it. The score contribution of each is precomputed."""
 
     def __init__(self, texts: Iterable[str], k1: float = K1, b: float = B) -> None:
         self._terms: dict[str, int] = {}
@@ -44,7 +44,8 @@ class Bm25:
         self._size = len(length)
 
     def search(self, query: str, most: int) -> list[tuple[int, float]]:
-        """(place, score) of the best texts, best first, equal ones in their order; none that shares no word."""
+        """Return (index, score) of the best texts, best first, equal ones in their order; only texts that share a
+        word."""
         scores = np.zeros(self._size, np.float32)
         for word in words(query):
             term = self._terms.get(word)

@@ -12,10 +12,10 @@ from asyncrl.errors import DataError
 
 
 class Corpus:
-    """Held on the disk, but for where each line begins. May be asked by several threads.
+    """Kept on disk; only the start of each line is in memory. May be used by several threads.
 
     Raises:
-        DataError: there is no such file, it is empty, or its first line is no passage.
+        DataError: there is no such file, it is empty, or its first line is not a passage.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -29,11 +29,12 @@ class Corpus:
         return len(self._rows)
 
     def __getitem__(self, place: int) -> Row:
-        with self._turn:  # one file, one position in it
+        with self._turn:  # the file has one position
             return self._rows[place]
 
     def texts(self) -> Iterator[str]:
-        """All there is to find a passage by. Raises DataError naming file and line of what is none."""
+        """Yield the searchable text of every passage. Raises DataError, naming file and line, for a line that is not a
+        passage."""
         for place, row in enumerate(self._rows.scan(())):
             yield self._checked(place, row)
 
@@ -48,7 +49,7 @@ class Corpus:
 
 
 def passage(row: Row) -> tuple[str, str]:
-    """(title, text), either of which may be empty."""
+    """Return (title, text), either of which may be empty."""
     contents = row.get("contents")
     if isinstance(contents, str):
         title, _, text = contents.strip().partition("\n")

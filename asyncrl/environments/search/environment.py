@@ -1,4 +1,4 @@
-"""`environment.name=search`: the policy asks a retriever, reads passages, and answers, as in Search-R1."""
+"""`environment.name=search`: the policy queries a retriever, reads passages, and answers, as in Search-R1."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STYLES: dict[str, tuple[Style, str]] = {
         "takes, between <answer> and </answer>.",
     ),
 }
-"""What `environment.args.call` may be: how queries are written, and what the policy is told of it."""
+"""Values of `environment.args.call`: how queries are written, and the instructions that the policy gets."""
 
 
 AGAIN = (
@@ -38,14 +38,16 @@ class Search(Calling):
     """Scored by `reward.function`, which gets the last reply: `qa_exact_match` and `f1` read its `<answer>`.
 
     Args:
-        url: of a retriever; see `search.server` for what it is asked and answers.
-        corpus: instead, a JSONL file of passages, for which each worker starts a retriever of its own.
-        call: `tag`, `<search>` in the policy's own turn, `<information>` behind it; `tool`, as chat templates have it.
+        url: address of a retriever; see `search.server` for its requests and answers.
+        corpus: instead, a JSONL file of passages, for which each worker starts its own retriever.
+        call: `tag`: `<search>` in the policy's own turn, followed by `<information>`; `tool`: calls of the chat
+            template.
         topk: passages per query.
         max_turns, max_calls, max_calls_per_turn, max_result: see `Budget`.
         request_timeout_s, retries, backoff_s: of a query; see `Asking`.
-        retry: whether a reply that neither asks nor answers is told so, and the policy tries again, as in Search-R1.
-        tell: whether the policy is told how to search; `system` says so in other words.
+        retry: whether the policy is told and tries again after a reply that neither searches nor answers, as in
+            Search-R1.
+        tell: whether the policy gets instructions for searching; `system` replaces them.
     """
 
     def __init__(
@@ -95,8 +97,8 @@ class Search(Calling):
 
     @staticmethod
     def check(**args: Any) -> Asked:
-        """Before a start, in a process of its own: is there a retriever, or a corpus? What it asks of
-        the chat. Raises ConfigError."""
+        """Check before a start, in a separate process, that there is a retriever or a corpus. Returns the requirements
+        on the chat. Raises ConfigError."""
         url, corpus = args.get("url", ""), args.get("corpus", "")
         check_source(url, corpus)
         if corpus:
@@ -105,7 +107,7 @@ class Search(Calling):
                 Corpus(corpus)
             except DataError as error:
                 raise ConfigError(f"environment.args.corpus: {error}") from error
-            # As one with a retriever, which is only started for the run.
+            # As with a retriever, which is only started for the run.
             return Search(**{**args, "corpus": "", "url": "http://127.0.0.1"}).asked
         made = Search(**{**args, "retries": 1})
         try:
@@ -119,7 +121,7 @@ class Search(Calling):
 
 
 def check_source(url: str, corpus: str) -> None:
-    """Raises ConfigError unless one of them is given."""
+    """Raises ConfigError unless exactly one of them is given."""
     if bool(url) == bool(corpus):
         raise ConfigError(
             "environment.name=search needs environment.args.url, where a retriever answers, or "
@@ -128,5 +130,5 @@ def check_source(url: str, corpus: str) -> None:
 
 
 def retrievers() -> Any:
-    """The module that asks. Raises ConfigError where what it needs is not installed."""
+    """Return the module that sends queries. Raises ConfigError if a package that it needs is not installed."""
     return late_import("search.retriever", "environment.name=search needs the package httpx", "search")

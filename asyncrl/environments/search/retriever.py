@@ -1,4 +1,4 @@
-"""The worker's side of a retriever: asks it over HTTP, and starts one of our own where only a corpus is given."""
+"""The worker's side of a retriever: queries it over HTTP, and starts one of our own if only a corpus is given."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SPEC: ToolSpec = {
     },
 }
 START_S = 600.0
-"""For our own to read a corpus and make its index."""
+"""Seconds for our own retriever to read a corpus and build its index."""
 
 
 class Retriever:
@@ -70,10 +70,11 @@ class Retriever:
         return await self.found(query)
 
     async def found(self, query: str) -> str:
-        """What the policy reads. Raises EpisodeError: the retriever did not answer, or not as one."""
+        """Return the text that the policy reads. Raises EpisodeError: the retriever did not answer, or not with
+        passages."""
         try:
             said = await self._asking.post({"queries": [sound(query)], "topk": self._topk, "return_scores": True})
-        except RewardError as error:  # `Asking` speaks for rewards
+        except RewardError as error:  # `Asking` raises errors of rewards
             raise EpisodeError(str(error)) from error
         try:
             (results,) = said["result"]
@@ -89,14 +90,14 @@ class Retriever:
         await self._asking.close()
 
     def close(self) -> None:
-        """The server is another's."""
+        """Nothing to do: the server belongs to others."""
 
 
 class OwnRetriever(Retriever):
-    """With a server of its own, which ends with this process.
+    """A retriever with its own server, which ends with this process.
 
     Raises:
-        ConfigError: the corpus cannot be used, or the server did not come up.
+        ConfigError: the corpus cannot be used, or the server did not start.
     """
 
     def __init__(self, corpus: str, topk: int, **asking: Any) -> None:

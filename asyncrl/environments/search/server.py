@@ -1,13 +1,13 @@
-"""A small retriever: `asyncrl retriever corpus.jsonl`. BM25 over HTTP, on loopback unless told otherwise.
+"""A small retriever: `asyncrl retriever corpus.jsonl`. BM25 over HTTP, on loopback by default.
 
 `POST /retrieve {"queries": [...], "topk": 3, "return_scores": true}` is answered by `{"result": [[{"document": ROW,
-"score": 1.5}, ...], ...]}`, rows as they stand in the file, with `contents` where they have title and text alone, and
-no `score` where none is wanted: what the retrievers of Search-R1 understand and say (`search_r1/search` and
-`llm_agent/generation.py` of its repository), so that the one may take the place of the other.
+"score": 1.5}, ...], ...]}`. Rows are as in the file, with `contents` added if they have only title and text, and
+without `score` unless it is requested. This is the protocol of the retrievers of Search-R1 (`search_r1/search` and
+`llm_agent/generation.py` of its repository), so that one can replace the other.
 
 consumes:     queries
-waits for:    the next of them, without a deadline
-unblocked by: a request, a signal; started by a worker (`python -m` with CORPUS PARENT_PID), by its end too
+waits for:    the next query, without a deadline
+unblocked by: a request, a signal; if started by a worker (`python -m` with CORPUS PARENT_PID), also by the worker's end
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from asyncrl.http_server import HttpServer
 LOOPBACK = "127.0.0.1"
 PATH = "/retrieve"
 READY = "retriever: "
-"""Begins the line that says where it listens."""
+"""Start of the line that reports the address."""
 MOST_BYTES = 1 << 20
-"""Of a request."""
+"""Limit on the bytes of a request."""
 MOST_QUERIES, MOST_RESULTS = 1024, 1000
 IDLE_S = 300.0
-"""A connection on which nothing comes for so long is closed."""
+"""Seconds after which an idle connection is closed."""
 
 
 class Retriever:
     def __init__(self, corpus: Corpus) -> None:
-        """Raises DataError for a line that is no passage."""
+        """Build the index. Raises DataError for a line that is not a passage."""
         self.corpus = corpus
         self._index = Bm25(corpus.texts())
 
     def answer(self, asked: Any) -> dict[str, Any]:
-        """Raises ValueError for what is no request."""
+        """Answer a request. Raises ValueError for an invalid one."""
         if not isinstance(asked, dict):
             raise ValueError("a request is a JSON object with `queries`")
         queries, most = asked.get("queries"), asked.get("topk") or 3
@@ -63,13 +63,13 @@ class Retriever:
 
 
 def with_contents(row: Row) -> Row:
-    """Clients of Search-R1 read `contents` alone: the title, a line break, the text."""
+    """Add `contents`, the only field that clients of Search-R1 read: the title, a line break, the text."""
     return row if "contents" in row else {**row, "contents": "\n".join(passage(row))}
 
 
 class Server(HttpServer):
     def __init__(self, retriever: Retriever, host: str, port: int) -> None:
-        """Raises ConfigError when the address cannot be had."""
+        """Raises ConfigError if the address is not available."""
         self.retriever, self.name, self.is_local = retriever, host, is_loopback(host)
         if ":" in host:
             self.address_family = socket.AF_INET6
@@ -116,11 +116,12 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """A line per query helps nobody."""
+        """Log nothing: a line per query is of no use."""
 
 
 def is_own_name(host: str, given: str) -> bool:
-    """An address, localhost, or the name `given`: a page of a site whose name leads to loopback asks by that name."""
+    """Whether the Host header is an address, localhost, or the name `given`; a web page whose host name resolves to
+    loopback would send its own name."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
         return name in ("localhost", given.lower()) or bool(ipaddress.ip_address(name))
@@ -129,7 +130,7 @@ def is_own_name(host: str, given: str) -> bool:
 
 
 def serve(corpus: str, host: str, port: int) -> int:
-    """Until a signal. Raises AsyncRLError: the corpus cannot be used, or the address cannot be had."""
+    """Serve until a signal. Raises AsyncRLError: the corpus cannot be used, or the address is not available."""
     held = Corpus(corpus)
     with Server(Retriever(held), host, port) as server:
         if not is_loopback(host):
@@ -140,7 +141,7 @@ def serve(corpus: str, host: str, port: int) -> int:
 
 
 def main(corpus: str, parent: int) -> int:
-    """As a child, which ends with its parent; at any port of loopback that is free."""
+    """Run as a child process that ends with its parent, on any free loopback port."""
     die_with_parent(parent)
     try:
         return serve(corpus, LOOPBACK, 0)

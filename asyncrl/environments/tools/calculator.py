@@ -1,4 +1,4 @@
-"""A tool that ships: arithmetic, of the quickstart's agent and of anybody's.
+"""A built-in tool for arithmetic, used by the quickstart's agent and available to any environment.
 
 `environment=tools environment.args.functions=[asyncrl.environments.tools.calculator:calculate]`
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 LONGEST = 200
-"""Letters of an expression: without powers, no number that it makes is long."""
+"""Limit on the characters of an expression: without powers, all its numbers stay short."""
 TWO: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

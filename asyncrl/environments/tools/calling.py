@@ -1,4 +1,4 @@
-"""Episodes in which the policy calls something and reads what that gave, until it answers without a call."""
+"""Episodes in which the policy makes calls and reads their results, until it answers without a call."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from asyncrl.environments.tools.styles import Style
 from asyncrl.errors import ConfigError, EpisodeError
 
 Call = Callable[[str, dict[str, Any]], Awaitable[str]]
-"""A tool's name and its arguments -> what the policy is told, of failures too. Raises EpisodeError where the tool is
-not to be had at all, which is no doing of the policy."""
+"""A tool's name and its arguments -> the text that the policy reads, also for failures. Raises EpisodeError if the tool
+is not available at all, which is not the policy's fault."""
 
 
 class Source(Protocol):
-    """Where tools come from: processes with functions, servers, a sandbox, a retriever."""
+    """Source of tools: processes with functions, servers, a sandbox, a retriever."""
 
     @property
     def specs(self) -> Sequence[ToolSpec]: ...
 
     def episode(self) -> AbstractAsyncContextManager[Call]:
-        """What calls the tools for one episode; what it holds for that is let go at the end."""
+        """Context of one episode; yields the function that calls the tools, and frees their resources at the end."""
         ...
 
     def close(self) -> None: ...
@@ -37,18 +37,18 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """All positive."""
+    """Limits of an episode, all positive."""
 
     max_turns: int
-    """Replies of an episode."""
+    """Replies per episode."""
     max_calls: int
-    """Calls of an episode; what is asked for beyond is refused, and the policy told."""
+    """Calls per episode; further ones are refused, and the policy is told."""
     max_calls_per_turn: int
     max_result: int
-    """Letters of a result; the middle of a longer one is left out."""
+    """Characters of a result; the middle of a longer one is left out."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError."""
+        """Raises ConfigError for a limit that is not positive."""
         check_positive(**{each.name: getattr(self, each.name) for each in fields(self)})
 
 
@@ -57,9 +57,10 @@ class Calling(ChatEnvironment):
 
     Args:
         style: how the policy writes a call, and where it reads the result.
-        tell: whether the policy is told of the tools before it begins, where the style is that of the chat template.
-        system: message that goes to the front; empty is none.
-        again: what a reply that is neither a call nor an answer is told before the next try; empty ends there.
+        tell: whether the tools are described to the policy at the start, if the style is that of the chat template.
+        system: system message at the front; empty for none.
+        again: message after a reply that is neither a call nor an answer, before the next try; empty ends the episode
+            there.
     """
 
     reward_when_over = None
@@ -95,7 +96,7 @@ class Calling(ChatEnvironment):
 
     @staticmethod
     def check_row(row: Mapping[str, Any]) -> None:
-        """Raises EpisodeError: it has tools of its own, which nobody here can call."""
+        """Raises EpisodeError: the row has tools of its own, which cannot be called here."""
         if tools_of(row, "the row"):
             raise EpisodeError(
                 f"the row's own `{TOOLS}` cannot be called: the policy is told of the environment's. Leave the column "
@@ -125,7 +126,7 @@ class Calling(ChatEnvironment):
                 self._style.answer(chat, calls, await self._results(calls, allowed, tools))
 
     async def _results(self, calls: Sequence[ToolCall], allowed: int, tools: dict[str, Call]) -> list[str]:
-        """What each call gave, side by side, in the order of the calls."""
+        """Run the calls concurrently; returns their results in the order of the calls."""
         async with asyncio.TaskGroup() as together:
             tasks = [
                 together.create_task(self._result(call, place < allowed, tools)) for place, call in enumerate(calls)
@@ -147,7 +148,7 @@ class Calling(ChatEnvironment):
 
 
 def shortened(text: str, most: int) -> str:
-    """At most so many letters of it: the beginning, and the end, where an error says what it is."""
+    """Shorten to `most` characters of the text: its start, and its end, where errors are."""
     if len(text) <= most:
         return text
     tail = most // 2
@@ -155,12 +156,12 @@ def shortened(text: str, most: int) -> str:
 
 
 def sound(text: str) -> str:
-    """Without halves of letters, which JSON can spell and no file or request can hold."""
+    """Replace unpaired surrogates, which JSON can express but no file or request can hold."""
     return text.encode(errors="replace").decode()
 
 
 def check_positive(**given: float) -> None:
-    """Raises ConfigError."""
+    """Raises ConfigError for a value that is not positive."""
     for key, value in given.items():
         if not value > 0:
             raise ConfigError(f"environment.args.{key} must be above 0; got {value}")

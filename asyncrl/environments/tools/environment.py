@@ -1,4 +1,4 @@
-"""`environment.name=tools`: the policy calls functions and reads what they give, until it answers without a call."""
+"""`environment.name=tools`: the policy calls functions and reads their results, until it answers without a call."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Tools(Calling):
     """Scored by `reward.function`, which gets the last reply.
 
     Args:
-        functions: `file.py:name` or `package.module:name` of typed functions, and of classes, whose public methods are
-            tools and of which each episode has one object.
+        functions: `file.py:name` or `package.module:name` of typed functions, or of classes, whose public methods are
+            tools and which have one object per episode.
         mcp: commands that start servers of the Model Context Protocol, which talk through their standard streams.
         max_turns, max_calls, max_calls_per_turn, max_result: see `Budget`.
-        timeout_s: of one call; past it its process is ended, and the policy told.
-        processes: in which functions without state run, side by side.
-        tell: whether the policy is told of the functions before it begins.
-        system: message that goes to the front.
+        timeout_s: limit of one call; past it its process is ended, and the policy is told.
+        processes: number of processes in which stateless functions run concurrently.
+        tell: whether the functions are described to the policy at the start.
+        system: system message at the front.
     """
 
     def __init__(
@@ -60,15 +60,15 @@ class Tools(Calling):
 
     @staticmethod
     def check(**args: Any) -> Asked:
-        """Before a start, in a process of its own: makes one and ends it. What it asks of the chat. Raises
-        ConfigError."""
+        """Check before a start, in a separate process, by creating and closing one. Returns the requirements on the
+        chat. Raises ConfigError."""
         made = Tools(**args)
         made.close()
         return made.asked
 
 
 def check_lists(functions: Sequence[str], mcp: Sequence[str]) -> None:
-    """Raises ConfigError for what could never work."""
+    """Raises ConfigError for settings without tools, or of a wrong type."""
     if not functions and not mcp:
         raise ConfigError(
             "environment.name=tools has no tools. Name functions, environment.args.functions=[file.py:name], or "

@@ -1,9 +1,9 @@
-"""`python -m asyncrl.environments.tools.host FUNCTIONS CONTROL_FD PARENT_PID`: where tools of the user run.
+"""`python -m asyncrl.environments.tools.host FUNCTIONS CONTROL_FD PARENT_PID`: runs the user's tools.
 
-This process imports them once and says what they are; each byte that comes on the control socket brings the socket of a
-new session, for which it forks. A session is killed alone: one that hangs or crashes takes nothing else with it.
+This process imports them once and reports their specs. Each byte on the control socket brings the socket of a new
+session, for which it forks. A session is killed alone: one that hangs or crashes does not affect the others.
 
-consumes:     sockets of sessions on the control socket; calls on a session's own
+consumes:     sockets of sessions on the control socket; calls on a session's own socket
 waits for:    the next of them, without a deadline: the worker owns the deadlines, and kills a session past one
 unblocked by: the worker writing, or closing its end (end of file: exit)
 """
@@ -34,10 +34,10 @@ READ_BYTES = 1 << 16
 
 
 class Toolbox:
-    """All tools by name. Of a class there is one object per session, made at its first call."""
+    """All tools by name. A class has one object per session, created at its first call."""
 
     def __init__(self, functions: Sequence[str]) -> None:
-        """Raises ConfigError: one cannot be loaded, has no types, or two have one name."""
+        """Raises ConfigError: a function cannot be loaded or has no types, or two have the same name."""
         self.tools: dict[str, Tool] = {}
         self._owners: dict[str, type] = {}
         self._objects: dict[type, Any] = {}
@@ -59,7 +59,7 @@ class Toolbox:
                 self._owners[tool.name] = found
 
     def call(self, name: str, arguments: dict[str, Any]) -> tuple[bool, str]:
-        """Whether it did its work, and what the policy is told."""
+        """Return whether the call succeeded, and the text that the policy reads."""
         tool = self.tools[name]
         try:
             given = tool.checked(arguments)
@@ -73,7 +73,7 @@ class Toolbox:
             return True, _as_text(answer)
         except CallFault as fault:
             return False, f"Error: {fault}"
-        except Exception as error:  # user code at a process boundary: the policy is told
+        except Exception as error:  # user code at a process boundary: the policy reads the error
             return False, f"Error: {type(error).__name__}: {error}"
 
 
@@ -97,7 +97,7 @@ def main(functions: Sequence[str], control_fd: int, parent_pid: int) -> int:
         control.sendall(pack_frame(["refused", str(error)]))
         return 2
     control.sendall(pack_frame(["ready", [tool.spec for tool in box.tools.values()], box.stateful]))
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a session ended
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the exit status of sessions is not needed
     own_pid = os.getpid()
     while True:
         data, fds, _, _ = socket.recv_fds(control, 1, 1)
@@ -111,10 +111,10 @@ def main(functions: Sequence[str], control_fd: int, parent_pid: int) -> int:
 
 
 def _session(box: Toolbox, link: socket.socket, host_pid: int) -> None:
-    """Never returns."""
+    """Run one session; never returns."""
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.setsid()  # what a tool starts is killed with it
+        os.setsid()  # so that processes started by a tool are killed with it
         die_with_parent(host_pid)
         link.sendall(pack_frame([os.getpid()]))
         buffer = FrameBuffer()
@@ -124,7 +124,7 @@ def _session(box: Toolbox, link: socket.socket, host_pid: int) -> None:
     except OSError:  # the worker has closed its end
         pass
     finally:
-        os._exit(0)  # not sys.exit: what the host has open is the host's
+        os._exit(0)  # not sys.exit: the host's open files belong to the host
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`environment.name=python`: the policy writes programs, which run in a sandbox, and reads what they print."""
+"""`environment.name=python`: the policy writes programs, which run in a sandbox, and reads their output."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ STYLES: dict[str, tuple[Style, str]] = {
         "once, between <interpreter> and </interpreter>, and you go on. Each program starts anew.",
     ),
 }
-"""What `environment.args.call` may be: how programs are written, and what the policy is told of it."""
+"""Values of `environment.args.call`: how programs are written, and the instructions that the policy gets."""
 
 FILE = "program.py"
 RUNNER = f"""\
@@ -70,9 +70,9 @@ except BaseException as error:
     traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
     sys.exit(1)
 """
-"""What runs a program inside the sandbox: as Python does, but that an expression at the end is shown."""
+"""Runs a program inside the sandbox: like Python, except that an expression at the end is printed."""
 LAST_WORDS = 2000
-"""Letters of standard error that are told."""
+"""Limit on the characters of standard error that the policy reads."""
 WHY = {
     Reason.TIMED_OUT: "it took longer than {timeout_s:g} s and was ended",
     Reason.MEMORY: "it used more than {memory_mb} MB of memory and was ended",
@@ -85,13 +85,14 @@ class Python(Calling):
     """Scored by `reward.function`, which gets the last reply.
 
     Args:
-        call: `tool`, a call of the chat template; `block`, a fenced block that ends the turn; `tag`, `<code>` in the
-            policy's own turn, `<interpreter>` behind it.
-        isolation: `namespaces`, or by name `rlimits`, which keeps nothing of yours from a program.
-        timeout_s, memory_mb: of each program.
-        processes: programs that run side by side.
+        call: `tool`: a call of the chat template; `block`: a fenced block that ends the turn; `tag`: `<code>` in the
+            policy's own turn, followed by `<interpreter>`.
+        isolation: `namespaces`, or on explicit request `rlimits`, which does not keep programs from your files and
+            network.
+        timeout_s, memory_mb: limits of each program.
+        processes: number of programs that run concurrently.
         max_turns, max_calls, max_calls_per_turn, max_result: see `Budget`.
-        tell: whether the policy is told how it can run programs; `system` says so in other words.
+        tell: whether the policy gets instructions for running programs; `system` replaces them.
     """
 
     def __init__(
@@ -129,14 +130,14 @@ class Python(Calling):
 
     @staticmethod
     def check(**args: Any) -> Asked:
-        """Before a start, in a process of its own: what it asks of the chat. Raises ConfigError."""
+        """Check before a start, in a separate process. Returns the requirements on the chat. Raises ConfigError."""
         made = Python(**args)
         made.close()
         return made.asked
 
 
 class Interpreter:
-    """One program per call, each in a sandbox of its own. Implements `calling.Source`."""
+    """Runs one program per call, each in its own sandbox. Implements `calling.Source`."""
 
     specs = (SPEC,)
 
@@ -148,7 +149,7 @@ class Interpreter:
         return contextlib.nullcontext(self._call)
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> str:
-        """waits for: a place, and the program's end; unblocked by: its deadline, which the sandbox sees to."""
+        """waits for: a slot, and the program's end; unblocked by: its deadline, which the sandbox enforces."""
         code = arguments.get(ARGUMENT)
         if not isinstance(code, str) or len(arguments) > 1:
             return f"Error: wrong arguments: {name} takes {ARGUMENT!r}, a text, and nothing else"
@@ -164,11 +165,11 @@ class Interpreter:
         return told(outcome, self._limits)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
 
 def told(outcome: Outcome, limits: Limits) -> str:
-    """What the policy reads of a program's end."""
+    """Return the text about a finished program that the policy reads."""
     if outcome.succeeded:
         return outcome.stdout.rstrip() or "[nothing was printed]"
     if outcome.reason in WHY:

@@ -1,4 +1,4 @@
-"""Tools of servers of the Model Context Protocol: one process per server and worker, kept by a thread of its own.
+"""Tools of servers of the Model Context Protocol: one process per server and worker, managed by a separate thread.
 
 consumes:     calls of episodes
 waits for:    the servers, each with a deadline
@@ -39,19 +39,19 @@ from asyncrl.errors import ConfigError
 log = logging.getLogger(__name__)
 
 START_S = 120.0
-"""For a server to come up and name its tools."""
+"""Seconds for a server to start and list its tools."""
 STOP_S = 20.0
 STREAM_CLOSED = (BrokenResourceError, ClosedResourceError)
-"""What a call into a server that has ended may raise, beside MCPError."""
+"""Errors besides MCPError that a call to a server that has ended may raise."""
 MOST_PAGES = 100
-"""Of a server's list of tools."""
+"""Limit on the pages of a server's list of tools."""
 
 
 class Servers:
-    """Starts all servers and knows which tool is whose. Implements `calling.Source`.
+    """Starts all servers and maps each tool to its server. Implements `calling.Source`.
 
     Raises:
-        ConfigError: a server did not come up, or named no tools.
+        ConfigError: a server did not start, or listed no tools.
     """
 
     def __init__(self, commands: Sequence[str], timeout_s: float) -> None:
@@ -96,7 +96,7 @@ class Servers:
 
 
 class _Server:
-    """One process. Its streams belong to one task, which holds them open; calls come from others."""
+    """One server process. One task owns its streams and holds them open; calls come from other tasks."""
 
     def __init__(self, command: str) -> None:
         self.command = command
@@ -106,7 +106,7 @@ class _Server:
         self._again: asyncio.Task[Any] | None = None
 
     async def start(self) -> list[ToolSpec]:
-        """Raises ConfigError."""
+        """Start the server; returns its tools. Raises ConfigError."""
         up: asyncio.Future[list[ToolSpec]] = asyncio.get_running_loop().create_future()
         self._stop = asyncio.Event()
         self._task = asyncio.create_task(self._keep(up))
@@ -124,22 +124,22 @@ class _Server:
                 self._session = session
                 up.set_result(specs)
                 await self._stop.wait()
-        # A server of the user, and a library that has many ways to say that it is gone.
+        # A user's server, and a library that raises many errors when it is gone.
         except Exception as error:
             if up.done():
                 log.warning("the MCP server %r is gone: %s: %s", self.command, type(error).__name__, error)
             else:
-                while isinstance(error, ExceptionGroup):  # of the library's tasks: what happened is inside
+                while isinstance(error, ExceptionGroup):  # a group of the library's tasks: the error is inside
                     error = error.exceptions[0]
                 known = error if isinstance(error, ConfigError) else None
                 why = f"{type(error).__name__}: {error}"
                 up.set_exception(known or ConfigError(f"environment.args.mcp: {self.command!r} did not come up: {why}"))
         finally:
-            if self._session is session:  # and not of one that was started since
+            if self._session is session:  # not that of a server started since
                 self._session = None
 
     async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> str:
-        """What the policy is told."""
+        """Call a tool; returns the text that the policy reads."""
         session = None
         try:
             async with asyncio.timeout(timeout_s):
@@ -152,18 +152,18 @@ class _Server:
             return f"Error: the call took longer than {timeout_s:g} s"
         except (MCPError, *STREAM_CLOSED) as error:
             gone = isinstance(error, STREAM_CLOSED) or error.code == CONNECTION_CLOSED
-            if gone and self._session is session:  # an earlier call may have had another started
-                self._stop.set()  # nobody tells the task that keeps it; the next call starts another
+            if gone and self._session is session:  # an earlier call may have started another
+                self._stop.set()  # ends the task that holds it; the next call starts another
                 self._session = None
             return f"Error: {type(error).__name__}: {error}"
-        # Whatever the server or the library says of a call is told to the policy, and ends no worker.
+        # Any error of the server or the library is returned to the policy, and ends no worker.
         except Exception as error:
             return f"Error: {type(error).__name__}: {error}"
         text = "\n".join(_said(part) for part in result.content)
         return f"Error: {text}" if result.is_error else text
 
     async def _restart(self) -> None:
-        """One start for all calls that want it, also where the first of them gives up."""
+        """Start the server once for all calls that need it, even if the first of them gives up."""
         if self._again is None or self._again.done():
             self._again = asyncio.create_task(self._started_again())
         await asyncio.shield(self._again)
@@ -185,7 +185,7 @@ class _Server:
 
 
 def _said(part: ContentBlock) -> str:
-    """A part of an answer as text: the policy reads nothing else, and of what it is not shown it is told."""
+    """A part of an answer as text, which is all that the policy reads; other content is named in brackets."""
     if isinstance(part, TextContent):
         return part.text
     if isinstance(part, EmbeddedResource):

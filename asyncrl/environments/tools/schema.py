@@ -1,4 +1,4 @@
-"""From a typed Python function to what the policy is told of it, and from what the policy wrote to a checked call."""
+"""Converts typed Python functions to tool specs, and the policy's arguments to checked calls."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from asyncrl.errors import ConfigError
 ARGS = re.compile(r"^\s*(?:Args|Arguments|Parameters):\s*$")
 ARG = re.compile(r"^\s+\*{0,2}(\w+)(?:\s*\([^)]*\))?:\s*(.+)$")
 NAMED = ("properties", "$defs")
-"""Keys of a schema under which things stand by name."""
+"""Keys of a schema whose values are objects by name."""
 SECTION = re.compile(r"^\s*(?:Returns?|Raises|Yields?|Examples?|Notes?):")
 
 
 class CallFault(Exception):
-    """Arguments that the function does not take; the message is for the policy."""
+    """Arguments that the function does not accept; the message is for the policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Tool:
     spec: ToolSpec
 
     def checked(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Raises CallFault."""
+        """Validate arguments. Raises CallFault."""
         try:
             given = self.arguments.model_validate(dict(arguments))
         except ValidationError as error:
@@ -47,13 +47,14 @@ class Tool:
 
 
 def tool_of(function: Callable[..., Any], where: str, *, method: bool = False) -> Tool:
-    """
+    """Build the tool of a function.
+
     Args:
-        where: it was named, for the error.
-        method: the first parameter is the object.
+        where: where the function was named, for the error.
+        method: whether the first parameter is the object.
 
     Raises:
-        ConfigError: a parameter has no type, or one that cannot be told to a model.
+        ConfigError: a parameter has no type, or one that cannot be described to a model.
     """
     name, said = function.__name__, f"{where}: the tool {function.__name__}"
     try:
@@ -89,7 +90,7 @@ def tool_of(function: Callable[..., Any], where: str, *, method: bool = False) -
 
 
 def tools_of_class(kind: type, where: str) -> list[Tool]:
-    """Its public methods. Raises ConfigError."""
+    """Return the tools of its public methods. Raises ConfigError."""
     methods = [
         each
         for name, each in inspect.getmembers(kind, inspect.isfunction)
@@ -107,7 +108,7 @@ def tools_of_class(kind: type, where: str) -> list[Tool]:
 
 
 def _summary(function: Callable[..., Any]) -> str:
-    """The first paragraph of its docstring."""
+    """The first paragraph of the function's docstring."""
     lines: list[str] = []
     for line in (inspect.getdoc(function) or "").splitlines():
         if not line.strip() or ARGS.match(line) or SECTION.match(line):
@@ -117,7 +118,7 @@ def _summary(function: Callable[..., Any]) -> str:
 
 
 def _described(function: Callable[..., Any]) -> dict[str, str]:
-    """What the docstring says of parameters, under `Args:`."""
+    """Descriptions of the parameters, from `Args:` in the docstring."""
     found: dict[str, str] = {}
     inside, last = False, ""
     for line in (inspect.getdoc(function) or "").splitlines():
@@ -134,13 +135,13 @@ def _described(function: Callable[..., Any]) -> dict[str, str]:
 
 
 def _plain(schema: Any) -> Any:
-    """Without the titles that pydantic makes of names."""
+    """The schema without the titles that pydantic derives from names."""
     if isinstance(schema, list):
         return [_plain(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
     kept = {key: value for key, value in schema.items() if key != "title" or not isinstance(value, str)}
-    # A property may be named `title`: names are no keys of the schema.
+    # A property may be named `title`: names are not keys of the schema.
     return {key: _each(value) if key in NAMED else _plain(value) for key, value in kept.items()}
 
 

@@ -1,4 +1,4 @@
-"""The worker's side of `host`: one process that has the tools, and sessions of it that run them under a deadline."""
+"""The worker's side of `host`: one process with the tools, and sessions of it that run them under a deadline."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from asyncrl.rewards.wire import FrameBuffer, pack_frame
 
 PACKAGE_PARENT = Path(__file__).resolve().parents[3]
 START_S = 120.0
-"""For the host to import the functions, and for a session to be forked, on a machine that is busy."""
+"""Seconds for the host to import the functions, and for a session to be forked, on a busy machine."""
 READ_BYTES = 1 << 16
 
 
 class ToolHost:
-    """Starts the process and waits until it has imported the functions. It is started anew where it was lost.
+    """Starts the process and waits until it has imported the functions. It is restarted if it was lost.
 
     Raises:
         ConfigError: one of the functions cannot be used; the message says why.
@@ -81,7 +81,7 @@ class ToolHost:
         return ["refused", f"environment.args.functions: importing {names} ended its process ({how})"]
 
     async def open(self) -> Session:
-        """A new session. Raises EpisodeError when there is none to be had."""
+        """Open a new session. Raises EpisodeError if that fails."""
         async with self._starting:
             assert self._process is not None and self._control is not None
             if self._process.poll() is not None:
@@ -102,7 +102,7 @@ class ToolHost:
         return session
 
     def close(self) -> None:
-        """Ends the host, and with it every session."""
+        """End the host, and every session with it."""
         if self._control is not None:
             self._control.close()
         if self._process is not None:
@@ -112,7 +112,7 @@ class ToolHost:
 
 
 class Session:
-    """One process that runs calls, one after the other."""
+    """One process that runs calls one after another."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -132,7 +132,7 @@ class Session:
             raise EpisodeError(f"no process for tools: {type(error).__name__}: {error}") from error
 
     async def call(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> tuple[bool, str]:
-        """Whether it did its work, and what the policy is told of it. One that does not end is killed."""
+        """Return whether the call succeeded, and the text that the policy reads. A call past the deadline is killed."""
         async with self._turn:
             if self.dead:
                 return False, "Error: the tools of this episode were ended by an earlier call"
@@ -155,7 +155,8 @@ class Session:
             return False, f"Error: {said}"
 
     def kill(self) -> None:
-        """SIGKILL for it and all that it started. Once: at the end of its episode its number may be a stranger's."""
+        """SIGKILL the session and all processes that it started. Only once: later the pid may belong to another
+        process."""
         self.dead = True
         self._writer.close()
         pid, self._pid = self._pid, 0
@@ -164,7 +165,7 @@ class Session:
                 os.killpg(pid, signal.SIGKILL)
 
     async def _frame(self) -> list[Any]:
-        """Raises ConnectionError when it is gone, WireError for what is no frame."""
+        """Return the next frame. Raises ConnectionError if the process is gone, WireError for an invalid frame."""
         while not self._frames:
             data = await self._reader.read(READ_BYTES)
             if not data:
@@ -174,7 +175,7 @@ class Session:
 
 
 class SharedSessions:
-    """Sessions for functions without state: at most `most`, lent for one call each."""
+    """Sessions for stateless functions: at most `most`, each lent for one call."""
 
     def __init__(self, host: ToolHost, most: int) -> None:
         self._host = host
@@ -183,7 +184,7 @@ class SharedSessions:
 
     @contextlib.asynccontextmanager
     async def lent(self) -> AsyncIterator[Session]:
-        """waits for: a session that is free; unblocked by: the end of another's call, which has a deadline."""
+        """waits for: a free session; unblocked by: the end of another's call, which has a deadline."""
         async with self._free:
             session = self._idle.pop() if self._idle else await self._host.open()
             try:
@@ -194,11 +195,11 @@ class SharedSessions:
 
 
 class Functions:
-    """Typed functions of the user, in processes of their own. Implements `calling.Source`.
+    """The user's typed functions, in separate processes. Implements `calling.Source`.
 
     Args:
-        processes: in which functions without state run, side by side.
-        timeout_s: of one call; past it its process is ended, and the policy told.
+        processes: number of processes in which stateless functions run concurrently.
+        timeout_s: limit of one call; past it its process is ended, and the policy is told.
 
     Raises:
         ConfigError: see `ToolHost`.
@@ -218,7 +219,7 @@ class Functions:
             if name not in self.host.stateful:
                 async with self._shared.lent() as session:
                     return (await session.call(name, arguments, self.timeout_s))[1]
-            async with turn:  # one object per episode: the first call makes its process, all others use it
+            async with turn:  # one object per episode: the first call creates its process, all others use it
                 if not own:
                     own.append(await self.host.open())
             return (await own[0].call(name, arguments, self.timeout_s))[1]

@@ -1,4 +1,4 @@
-"""How a policy writes a call, and where it reads what that gave: a style is one convention of both."""
+"""Call styles: each defines how a policy writes a call, and where it reads the result."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from asyncrl.environments.conversation import Conversation
 class Style(Protocol):
     @property
     def native(self) -> bool:
-        """Whether it is that of the chat template, which then tells the policy of the tools."""
+        """Whether it is the style of the chat template, which then describes the tools to the policy."""
         ...
 
     @property
     def one_turn(self) -> bool:
-        """Whether results stand in the policy's own turn: any chat template will do."""
+        """Whether results are inserted into the policy's own turn: any chat template works then."""
         ...
 
     @property
@@ -28,20 +28,20 @@ class Style(Protocol):
         ...
 
     def calls(self, reply: Reply, chat: Conversation) -> Sequence[ToolCall]:
-        """Of the last reply; none is the end of the episode."""
+        """Return the calls in the last reply; an empty result ends the episode."""
         ...
 
     def answer(self, chat: Conversation, calls: Sequence[ToolCall], results: Sequence[str]) -> None:
-        """Before the next reply."""
+        """Add the results before the next reply."""
         ...
 
     def unfinished(self, chat: Conversation) -> bool:
-        """Whether the last reply, which calls nothing, is no answer either."""
+        """Whether the last reply, which calls nothing, is not an answer either."""
         ...
 
 
 class Native:
-    """As the model was trained to: tool calls of its chat template, results as messages of a tool."""
+    """As the model was trained: tool calls of its chat template, with results as tool messages."""
 
     native, one_turn, stop = True, False, ()
 
@@ -58,12 +58,12 @@ class Native:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fenced:
-    """Fenced blocks in what the policy says, all of one reply together as one call; a user's message answers."""
+    """Fenced blocks in the reply, all of one reply together as one call; the result is a user message."""
 
     tool: str
     argument: str
     languages: tuple[str, ...]
-    """As they stand behind the opening fence; a block of another one, or of none, is no call."""
+    """Languages after the opening fence; a block of another language, or of none, is not a call."""
 
     native, one_turn, stop = False, False, ()
 
@@ -87,14 +87,15 @@ FENCED = re.compile(r"^```([\w+-]+)[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tagged:
-    """`<tag>call</tag>` in the policy's own turn, `<result>what it gave</result>` behind it, and on it writes."""
+    """`<tag>call</tag>` in the policy's own turn, followed by `<result>its result</result>`; the policy then
+    continues."""
 
     tool: str
     argument: str
     tag: str
     result: str
     final: str = ""
-    """Another tag whose end is that of the episode; empty is none."""
+    """Another tag, whose end is the end of the episode; empty for none."""
 
     native, one_turn = False, True
 
@@ -103,7 +104,7 @@ class Tagged:
         return tuple(f"</{tag}>" for tag in (self.tag, self.final) if tag)
 
     def calls(self, reply: Reply, chat: Conversation) -> Sequence[ToolCall]:
-        # In the whole of what was sampled: a call may stand among the reasoning.
+        # Searched in all sampled text: a call may be among the reasoning.
         found = re.search(rf"<{self.tag}>((?:(?!<{self.tag}>).)*?)</{self.tag}>", chat.last_text, re.DOTALL)
         if found is None or not chat.turn_open:
             return ()

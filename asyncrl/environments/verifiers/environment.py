@@ -1,4 +1,4 @@
-"""`environment.name=verifiers`: tasksets and harnesses of verifiers, as they are, with the policy as their model."""
+"""`environment.name=verifiers`: unchanged tasksets and harnesses of verifiers, with the policy as their model."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from asyncrl.environments.verifiers.hosted import Hosted
 from asyncrl.errors import ConfigError, EpisodeError
 
 COLUMN = "verifiers"
-"""Of a row: the task's data."""
+"""Column of a row with the task's data."""
 
 
 class Verifiers(AgentEpisodes):
-    """Each episode is a rollout of verifiers in a process beside the worker; its calls of the model go to the endpoint
-    of `environment=openai` and are recorded there. The task's own rewards are the reward; no `reward.function`.
+    """Each episode is a rollout of verifiers in a process beside the worker; its model calls go to the endpoint of
+    `environment=openai` and are recorded there. The task's own rewards are the reward; `reward.function` is not used.
 
     Args:
-        taskset: name of the package.
-        harness: likewise; empty is the taskset's own, or that of verifiers.
+        taskset: name of its package.
+        harness: name of its package; empty uses the taskset's own harness, or that of verifiers.
         env: further settings of verifiers, its `[env]` block: {taskset: {...}, agent: {harness: {...}, max_turns: 4}}.
-            Where it names no runtime, programs of the harness run as processes of this machine.
+            Unless it names a runtime, programs of the harness run as processes of this machine.
         path: folder with packages that are not installed.
-        uv: whether programs of harnesses get environments of their own from uv, which downloads them, as verifiers has
-            it; otherwise they run with the worker's interpreter and packages.
-        max_calls, model, ignore, reward_when_over: as of `environment=openai`.
+        uv: whether programs of harnesses get their own environments from uv, which downloads them, as in verifiers;
+            otherwise they run with the worker's interpreter and packages.
+        max_calls, model, ignore, reward_when_over: as in `environment=openai`.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Verifiers(AgentEpisodes):
 
     @staticmethod
     def check(**args: Any) -> Asked:
-        """Before a start, in a process of its own: what it asks of the chat. Raises ConfigError."""
+        """Check before a start, in a separate process. Returns the requirements on the chat. Raises ConfigError."""
         asked = Verifiers(**args).asked
         if args.get("path"):
             sys.path.insert(0, os.path.abspath(args["path"]))
@@ -65,7 +65,7 @@ class Verifiers(AgentEpisodes):
 
     @staticmethod
     def check_row(row: dict[str, Any]) -> None:
-        """Before a start. Raises EpisodeError for a row of another kind."""
+        """Check before a start. Raises EpisodeError for a row without a task."""
         if not isinstance(row.get(COLUMN), Mapping):
             raise EpisodeError(
                 f"the row has no column {COLUMN!r} with a task. Write the file with `python -m "
@@ -83,12 +83,12 @@ class Verifiers(AgentEpisodes):
 
 
 def named(harness: str | None) -> str:
-    """`null` is the chat harness of verifiers, and on a command line, or in YAML, nothing at all."""
+    """Name of the harness. `null` is verifiers' chat harness; on a command line, or in YAML, it is read as None."""
     return "null" if harness is None else harness
 
 
 def _check_given(taskset: str, env: Mapping[str, Any] | None, path: str) -> None:
-    """Raises ConfigError."""
+    """Raises ConfigError for a missing package, taskset or folder."""
     if importlib.util.find_spec("verifiers") is None:
         raise ConfigError("environment.name=verifiers needs verifiers: pip install 'asyncrl[verifiers]'")
     if not taskset and not dict(env or {}).get("taskset"):

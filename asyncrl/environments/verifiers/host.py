@@ -6,9 +6,9 @@
     host -> worker:  {"ready": true} or {"refused": "..."}; then {"id": 1, "score": 0.5, "parts": {...}} or
                      {"id": 1, "error": "..."}
 
-consumes:     episodes that are asked for
+consumes:     requested episodes
 waits for:    the next line
-unblocked by: the worker writing one, or its end: the pipe is then closed, and servers and sandboxes are taken down
+unblocked by: the worker writing one, or its end: the pipe is then closed, and servers and sandboxes are shut down
 """
 
 from __future__ import annotations
@@ -37,18 +37,19 @@ from asyncrl.errors import ConfigError
 from asyncrl.storage.log_stream import take_pipes
 
 NO_KEY = "ASYNCRL_HAS_NO_KEY"
-"""An environment variable that is not set: an episode is known by the `X-Session-ID` that verifiers sends."""
+"""An environment variable that is not set: episodes are identified by the `X-Session-ID` that verifiers sends."""
 LINE_BYTES = 64 << 20
-"""Longest line: a task may hold a picture."""
+"""Limit on the bytes of a line: a task may contain an image."""
 
 
 def built(settings: Mapping[str, Any]) -> vf.Env:
-    """
+    """Build the environment.
+
     Args:
         settings: `taskset`, `harness` and `env` of the environment; see `Verifiers`.
 
     Raises:
-        ConfigError: verifiers refuses it, or it has several agents.
+        ConfigError: verifiers refuses the settings, or the environment has several agents.
     """
     if not settings["uv"]:
         SubprocessRuntime.prepare_uv_script = _with_this_interpreter  # pyright: ignore[reportAttributeAccessIssue]
@@ -60,7 +61,7 @@ def built(settings: Mapping[str, Any]) -> vf.Env:
         agent["harness"] = {"id": settings["harness"], **agent.get("harness", {})}
     try:
         env = load_environment(resolve_env_config(block | {"agent": agent}))
-    except Exception as error:  # of verifiers, of pydantic, and of the taskset's own code
+    except Exception as error:  # errors of verifiers, of pydantic, and of the taskset's own code
         raise ConfigError(f"environment.args: verifiers refuses this: {type(error).__name__}: {error}") from error
     if not isinstance(env, vf.SingleAgentEnv):
         raise ConfigError(
@@ -73,17 +74,17 @@ def built(settings: Mapping[str, Any]) -> vf.Env:
 async def _with_this_interpreter(
     self: SubprocessRuntime, script: str | bytes, env: dict[str, str] | None = None, *, activate: bool = True
 ) -> list[str]:
-    """In place of `prepare_uv_script`: no environment is made and nothing downloaded."""
+    """Replacement of `prepare_uv_script` that creates no environment and downloads nothing."""
     data = script.encode() if isinstance(script, str) else script
     path = f"{self.scripts_dir}/{hashlib.sha256(data).hexdigest()}.py"
     if not os.path.exists(path):
         await self.write(f"{path}.{os.getpid()}", data)
-        os.replace(f"{path}.{os.getpid()}", path)  # siblings begin at the same moment
+        os.replace(f"{path}.{os.getpid()}", path)  # atomic, since siblings start at the same moment
     return [sys.executable, path]
 
 
 class Host:
-    """Runs episodes side by side."""
+    """Runs episodes concurrently."""
 
     def __init__(self, env: vf.Env) -> None:
         self._env = env
@@ -115,11 +116,11 @@ class Host:
         number = {"id": asked["id"]}
         try:
             said = line({**number, **outcome_of(await self._episode(asked))})
-        # The taskset's code, and the harness's, and what they left among the metrics: an answer, or the worker would
-        # wait for one for ever.
+        # Errors of the taskset's and the harness's code, and of values they put into the metrics: each gets an answer,
+        # since the worker would otherwise wait for ever.
         except (Exception, asyncio.CancelledError) as error:
             task = asyncio.current_task()
-            if task is not None and task.cancelling():  # by the worker, or at the end; else by something of theirs
+            if task is not None and task.cancelling():  # by the worker, or at the end; otherwise by their code
                 raise
             said = line({**number, "error": f"{type(error).__name__}: {error}"})
         finally:
@@ -138,7 +139,7 @@ class Host:
 
 
 def outcome_of(episode: Episode) -> dict[str, Any]:
-    """The reward, its parts unweighted, and metrics; or why there is none."""
+    """Return the reward, its unweighted parts and metrics; or why there is none."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok or len(episode.traces) != 1:
         last = f"{errors[-1].type}: {errors[-1].message}" if errors else "it says nothing"
@@ -153,7 +154,7 @@ def outcome_of(episode: Episode) -> dict[str, Any]:
 
 
 def line(message: dict[str, Any]) -> bytes:
-    """Raises TypeError or ValueError for what is no JSON."""
+    """Encode a message. Raises TypeError or ValueError if it is not JSON."""
     return json.dumps(message, default=float).encode() + b"\n"
 
 

@@ -19,20 +19,20 @@ log = logging.getLogger(__name__)
 
 MODULE = "asyncrl.environments.verifiers.host"
 START_S = 600.0
-"""For servers of a taskset to come up."""
+"""Seconds for servers of a taskset to start."""
 STOP_S = 15.0
-"""For them, and for sandboxes, to be taken down."""
+"""Seconds for servers and sandboxes to be shut down."""
 LINE_BYTES = 64 << 20
 
 
 def surroundings(path: str) -> dict[str, str]:
-    """Environment variables of a process that finds packages in the folder `path` too."""
+    """Environment variables of a process that also finds packages in the folder `path`."""
     found = [each for each in (path, os.environ.get("PYTHONPATH", "")) if each]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(found)} if found else dict(os.environ)
 
 
 class Hosted:
-    """Started with the first episode, and again where it ended.
+    """The process, started with the first episode, and again if it ended.
 
     Args:
         settings: see `host.built`.
@@ -48,7 +48,7 @@ class Hosted:
         self._numbers = itertools.count(1)
 
     async def run(self, episode: Mapping[str, Any]) -> dict[str, Any]:
-        """What came of it: `score` and `parts`.
+        """Run one episode; returns `score` and `parts`.
 
         Args:
             episode: `task`, `url`, `key` and `model`.
@@ -85,7 +85,7 @@ class Hosted:
             try:
                 async with asyncio.timeout(START_S):
                     line = await self._process.stdout.readline()
-            except BaseException as error:  # an episode that is given up meanwhile, too: nobody would end this process
+            except BaseException as error:  # also if the episode is given up meanwhile: nobody else would end it
                 self._process.kill()
                 if isinstance(error, TimeoutError):
                     raise EpisodeError(f"verifiers did not come up within {START_S:g} s") from None
@@ -105,7 +105,7 @@ class Hosted:
                 answer = self._open.get(said.get("id", 0))
                 if answer is not None and not answer.done():
                     answer.set_result(said)
-        except ValueError as error:  # a line that is too long, or that is no answer: what follows it means nothing
+        except ValueError as error:  # a line too long or invalid: the rest has no meaning
             log.warning("verifiers said what is no answer, and is ended: %s", error)
             process.kill()
         why = f"the process of verifiers ended ({describe_exit(await process.wait())})"
@@ -115,7 +115,7 @@ class Hosted:
 
     def _write(self, message: Mapping[str, Any]) -> None:
         assert self._process is not None and self._process.stdin is not None
-        # What is written to a process that has ended is for nobody: `_read` tells those who wait.
+        # Messages to a process that has ended are lost: `_read` fails the episodes that wait.
         with contextlib.suppress(ConnectionError, RuntimeError):
             self._process.stdin.write(json.dumps(message, default=str).encode() + b"\n")
 
