@@ -1,4 +1,4 @@
-"""One call of a reward: the completions of a group, and what is known of them. And the clock that bounds it."""
+"""One call of a reward: the completions of a group and the data about them; and the clock that bounds it."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """Lists are [G], one entry per completion."""
+    """Arguments of one call. Lists are [G], one entry per completion."""
 
     completions: list[str]
     row: Row
     packed_ids: list[bytes] | None = None
-    """Sampled token ids, int32; None where the environment told none."""
+    """Sampled token ids, int32; None if the environment passed none."""
     finish_reasons: list[str] | None = None
     """`stop` or `length`."""
     turns: list[list[str]] | None = None
-    """Every reply of the policy, the last included; None where the environment told none."""
+    """Every reply of the policy, including the last; None if the environment passed none."""
 
     @property
     def completion_ids(self) -> list[list[int]]:
-        """Raises RewardError: unknown here."""
+        """Raises RewardError: the environment passed no token ids."""
         return [array("i", packed).tolist() for packed in self._told(self.packed_ids, "completion_ids")]
 
     def of_each(self, name: str) -> list[Any]:
-        """What a function asks for by `name`, per completion. Raises RewardError: unknown here."""
+        """Values of the parameter `name`, per completion. Raises RewardError: the environment passed none."""
         if name == "completion_ids":
             return self.completion_ids
         if name == "finish_reason":
             return self._told(self.finish_reasons, name)
-        # What was sampled at once is one turn.
+        # A completion sampled in one piece is one turn.
         one_each = None if self.packed_ids is None else [[text] for text in self.completions]
         return self._told(self.turns or one_each, name)
 
@@ -53,25 +53,25 @@ class Call:
 
 
 PER_COMPLETION = ("completion_ids", "finish_reason", "turns")
-"""Parameters beside completion and row that a function may name."""
+"""Parameters besides completion and row that a function may name."""
 
 GroupReward = Callable[[Call], "list[Outcome] | Awaitable[list[Outcome]]"]
-"""Scores or failures [G], or what gives them when awaited: what every form of function is adapted to."""
+"""Returns scores or failures [G], or an awaitable of them; every form of function is adapted to this."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallClock:
-    """The deadline of each call of a reward, and who is told when one begins."""
+    """The deadline of each call of a reward, and the callbacks that report its progress."""
 
     timeout_s: float
     begin: Callable[[int], None]
-    """With the place of the completion in its group, or TOGETHER."""
+    """Called with the index of the completion in its group, or TOGETHER, when scoring of it begins."""
     watch: Callable[[int, Awaitable[Any]], Awaitable[Any]] = field(default=lambda place, awaitable: awaitable)
-    """Around what is awaited: tells at each of its steps whose it is."""
+    """Wraps what is awaited, to report at each of its steps which completion it belongs to."""
     slots: asyncio.Semaphore | None = None
-    """How many may be awaited side by side; the deadline of one begins when it has a slot."""
+    """Limits how many are awaited concurrently; the deadline of each starts once it has a slot."""
     left: set[asyncio.Future[Any]] = field(default_factory=set)
-    """What was not to be cancelled at its deadline, and goes on although nobody waits for it."""
+    """Calls that could not be cancelled at their deadline, and continue although nobody waits for them."""
 
 
 UNTIMED = CallClock(math.inf, lambda _: None)

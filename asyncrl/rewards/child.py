@@ -1,10 +1,10 @@
-"""`python -m asyncrl.rewards.child KIND WHAT TIMEOUT_S AT_ONCE PROGRESS_FD PARENT_PID`: where a user's function runs.
+"""`python -m asyncrl.rewards.child KIND WHAT TIMEOUT_S AT_ONCE PROGRESS_FD PARENT_PID`: runs a user's function.
 
 consumes:     calls from the pipe on standard input
 waits for:    the next call, without a deadline: the pool owns the deadlines and kills this process past one
 unblocked by: the pool writing, or closing the pipe (end of file: exit)
 
-User code may print, crash, hang or exit here; none of it reaches the rollout worker.
+User code may print, crash, hang or exit here; none of it affects the rollout worker.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from asyncrl.storage.log_stream import take_pipes
 
 READ_BYTES = 1 << 20
 FLUSH_S = 0.005
-"""Results wait at most this long for the end of their batch."""
+"""Longest time in seconds that results wait for the end of their batch."""
 MOST_LEFT = 16
-"""Calls that go on past their deadline and will not be cancelled, before the process ends for a fresh one."""
+"""Limit on the calls that continue past their deadline and cannot be cancelled; the process is then replaced."""
 
 
 def reward_answers(what: str, clock: CallClock) -> tuple[Callable[..., Any], bool]:
-    """`(completions, row, ids, finish reasons, turns) -> [[value, parts, turns] or [reason, why there is none], ...]`,
-    and whether ids, reasons and turns are looked at."""
+    """Return `(completions, row, ids, finish reasons, turns) -> [[value, parts, turns] or [reason, why there is none],
+    ...]`, and whether it uses ids, reasons and turns."""
     terms = [RewardTerm(**term | {"data_source": tuple(term["data_source"])}) for term in json.loads(what)]
     reward = make_reward(terms, clock)
 
@@ -67,7 +67,7 @@ def reward_answers(what: str, clock: CallClock) -> tuple[Callable[..., Any], boo
 
 
 def filter_answers(what: str, clock: CallClock) -> tuple[Callable[..., Any], bool]:
-    """`(fields of a FinishedGroup) -> [keep, why not]`"""
+    """Return `(fields of a FinishedGroup) -> [keep, why not]`, and False."""
     judge = make_filter(json.loads(what))
 
     def answer(fields: dict[str, Any]) -> list[Any]:
@@ -83,7 +83,7 @@ KINDS = {"reward": reward_answers, "filter": filter_answers}
 def main(kind: str, what: str, timeout_s: float, at_once: int, progress_fd: int, parent_pid: int) -> int:
     calls_fd, results_fd = take_pipes()
     make_streams_plain()
-    # A reward stuck inside C code never sees the closed pipe: without this it would outlive a killed worker.
+    # A reward stuck in C code never notices the closed pipe: without this it would outlive a killed worker.
     die_with_parent(parent_pid)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     server = _Server(calls_fd, results_fd, mmap.mmap(progress_fd, PROGRESS_BYTES))
@@ -98,9 +98,10 @@ def main(kind: str, what: str, timeout_s: float, at_once: int, progress_fd: int,
 
 
 class _Server:
-    """Calls one after the other; what they await goes on beside the next ones.
+    """Runs calls one after another; what they await continues beside the next ones.
 
-    The loop runs only while something is awaited and no call is there: a function may well use `asyncio.run` itself.
+    The loop runs only while something is awaited and no call has arrived, since a function may use `asyncio.run`
+    itself.
     """
 
     def __init__(self, calls_fd: int, results_fd: int, progress: mmap.mmap) -> None:
@@ -108,9 +109,9 @@ class _Server:
         self._buffer = FrameBuffer()
         self._loop = asyncio.new_event_loop()
         self._open: dict[int, asyncio.Task[None]] = {}
-        """What is awaited, by call id."""
+        """Awaited calls, by call id."""
         self._call: contextvars.ContextVar[int] = contextvars.ContextVar("call")
-        """Id of the call that is running. Its tasks keep it: they begin to run when other calls may have come."""
+        """Id of the running call. Its tasks keep this value: they may start after other calls have arrived."""
         self._left: set[asyncio.Future[Any]] = set()
         """As `CallClock.left`."""
 
@@ -122,7 +123,7 @@ class _Server:
         self._loop.add_reader(self._calls_fd, self._loop.stop)
         while True:
             if self._open:
-                self._loop.run_forever()  # until a call comes, or the last one is answered
+                self._loop.run_forever()  # until a call arrives, or the last one is answered
             data = os.read(self._calls_fd, READ_BYTES)
             if not data:
                 return
@@ -153,7 +154,7 @@ class _Server:
         del self._open[call_id]
         _write(self._results_fd, pack_frame([call_id, said]))
         if len(self._left) >= MOST_LEFT:
-            os._exit(1)  # between calls: the pool blames none, and sends those that are open to the next process
+            os._exit(1)  # between calls: the pool blames none, and sends the open ones to the next process
         if not self._open:
             self._loop.stop()
 
@@ -162,7 +163,8 @@ class _Server:
 
 
 class _Watched:
-    """Tells the pool at each step of a coroutine whose it is: one that blocks or crashes is blamed alone."""
+    """Reports to the pool at each step of a coroutine whose it is, so that one that blocks or crashes is blamed
+    alone."""
 
     def __init__(self, awaitable: Awaitable[Any], progress: mmap.mmap, call_id: int, place: int) -> None:
         self._steps = awaitable.__await__()
@@ -178,7 +180,7 @@ class _Watched:
             except StopIteration as end:
                 return end.value
             except (SystemExit, KeyboardInterrupt) as ends:
-                # While the record says whose call this is: outside all calls it would cost those that wait.
+                # Exit while the record names this call: outside all calls the exit would fail those that wait.
                 sys.stdout.flush()
                 os._exit(ends.code if isinstance(ends, SystemExit) and isinstance(ends.code, int) else 1)
             finally:
@@ -186,12 +188,12 @@ class _Watched:
             try:
                 yield step
                 error = None
-            except BaseException as raised:  # a cancellation, or the deadline: it is the coroutine's to handle
+            except BaseException as raised:  # a cancellation, or the deadline, for the coroutine to handle
                 error = raised
 
 
 def _answer(call: Callable[[], Any]) -> Any:
-    """What the call gives, or the text of its failure."""
+    """Return the call's result, or the text of its failure."""
     try:
         return call()
     except Exception as error:  # user code at a process boundary: its failure is an answer, sent back as text

@@ -18,8 +18,8 @@ def exact_match(completion: str, row: dict[str, Any]) -> float:
 
 
 def exact_match_parts(completion: str, row: dict[str, Any]) -> dict[str, float]:
-    """The same as `score` and as the part `correct`, and the part `places`: the share of the answer's characters that
-    stand where they should. For an advantage that looks at parts (`advantage=gdpo`).
+    """As `exact_match`, with its value as `score` and as the part `correct`, and the part `places`: the fraction of the
+    answer's characters at the right position. For an advantage that uses parts (`advantage=gdpo`).
 
     Raises:
         RewardError: the row has no `answer`, or an empty one.
@@ -32,7 +32,7 @@ def exact_match_parts(completion: str, row: dict[str, Any]) -> dict[str, float]:
 
 def _answers(row: dict[str, Any]) -> list[str]:
     value = row.get("answer")
-    if value is None or value != value:  # NaN is what a table of numbers has for none
+    if value is None or value != value:  # NaN is the missing value of a numeric column
         empty = "; in this row it is empty" if "answer" in row else f"; the row has: {', '.join(row)}"
         raise RewardError(f"exact_match needs the column `answer`{empty}")
     return [text.strip() for text in texts_of(value)]

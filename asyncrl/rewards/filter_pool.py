@@ -1,4 +1,4 @@
-"""A filter as the worker sees it: groups in, verdicts out, the function itself in a process of its own."""
+"""The worker's side of a filter: takes groups and returns verdicts; the function itself runs in its own process."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class FilterPool(FunctionPool):
         self.name = filter_name(function)
 
     async def judge(self, group: FinishedGroup) -> Verdict:
-        """Raises FilterError: the function raised, gave no answer that is one, timed out or killed its process."""
+        """Judge a group. Raises FilterError: the function raised, returned an invalid verdict, timed out or killed its
+        process."""
         keep, why = await self.call({field.name: getattr(group, field.name) for field in fields(group)})
         return Verdict(keep, why)

@@ -1,9 +1,9 @@
-"""Filters by path: a function of the user that looks at a finished group and says whether it is worth training on.
+"""Filters by path: a user's function that decides whether a finished group is worth training on.
 
     def keep(group) -> bool | str
 
 `True` keeps the group, `False` drops it, and a text drops it for that reason. `group` is a `FinishedGroup`. The
-function runs where reward functions do, in a process of its own.
+function runs like reward functions, in its own process.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ SETTING = "rollout.filters"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedGroup:
-    """What a filter sees. Lists are `[G]`, one entry per completion, in the same order."""
+    """The argument of a filter. Lists are `[G]`, one entry per completion, in the same order."""
 
     completions: list[str]
     rewards: list[float]
     parts: list[dict[str, float]]
-    """The named numbers that the reward function returned beside `score`."""
+    """The named numbers that the reward function returned besides `score`."""
     finish_reasons: list[str]
-    """`stop`, or `length` where the completion was cut at `rollout.max_new_tokens`."""
+    """`stop`, or `length` if the completion was cut at `rollout.max_new_tokens`."""
     lengths: list[int]
-    """Sampled tokens."""
+    """Numbers of sampled tokens."""
     row: dict[str, Any]
-    """Of the data file, `prompt` included."""
+    """Row of the data file, including `prompt`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     keep: bool
     why: str = ""
-    """Of a drop, if the function gave a reason."""
+    """Reason for a drop, if the function gave one."""
 
 
 def filter_name(spec: str) -> str:
-    """`keep` of `my_filters.py:keep`: what its drops are counted under."""
+    """Return `keep` of `my_filters.py:keep`: the name that its drops are counted under."""
     return spec.rpartition(":")[2]
 
 
 def make_filter(spec: str) -> Callable[[FinishedGroup], Verdict]:
-    """The filter that `spec` names.
+    """Return the filter that `spec` names.
 
     Raises:
-        ConfigError: it cannot be loaded, or not be called with one argument. The filter itself raises FilterError when
-            the function does, or returns anything but true, false or a reason.
+        ConfigError: it cannot be loaded, or not called with one argument. The filter itself raises FilterError if the
+            function raises, or returns anything but true, false or a reason.
     """
     function = load_function(spec, SETTING)
     try:
@@ -73,7 +73,8 @@ def make_filter(spec: str) -> Callable[[FinishedGroup], Verdict]:
 
 
 def to_verdict(returned: Any, name: str) -> Verdict:
-    """Raises FilterError for what is neither true, false nor a reason: a forgotten `return` must not keep or drop."""
+    """Raises FilterError for a value that is neither true, false nor a reason: a forgotten `return` must not keep or
+    drop."""
     if isinstance(returned, str) and returned:
         return Verdict(False, returned)
     if type(returned).__name__ in ("bool", "bool_"):  # Python's and numpy's

@@ -1,4 +1,4 @@
-"""The forms of reward functions that are understood, told apart by the names of their parameters:
+"""The supported forms of reward functions, told apart by the names of their parameters:
 
     ours:  f(completion, row) -> number or {"score": number, ...}; may also name completion_ids, finish_reason,
            turns
@@ -7,7 +7,7 @@
     TRL:   f(prompts, completions, completion_ids, **columns) -> list, one entry per completion, None where it does
            not apply
 
-Each may be async: what is awaited of a group, and of other groups, runs side by side.
+Each may be async: what is awaited for a group, and for other groups, runs concurrently.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from asyncrl.rewards.wire import TOGETHER
 Function = Callable[..., Any]
 Parameters = Mapping[str, Parameter]
 IDS = ("completion_ids", "completions_ids")
-"""TRL's documentation has had both."""
+"""TRL's documentation has used both."""
 CANCEL_S = 0.5
-"""For one that is cancelled to close what it holds; less than the pool waits for a silent process past a deadline."""
+"""Seconds for a cancelled call to close its resources; less than the pool waits for a silent process past a
+deadline."""
 ABSENT = ("trainer_state",)
-"""What TRL gives and a reward process has not: None, where it is named."""
+"""Arguments that TRL passes and a reward process does not have: None if they are named."""
 
 
 def looks_at_tokens(function: Function) -> bool:
-    """Whether it asks for token ids, turns, or why completions ended; TRL's with `**kwargs` may look for ids there."""
+    """Whether it uses token ids, turns, or finish reasons; TRL's form with `**kwargs` may read ids from there."""
     parameters = inspect.signature(function).parameters
     if parameters.keys() & {*IDS, *PER_COMPLETION}:
         return True
@@ -44,13 +45,13 @@ def looks_at_tokens(function: Function) -> bool:
 
 
 def adapt_reward(function: Function, name: str, clock: CallClock = UNTIMED) -> GroupReward:
-    """Wrap any understood form. Raises ConfigError if the function could never be called."""
+    """Adapt any supported form. Raises ConfigError if the function could never be called."""
     parameters = inspect.signature(function).parameters
     if {"solution_str", "ground_truth"} <= parameters.keys():
         return _adapt_verl(function, name, parameters, clock, batch=False)
     if {"solution_strs", "ground_truths"} <= parameters.keys():
         return _adapt_verl(function, name, parameters, clock, batch=True)
-    # Ours names completion_ids for one completion; TRL's beside `completions`, or alone with **kwargs.
+    # Our form names completion_ids for one completion; TRL's beside `completions`, or alone with **kwargs.
     if "completions" in parameters or (parameters.keys() & set(IDS) and "completion" not in parameters):
         return _adapt_trl(function, name, parameters, clock)
     return _adapt_ours(function, name, parameters, clock)
@@ -100,7 +101,7 @@ def _adapt_verl(function: Function, name: str, parameters: Parameters, clock: Ca
 
 
 def _verl_columns(row: Row, name: str) -> tuple[Any, Any, Any]:
-    """Data source, ground truth, extra info."""
+    """Return (data source, ground truth, extra info)."""
     judged = row.get("reward_model")
     if not isinstance(judged, dict) or "ground_truth" not in judged:
         raise RewardError(f"{name} needs the column reward_model.ground_truth; the row has: {', '.join(row)}")
@@ -120,7 +121,7 @@ def _adapt_trl(function: Function, name: str, parameters: Parameters, clock: Cal
         }
         given.pop("prompt", None)
         given |= {key: None for key in ABSENT if key in parameters}
-        # As TRL does: a conversational prompt gets conversational completions.
+        # As in TRL, a conversational prompt gets conversational completions.
         texts = [[{"role": "assistant", "content": text}] if chat else text for text in call.completions]
         given |= {"completions": texts} if takes_any or "completions" in parameters else {}
         given |= {"prompts": _for_each(row["prompt"], size)} if takes_any or "prompts" in parameters else {}
@@ -136,12 +137,12 @@ def _adapt_trl(function: Function, name: str, parameters: Parameters, clock: Cal
 
 
 def _for_each(value: Any, size: int) -> list[Any]:
-    """Copies: a function may write into what it is given, and siblings are judged by the same row."""
+    """Copies: a function may modify its arguments, and siblings are scored with the same row."""
     return [deepcopy(value) for _ in range(size)]
 
 
 def _score_each(call: Callable[[int], Any], size: int, name: str, clock: CallClock) -> Any:
-    """One call per completion, each with a deadline of its own; what they return to be awaited is awaited together."""
+    """Make one call per completion, each with its own deadline; awaitables that they return are awaited together."""
     outcomes: dict[int, Outcome] = {}
     waiting: dict[int, Awaitable[Any]] = {}
     for place in range(size):
@@ -171,7 +172,7 @@ async def _await_all(
 
 
 def _score_together(call: Callable[[], Any], size: int, name: str, clock: CallClock, *, applies: bool = False) -> Any:
-    """One call for the group. With `applies`, None in its list is a completion that it is not for."""
+    """Make one call for the group. With `applies`, None in its list means that the function does not apply."""
 
     def outcomes(returned: Any) -> list[Outcome]:
         if not isinstance(returned, list | tuple) and hasattr(returned, "tolist"):
@@ -192,7 +193,7 @@ def _score_together(call: Callable[[], Any], size: int, name: str, clock: CallCl
 
 
 async def await_bounded(awaitable: Awaitable[Any], place: int, clock: CallClock) -> tuple[Any, RewardError | None]:
-    """What it gives, or why it gives nothing: raised, or past the deadline, which begins once there is a slot."""
+    """Await within the deadline, which starts once there is a slot; returns the result, or why there is none."""
     watched = clock.watch(place, awaitable)
     if clock.slots is None:
         return await _within(watched, clock)
@@ -201,7 +202,7 @@ async def await_bounded(awaitable: Awaitable[Any], place: int, clock: CallClock)
 
 
 async def _within(awaitable: Awaitable[Any], clock: CallClock) -> tuple[Any, RewardError | None]:
-    """As `await_bounded`. One that goes on although it was cancelled is left to itself: it costs its own completion,
+    """As `await_bounded`. A call that continues although it was cancelled is abandoned: it costs its own completion,
     and neither its group nor its process waits for it."""
     task = asyncio.ensure_future(_whole(awaitable))
     timed = clock.timeout_s if math.isfinite(clock.timeout_s) else None
@@ -221,13 +222,13 @@ async def _whole(awaitable: Awaitable[Any]) -> tuple[Any, RewardError | None]:
         return await awaitable, None
     except Exception as error:  # user code at a process boundary: its failure is an answer
         return None, failed(error)
-    except asyncio.CancelledError:  # at its deadline, which is told; or what it awaited was cancelled by itself
+    except asyncio.CancelledError:  # at its deadline, reported elsewhere; or what it awaited was cancelled
         return None, RewardError("the call was cancelled")
 
 
 def _outcome(returned: Any, name: str) -> Outcome:
-    """What it says of one completion; its failure is that completion's alone."""
+    """Return the outcome of one completion; a failure is that completion's alone."""
     try:
         return to_score(returned, name)
-    except Exception as error:  # user code at a process boundary: a number may be one that cannot be looked at
+    except Exception as error:  # user code at a process boundary: reading the number may raise
         return failed(error)

@@ -1,4 +1,4 @@
-"""From what the settings name to what can be called: functions with their arguments, classes made, several summed."""
+"""Loads rewards from the settings: functions with their arguments, instances of classes, and sums of several."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ SUPPLIED = {
     *("data_sources", "solution_strs", "ground_truths", "extra_infos"),
     *("prompts", "completions", "completions_ids", "trainer_state"),
 }
-"""Parameters that each call fills."""
+"""Parameters that each call supplies."""
 
 
 @dataclass(frozen=True, slots=True)
 class MadeReward:
     score: GroupReward
     looks_at_tokens: bool
-    """Else token ids need not be sent to it."""
+    """Whether token ids must be sent to it."""
 
     def __call__(self, call: Call) -> Any:
         return self.score(call)
 
 
 def make_reward(terms: Sequence[RewardTerm], clock: CallClock = UNTIMED) -> MadeReward:
-    """The reward that `reward.function` or `reward.functions` name.
+    """Return the reward that `reward.function` or `reward.functions` name.
 
     Raises:
-        ConfigError: a function cannot be loaded, made or called, or has no such argument.
+        ConfigError: a function cannot be loaded, created or called, or does not have such an argument.
     """
     loaded = [(term, *_load(term)) for term in terms]
     score = combine([(term, adapt_reward(function, name, clock)) for term, function, name in loaded])
@@ -47,7 +47,7 @@ def make_reward(terms: Sequence[RewardTerm], clock: CallClock = UNTIMED) -> Made
 
 
 def _load(term: RewardTerm) -> tuple[Callable[..., Any], str]:
-    """What is called, and the name its failures have."""
+    """Return the callable, and its name in failures."""
     setting = f"reward.functions.{term.name}" if term.name else "reward.function"
     function = load_function(term.function, setting)
     args = f"{setting}.args" if term.name else "reward.args"
@@ -65,7 +65,8 @@ def _load(term: RewardTerm) -> tuple[Callable[..., Any], str]:
 def bind(
     function: Callable[..., Any], values: dict[str, Any], name: str, setting: str, filled: Sequence[Any] = ()
 ) -> Callable[..., Any]:
-    """`function` with `values` as keyword arguments. Raises ConfigError for one that it does not take."""
+    """Return `function` with `values` as keyword arguments. Raises ConfigError for an argument that it does not
+    have."""
     if not values:
         return function
     signature = inspect.signature(function)
@@ -85,14 +86,14 @@ def _make(function: Callable[..., Any], given: tuple[str, ...], term: RewardTerm
         return function(*given)
     except AsyncRLError:
         raise
-    except Exception as error:  # user code at a process boundary: whatever it raises is one refused setting
+    except Exception as error:  # user code at a process boundary: any exception refuses one setting
         why = f"{type(error).__name__}: {error}"
         what = f" with reward.model={term.model}" if term.model else ""
         raise ConfigError(f"making {term.function}{what} failed: {why}") from error
 
 
 def settle(returned: Any) -> Any:
-    """The result of a plain or an async function."""
+    """Return the result of a plain or an async function."""
     if inspect.isawaitable(returned):
         return asyncio.run(_wait(returned))
     return returned

@@ -1,7 +1,7 @@
-"""Runs a function of the user, a reward or a filter, in child processes with a deadline per call.
+"""Runs a user's function, a reward or a filter, in child processes with a deadline per call.
 
 A call that hangs, crashes its process, raises or returns nonsense fails alone; calls that shared its process are run
-again in a fresh one. Of a reward that is called per completion, the completion fails alone. No failure ever becomes a
+again in a fresh one. With a reward that is called per completion, only the completion fails. No failure ever becomes a
 score.
 """
 
@@ -26,16 +26,18 @@ from asyncrl.types import Completion
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
-"""For a child to import the reward function and report."""
+"""Seconds for a child to import the reward function and report."""
 MODEL_START_TIMEOUT_S = 900.0
-"""The same with a reward model to load, or to download."""
+"""The same with a reward model to load or download."""
 CLOSE_TIMEOUT_S = 5.0
 TOGETHER_S = 1.0
-"""Calls that run together end each other's deadline by themselves; past so much more, their process is killed."""
+"""Seconds past the deadline after which a process is killed whose calls run together; they end at their deadlines by
+themselves."""
 MAX_GUILTY = 3
-"""Completions of one group that may cost a process, or a deadline, each; then the rest of the group fails too."""
+"""Limit on the completions of one group that may each cost a process or a deadline; then the rest of the group fails
+too."""
 MAX_BLAMELESS_DEATHS = 3
-"""Deaths in a row outside any call and without an answer between them, after which waiting calls fail."""
+"""Limit on deaths in a row outside any call and without an answer between them; then waiting calls fail."""
 
 
 @dataclass(slots=True)
@@ -45,7 +47,8 @@ class _Call:
 
 
 class CallEnded(Exception):
-    """A call without an answer: why, one of `types.REWARD_FAILURES`, and at which of its completions if at one."""
+    """A call ended without an answer: why, the reason from `types.REWARD_FAILURES`, and the completion if it was a
+    single one."""
 
     def __init__(self, why: str, reason: str = "raised", place: int = WHOLE) -> None:
         super().__init__(why)
@@ -53,17 +56,17 @@ class CallEnded(Exception):
 
 
 class FunctionPool:
-    """Starts the children, sends them calls, replaces them. `RewardPool` and `FilterPool` say what is called.
+    """Starts the children, sends them calls, and replaces them. `RewardPool` and `FilterPool` define the calls.
 
     Args:
         kind: `reward` or `filter`, see `child.KINDS`.
-        error: what a failed call raises.
-        function: what failures are told with.
-        what: what the children make, as JSON.
-        workers: child processes.
-        timeout_s: deadline of one call, counted from the moment it begins to run.
-        at_once: async calls that one child runs side by side.
-        start_timeout_s: for a child to import or load what it calls.
+        error: exception that a failed call raises.
+        function: name of the function in failures.
+        what: description of what the children create, as JSON.
+        workers: number of child processes.
+        timeout_s: deadline of one call, counted from the moment it starts to run.
+        at_once: number of async calls that one child runs concurrently.
+        start_timeout_s: seconds for a child to import or load the function.
     """
 
     def __init__(
@@ -123,14 +126,15 @@ class FunctionPool:
         self._started = True
 
     async def call(self, *arguments: Any) -> Any:
-        """The function's answer, as the child wrote it. Raises `error`: it raised, timed out or killed its process."""
+        """Return the function's answer, as the child wrote it. Raises `error`: it raised, timed out or killed its
+        process."""
         try:
             return await self._ask(*arguments)
         except CallEnded as ended:
             raise self.failure(ended.why) from None
 
     async def _ask(self, *arguments: Any) -> Any:
-        """The same, and raises CallEnded."""
+        """As `call`, but raises CallEnded."""
         if self._closing:
             raise CallEnded(f"the {self._kind} pool is closed", "lost")
         call_id, self._next_id = self._next_id, self._next_id + 1
@@ -161,7 +165,7 @@ class FunctionPool:
 
     def _dispatch(self, call_id: int, call: _Call) -> None:
         ready = [process for process in self._processes if process.ready and not process.dead]
-        if not ready:  # every child is being replaced: the next one to be ready takes what waits
+        if not ready:  # every child is being replaced: the next one to be ready takes the waiting calls
             self._waiting[call_id] = call
             return
         least = min(ready, key=lambda process: len(process.outstanding))
@@ -231,7 +235,7 @@ class FunctionPool:
         self._processes.append(process)
 
     async def _watch(self) -> None:
-        """Enforce the deadlines, and say who keeps all calls waiting.
+        """Enforce the deadlines, and warn if no call is answered.
 
         consumes: nothing; waits for: the clock; unblocked by: the clock, until the pool is closed.
         """
@@ -248,7 +252,7 @@ class FunctionPool:
         now = time.monotonic()
         if call_id == IDLE:
             silent_s = now - max(process.heard_at, began)
-            # Stopped or wedged outside any call (or never came up): replaced, and nobody is to blame.
+            # Stopped or stuck outside any call, or never started: replaced, and no call is blamed.
             limit = self._start_timeout_s if not process.ready else self._timeout_s + TOGETHER_S
             if silent_s > limit and (process.outstanding or not process.ready):
                 process.kill()
@@ -257,7 +261,7 @@ class FunctionPool:
             process.kill()
 
     def failure(self, why: str) -> AsyncRLError:
-        """Count a failed call and say what to raise."""
+        """Count a failed call and return the error to raise."""
         said = f"{self._function}: {why}"
         self.count_failure(said)
         return self._error(said)
@@ -265,7 +269,8 @@ class FunctionPool:
     def count_failure(self, said: str) -> None:
         self._counts[f"{self._kind}_failures"] += 1
         count = f"{self._counts[f'{self._kind}_failures']:.0f}"
-        # The 1st, 10th, 100th ...: one that always fails stalls the run and must be seen, without filling a disk.
+        # Logged for the 1st, 10th, 100th ...: a function that always fails stalls the run and must be seen, without
+        # filling a disk.
         if not self._closing and count.strip("0") == "1":
             log.warning("%s failure %s, its group is not whole: %.600s", self._kind, count, said)
 
@@ -292,8 +297,8 @@ class RewardPool(FunctionPool):
     """`async with RewardPool(...) as pool: scores = await pool.score(completions, row)`; see `FunctionPool`.
 
     Args:
-        terms: what `reward_terms` makes of the settings, or one function: `file.py:name`, `package.module:name`, or the
-            name of one that ships.
+        terms: from `reward_terms` of the settings, or one function: `file.py:name`, `package.module:name`, or the name
+            of a built-in one.
     """
 
     def __init__(
@@ -319,14 +324,14 @@ class RewardPool(FunctionPool):
         sampled: Sequence[Completion] | None = None,
         turns: Sequence[list[str]] | None = None,
     ) -> list[Outcome]:
-        """One score per completion of one group, or why this one has none.
+        """Return one score per completion of a group, or why it has none.
 
         Args:
-            sampled: the same completions as the engine gave them, for functions that look at token ids.
-            turns: all replies of the policy in the episode of each, for functions that look at those.
+            sampled: the same completions from the engine, for functions that use token ids.
+            turns: all replies of the policy in each episode, for functions that use those.
 
         Raises:
-            RewardError: none has one.
+            RewardError: no completion has a score.
         """
         outcomes: dict[int, Outcome] = {}
         left, guilty = list(range(len(completions))), 0
@@ -364,6 +369,6 @@ class RewardPool(FunctionPool):
 
     def _outcome(self, answer: list[Any]) -> Outcome:
         if isinstance(answer[0], str):
-            named = self._function in answer[1]  # a wrong number is told of with the name
+            named = self._function in answer[1]  # an invalid number is reported with the name
             return RewardError(answer[1] if named else f"{self._function}: {answer[1]}", answer[0])
         return RewardScore(value=answer[0], parts=answer[1], turns=tuple(answer[2]))

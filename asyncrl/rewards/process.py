@@ -1,4 +1,4 @@
-"""One child process with a function of the user as the event loop sees it: start, send, answers, progress, death."""
+"""The event loop's side of one child process with a user's function: start, send, answers, progress, death."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class FunctionProcess(asyncio.SubprocessProtocol):
         self.ready = False
         self.dead = False
         self.overdue = IDLE
-        """The call it was killed for, past its deadline."""
+        """The call past its deadline for which the process was killed."""
         self.heard_at = time.monotonic()
-        """When it was started, last answered, or was given work after having none."""
+        """Time when it was started, last answered, or given work after having none."""
         self.outstanding: dict[int, Any] = {}
-        """Calls sent or about to be, by id, in order."""
+        """Calls sent or about to be sent, by id, in order."""
 
     async def start(self, kind: str, what: str, timeout_s: float, at_once: int) -> None:
         loop = asyncio.get_running_loop()
@@ -56,7 +56,8 @@ class FunctionProcess(asyncio.SubprocessProtocol):
                 *command,
                 stderr=None,
                 pass_fds=(self._progress_fd,),
-                # Its own process group: what the reward starts is killed with it, and Ctrl-C does not reach it.
+                # A process group of its own: processes that the reward starts are killed with it, and Ctrl-C does not
+                # reach it.
                 start_new_session=True,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"},
             )
@@ -64,7 +65,7 @@ class FunctionProcess(asyncio.SubprocessProtocol):
             os.close(self._progress_fd)
 
     def send(self, call_id: int, call: Any, frame: bytes) -> None:
-        """Queue a call; all those of one turn of the loop leave in one write."""
+        """Queue a call; all calls of one iteration of the loop are sent in one write."""
         if not self.outstanding:
             self.heard_at = time.monotonic()
         self.outstanding[call_id] = call
@@ -73,11 +74,11 @@ class FunctionProcess(asyncio.SubprocessProtocol):
         self._unsent.append(frame)
 
     def progress(self) -> Progress:
-        """What it does just now."""
+        """What the process is doing now."""
         return read_progress(self._progress)
 
     def kill(self) -> None:
-        """SIGKILL for it and all it started; `on_death` follows."""
+        """SIGKILL the process and all that it started; `on_death` follows."""
         if self._transport is None or self.dead:
             return
         pid = self._transport.get_pid()
@@ -92,11 +93,11 @@ class FunctionProcess(asyncio.SubprocessProtocol):
         try:
             for message in self._buffer.feed(data):
                 self._on_message(self, message)
-        except WireError:  # only user code that wrote into our pipe can cause it: this child cannot be trusted on
+        except WireError:  # only user code that wrote into our pipe can cause it: this child cannot be trusted
             self.kill()
 
     def process_exited(self) -> None:
-        # A grandchild that survives would hold the pipe open and `connection_lost` would never come.
+        # A surviving grandchild would hold the pipe open, and `connection_lost` would never be called.
         self.kill()
 
     def connection_lost(self, exc: Exception | None) -> None:

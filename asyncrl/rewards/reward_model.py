@@ -1,7 +1,7 @@
 """A reward model: a Hugging Face sequence or token classifier with one output, called like TRL's reward functions.
 
 Only the process that runs it imports this module (`reward.function=asyncrl.rewards.reward_model:RewardModel`):
-everything else about rewards stays free of torch.
+everything else about rewards needs no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers import (
 from asyncrl.errors import ConfigError, RewardError
 
 BATCH_TOKENS = 16384
-"""Padded tokens of one forward pass: memory stays bounded whatever the size of a group."""
+"""Padded tokens of one forward pass; bounds memory whatever the size of a group."""
 MODEL_CLASSES = {
     "ForSequenceClassification": AutoModelForSequenceClassification,
     "ForTokenClassification": AutoModelForTokenClassification,
@@ -35,8 +35,8 @@ Text = str | list[dict[str, Any]]
 class RewardModel:
     """`model(prompts, completions) -> rewards`, the raw output (logit) for each prompt with its completion.
 
-    A sequence classifier scores the whole text; a token classifier is read at the last token. Conversations go through
-    the reward model's own chat template; plain prompt and completion are joined as they are.
+    A sequence classifier scores the whole text; a token classifier is read at the last token. Conversations are
+    rendered with the reward model's own chat template; plain prompt and completion are concatenated.
 
     Args:
         path: folder or hub name of the model with its tokenizer. Runs on the GPU if this process sees one, in the
@@ -60,7 +60,7 @@ class RewardModel:
 
     @torch.inference_mode()
     def __call__(self, prompts: Sequence[Text], completions: Sequence[Text]) -> list[float]:
-        """[G] rewards. Raises RewardError for a text that is empty or longer than the model takes."""
+        """[G] rewards. Raises RewardError for a text that is empty or longer than the model accepts."""
         rows = [self._token_ids(prompt, answer) for prompt, answer in zip(prompts, completions, strict=True)]
         rewards = [0.0] * len(rows)
         for members in batches([len(row) for row in rows], padded=self._tokenizer.pad_token_id is not None):
@@ -96,7 +96,8 @@ class RewardModel:
 
 
 def check_kind(path: str, settings: PretrainedConfig) -> str:
-    """`ForSequenceClassification` or `ForTokenClassification`; ConfigError for anything that gives no single number."""
+    """Return `ForSequenceClassification` or `ForTokenClassification`. Raises ConfigError for a model without a single
+    output."""
     names = settings.architectures or []
     kind = next((kind for kind in MODEL_CLASSES if any(name.endswith(kind) for name in names)), None)
     if kind is None:
@@ -113,7 +114,7 @@ def check_kind(path: str, settings: PretrainedConfig) -> str:
 
 
 def load_model(path: str, settings: PretrainedConfig, pad_token_id: int | None) -> torch.nn.Module:
-    """The classifier in evaluation mode. Raises ConfigError when its weights do not fit it."""
+    """Return the classifier in evaluation mode. Raises ConfigError if its weights are incomplete."""
     loader = MODEL_CLASSES[check_kind(path, settings)]
     try:
         model, report = loader.from_pretrained(path, trust_remote_code=False, dtype="auto", output_loading_info=True)
@@ -128,7 +129,7 @@ def load_model(path: str, settings: PretrainedConfig, pad_token_id: int | None) 
 
 
 def batches(lengths: Sequence[int], *, padded: bool) -> Iterator[list[int]]:
-    """Positions in batches of at most BATCH_TOKENS padded tokens, the short first; one each if not `padded`."""
+    """Yield positions in batches of at most BATCH_TOKENS padded tokens, short ones first; one each if not `padded`."""
     batch: list[int] = []
     for position in sorted(range(len(lengths)), key=lengths.__getitem__):
         if batch and (not padded or (len(batch) + 1) * lengths[position] > BATCH_TOKENS):
@@ -140,7 +141,7 @@ def batches(lengths: Sequence[int], *, padded: bool) -> Iterator[list[int]]:
 
 
 def pad_rows(rows: Sequence[list[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
-    """(token ids, attention mask), both [rows, longest], padded on the right."""
+    """Return (token ids, attention mask), both [rows, longest], padded on the right."""
     longest = max(map(len, rows))
     ids = torch.tensor([row + [pad_token_id] * (longest - len(row)) for row in rows])
     attention = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])

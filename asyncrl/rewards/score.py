@@ -1,6 +1,6 @@
-"""What a reward is: one finite number, and optionally named components. Everything else is an error.
+"""Defines a reward: one finite number, and optionally named components. Everything else is an error.
 
-An error concerns one completion where its function was called for that one, else the whole group.
+An error concerns one completion if its function was called for that one, otherwise the whole group.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from asyncrl.errors import RewardError
 class RewardScore:
     value: float
     parts: dict[str, float] = field(default_factory=dict)
-    """Other numbers the function returned beside `score`, by name."""
+    """Further numbers that the function returned besides `score`, by name."""
     turns: tuple[float, ...] = ()
-    """How much of `value` each turn of the policy earned; empty where the function did not say. The rest: the last."""
+    """Part of `value` that each turn of the policy earned; empty if not reported. The last turn earned the rest."""
 
 
 Outcome = RewardScore | RewardError
-"""Of one completion: its score, or why it has none."""
+"""Result for one completion: its score, or why it has none."""
 
 
 class NotApplicable(RewardError):
-    """A function of the TRL kind said `None`: it has nothing to say of this completion, and others may."""
+    """A TRL function returned `None`: it does not apply to this completion, while others may."""
 
     def __init__(self, function: str) -> None:
         super().__init__(
@@ -37,11 +37,11 @@ class NotApplicable(RewardError):
 
 
 def to_score(returned: Any, function: str) -> RewardScore:
-    """A number, or a dict with `score` and other entries: numeric ones become named parts, a list `turns` the rewards
-    of the policy's turns, the rest is ignored.
+    """Convert a number, or a dict with `score` and other entries: numeric ones become named parts, a list `turns` the
+    rewards of the policy's turns, and the rest is ignored.
 
     Raises:
-        RewardError: None, NaN, infinite or no number at all. Never a silent 0: that would train the model on it.
+        RewardError: None, NaN, infinite or not a number. Never a silent 0: the model would be trained on it.
     """
     if not isinstance(returned, dict):
         return RewardScore(value=_finite(returned, function))
@@ -60,7 +60,7 @@ def to_score(returned: Any, function: str) -> RewardScore:
 
 
 def with_turns(outcome: Outcome, turns: int) -> Outcome:
-    """Itself, or a RewardError where it has rewards of another number of turns than there were."""
+    """Return `outcome`, or a RewardError if it has rewards of another number of turns."""
     if isinstance(outcome, RewardError) or len(outcome.turns) in (0, turns):
         return outcome
     return RewardError(
@@ -71,7 +71,7 @@ def with_turns(outcome: Outcome, turns: int) -> Outcome:
 
 
 def _is_number(value: Any) -> bool:
-    """Python and numpy numbers, and 0-d arrays and tensors; not text that looks like one."""
+    """Whether it is a Python or numpy number, or a 0-d array or tensor; not text that looks like one."""
     return hasattr(value, "__float__") and not isinstance(value, str | bytes)
 
 

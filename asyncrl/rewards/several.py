@@ -1,4 +1,4 @@
-"""Several functions as one reward: the weighted sum of those that are for a row, each logged by its name."""
+"""Combines several functions to one reward: the weighted sum of those that cover a row, each logged by its name."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Parts = Sequence[tuple[RewardTerm, list[Outcome]]]
 
 
 def combine(rewards: Sequence[tuple[RewardTerm, GroupReward]]) -> GroupReward:
-    """The one of `reward.function` as it is; several as a sum.
+    """Return the one reward of `reward.function` unchanged, or the sum of several.
 
-    A completion fails, with the name of the function, if any function fails for it: a sum without one would be another
-    reward. One that says None (TRL) is left out of the sum; where all do, the completion fails.
+    A completion fails, naming the function, if any function fails for it: a sum without one would be another reward. A
+    function that returns None (TRL) is left out of the sum; if all do, the completion fails.
     """
     if len(rewards) == 1 and not rewards[0][0].name:
         return rewards[0][1]
@@ -37,7 +37,7 @@ def combine(rewards: Sequence[tuple[RewardTerm, GroupReward]]) -> GroupReward:
 
 
 def uncovered(data_source: Any, terms: Sequence[RewardTerm]) -> str:
-    """Why a row has no reward."""
+    """Message for a row that no reward covers."""
     named = sorted({source for term in terms for source in term.data_source})
     return (
         f"no reward of reward.functions is for data_source={data_source!r}; they are for {', '.join(named)}. Name it "
@@ -46,7 +46,7 @@ def uncovered(data_source: Any, terms: Sequence[RewardTerm]) -> str:
 
 
 def _begin(reward: GroupReward, call: Call) -> Any:
-    """Its outcomes, or what gives them when awaited."""
+    """Return the outcomes, or an awaitable of them."""
     try:
         return reward(call)
     except Exception as error:  # user code at a process boundary: its failure is an answer

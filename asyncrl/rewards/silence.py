@@ -1,4 +1,4 @@
-"""Says that calls wait and none is answered, as by a judge that stands still: long before they are overdue."""
+"""Warns when calls wait and none is answered, as with a stalled judge, long before they are overdue."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ PATIENCE_S = 5.0
 
 
 class Silence:
-    """To be asked every second or so. Told after `PATIENCE_S`, and each time after twice as long: what is slow always
-    is told a few times."""
+    """Checked every second or so. Warns after `PATIENCE_S`, and each time after twice as long, so that a slow function
+    is reported only a few times."""
 
     def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._what, self._clock = what, clock
@@ -18,11 +18,11 @@ class Silence:
         self._patience, self._told, self._heard = PATIENCE_S, False, False
 
     def heard(self) -> None:
-        """A call was answered."""
+        """Record that a call was answered."""
         self._heard = True
 
     def look(self, calls: int) -> str:
-        """What is to be said now; so many calls are open."""
+        """Return the message due now, or an empty string; `calls` is the number of open calls."""
         now = self._clock()
         if self._heard or not calls:
             over = f"waits for {self._what} no longer, after {now - self._since:.0f} s" if self._told else ""

@@ -1,4 +1,5 @@
-"""The reward is called before a run is started: one that can never work is told of at once, by its own message."""
+"""Calls the reward before a run is started, so that one that can never work is refused at once, with its own
+message."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from asyncrl.schema import RewardConfig
 from asyncrl.types import Completion
 
 TEXTS = ("", "The answer is 42.")
-"""What it is called with: nobody knows what the policy will write, and a reward has to score whatever it is."""
+"""Texts for the trial: the policy's output is unknown, and a reward has to score any text."""
 
 
 def made_up(text: str) -> Completion:
@@ -29,10 +30,11 @@ def made_up(text: str) -> Completion:
 def try_reward(
     terms: Sequence[RewardTerm], rows: Sequence[tuple[str, dict[str, Any]]], *, timeout_s: float
 ) -> list[tuple[str, Outcome]]:
-    """`(which row, score or failure)` of `TEXTS` for each of `rows`, in a process of its own with a deadline per call.
+    """Return `(which row, score or failure)` of `TEXTS` for each of `rows`, run in a separate process with a deadline
+    per call.
 
     Args:
-        terms: those of them that need a network are made, so that their arguments are judged, and not called.
+        terms: those that need a network are created, to check their arguments, but not called.
         rows: (file and line, row of the data file).
 
     Raises:
@@ -44,7 +46,7 @@ def try_reward(
 
 
 def refuse_unscored(terms: Sequence[RewardTerm], outcomes: Sequence[tuple[str, Outcome]]) -> None:
-    """Raises ConfigError: there are some, and all are failures."""
+    """Raises ConfigError if there are outcomes, and all are failures."""
     failed = [(where, outcome) for where, outcome in outcomes if isinstance(outcome, RewardError)]
     if failed and len(failed) == len(outcomes):
         where, error = failed[0]
@@ -56,7 +58,7 @@ def refuse_unscored(terms: Sequence[RewardTerm], outcomes: Sequence[tuple[str, O
 
 
 def score_texts(reward: RewardConfig, asked: Sequence[tuple[dict[str, Any], list[str]]]) -> list[list[Outcome]]:
-    """`[score or failure of each text, ...]` for each (row, its texts), as `try_reward` calls it.
+    """Return `[score or failure of each text, ...]` for each (row, its texts), called as in `try_reward`.
 
     Raises:
         ConfigError: the function cannot be loaded or called.
@@ -73,7 +75,7 @@ async def _score_all(reward: RewardConfig, asked: Sequence[tuple[dict[str, Any],
 
 
 async def _scored(pool: RewardPool, texts: Sequence[str], row: dict[str, Any]) -> list[Outcome]:
-    """One for each text, also where the row has no score at all."""
+    """Return one outcome for each text, even if the row has no score at all."""
     try:
         return await pool.score(list(texts), row, sampled=[made_up(text) for text in texts])
     except RewardError as error:
@@ -87,7 +89,7 @@ async def _try_all(
     called = [term for term in terms if not term.remote]
     if called != list(terms):
         async with RewardPool([term for term in terms if term.remote], workers=1, timeout_s=timeout_s):
-            pass  # made, and with that its arguments judged
+            pass  # created only, which checks its arguments
     if not called:
         return []
     async with RewardPool(called, workers=1, timeout_s=timeout_s) as pool:
@@ -97,5 +99,5 @@ async def _try_all(
             found = await _scored(pool, TEXTS, row)
             outcomes += [(where, outcome) for outcome in found]
             if any(isinstance(outcome, RewardError) and outcome.reason == "timed_out" for outcome in found):
-                break  # one that hangs would cost its deadline for each row
+                break  # a hanging function would cost its deadline for each row
     return outcomes

@@ -1,15 +1,15 @@
-"""What passes between the pool and its children: length-prefixed msgpack frames, and one shared progress record.
+"""Protocol between the pool and its children: length-prefixed msgpack frames, and one shared progress record.
 
     pool -> child:  [call id, argument, ...]
-    child -> pool:  ["ready", whether it looks at token ids] or ["refused", why]; then [call id, answer] or
+    child -> pool:  ["ready", whether it uses token ids] or ["refused", why]; then [call id, answer] or
                     [call id, why it failed]
 
     of a reward:    (completions, row, token ids, finish reasons, turns) -> [[value, parts, rewards of turns] or
-                    [reason, why this one has none], ...]; token ids as int32 bytes, and nil for what is not told
+                    [reason, why this one has none], ...]; token ids as int32 bytes, and nil for what is not passed
     of a filter:    (fields of a FinishedGroup) -> [keep, why not]
 
-The progress record is what lets the pool name the guilty call exactly, and the completion in it, after a timeout or a
-crash, although results are written in batches. Both ends are asyncrl's own processes on one machine.
+The progress record lets the pool name the guilty call exactly, and the completion in it, after a timeout or a crash,
+although results are written in batches. Both ends are asyncrl's own processes on one machine.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ PROGRESS_BYTES = 24
 IDLE = 0
 """Call id of the progress record between calls; real ids start at 1."""
 WHOLE, TOGETHER = -1, -2
-"""Places of the progress record, beside those of single completions: one call for all of them, or all at once."""
+"""Places in the progress record besides those of single completions: one call for all of them, or all at once."""
 
 
 def pack_frame(message: list[Any]) -> bytes:
-    """One frame. Raises WireError for values that cannot be carried (nested too deep) or above the size limit."""
+    """Encode one frame. Raises WireError for values that cannot be encoded (nested too deep) or above the size
+    limit."""
     try:
         body = packed(message)
     except (OverflowError, ValueError, TypeError) as error:
@@ -48,7 +49,7 @@ def pack_frame(message: list[Any]) -> bytes:
 
 
 def told(sampled: Sequence[Completion] | None) -> tuple[list[bytes] | None, list[str] | None]:
-    """What goes with the texts of completions: their token ids and finish reasons."""
+    """Return the data sent with the texts of completions: their token ids and finish reasons."""
     if sampled is None:
         return None, None
     packed = [np.ascontiguousarray(one.token_ids, dtype=np.int32).tobytes() for one in sampled]
@@ -62,7 +63,7 @@ class FrameBuffer:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> Iterator[list[Any]]:
-        """The frames that `data` completes. Raises WireError on an impossible length."""
+        """Yield the frames that `data` completes. Raises WireError on an impossible length."""
         self._bytes += data
         start = 0
         while len(self._bytes) - start >= LENGTH.size:
@@ -80,22 +81,22 @@ class FrameBuffer:
 
 class Progress(NamedTuple):
     call_id: int
-    """Or IDLE."""
+    """Call id, or IDLE."""
     began: float
-    """When this call, this completion of it, or idleness began: the system-wide monotonic clock, in seconds."""
+    """Time when this call, this completion of it, or idleness began, by the system-wide monotonic clock, in seconds."""
     place: int
     """Which of the call's completions is being scored, or WHOLE, or TOGETHER."""
 
 
 def begin_call(progress: mmap.mmap, call_id: int) -> None:
-    """The child is about to run this call."""
+    """Record that the child is about to run this call."""
     end_call(progress)
     _whole_numbers(progress)[_ID] = call_id
 
 
 def begin_place(progress: mmap.mmap, place: int) -> None:
-    """Of the call that runs: it is about to score this completion. The id stays: read as IDLE in between, a process
-    that was busy for long would look like one that hangs outside any call."""
+    """Record that the running call is about to score this completion. The call id stays: if it were read as IDLE in
+    between, a process that was busy for long would look like one that hangs outside any call."""
     memoryview(progress).cast("d")[_CLOCK] = time.monotonic()
     _whole_numbers(progress)[_PLACE] = place
 
@@ -111,5 +112,6 @@ def read_progress(progress: mmap.mmap) -> Progress:
 
 
 def _whole_numbers(progress: mmap.mmap) -> memoryview:
-    """Each field is one store: `struct` clears its place before it writes, and a clock read as 0 is past all."""
+    """View for writing each field in one store: `struct` clears memory before it writes, and a clock read as 0 would be
+    past every deadline."""
     return memoryview(progress).cast("q")

@@ -1,4 +1,4 @@
-"""Rewards that ship, one idea a file; `asyncrl.checks.rewards.LIBRARY` has their names.
+"""Built-in rewards, one idea per file; `asyncrl.checks.rewards.LIBRARY` has their names.
 
-Each reads what it must from the row: no reward knows another, none knows the process that it runs in.
+Each reads what it needs from the row; rewards are independent of each other and of the process that runs them.
 """

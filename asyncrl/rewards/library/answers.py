@@ -1,4 +1,4 @@
-"""Where the right answer of a row stands, and how an answer is cut out of a completion."""
+"""Finds the right answer in a row, and extracts the answer from a completion."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ from typing import Any
 from asyncrl.errors import RewardError
 
 COLUMNS = ("reward_model.ground_truth", "ground_truth", "answer", "target", "solution")
-"""Looked for in this order, where no column is named."""
+"""Columns searched in this order, if none is named."""
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 BOX = "\\boxed{"
 
 
 def ground_truth(row: Mapping[str, Any], column: str, reward: str) -> Any:
-    """Of `column` (with dots into mappings), or of the first of `COLUMNS` that the row has.
+    """Return the value of `column` (with dots into mappings), or of the first of `COLUMNS` that the row has.
 
     Raises:
-        RewardError: there is none, or an empty one.
+        RewardError: there is no such value, or an empty one.
     """
     for name in [column] if column else COLUMNS:
         value: Any = row
         for key in name.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
-        if value is not None and value == value:  # NaN is what a table of numbers has for none
+        if value is not None and value == value:  # NaN is the missing value of a numeric column
             return value
     wanted = f"a value in column {column}" if column else f"a value in one of the columns {', '.join(COLUMNS)}"
     raise RewardError(f"{reward} needs {wanted}; the row has: {', '.join(row)}. Name it: reward.args.column=NAME")
 
 
 def texts_of(value: Any) -> tuple[str, ...]:
-    """How a right answer may be written. A column of whole numbers in which one is empty holds floats: 5.0 for 5."""
+    """Return the spellings of a right answer. A column of integers with an empty value holds floats: 5.0 for 5."""
     whole = isinstance(value, float) and value.is_integer()
     return (str(int(value)), str(value)) if whole else (str(value),)
 
 
 def tagged_answer(completion: str) -> str | None:
-    """What stands in the last `<answer>...</answer>`, without white space around it."""
+    """Return the contents of the last `<answer>...</answer>`, stripped of white space."""
     found = TAGGED.findall(completion)
     return found[-1].strip() if found else None
 
 
 def boxed_answer(completion: str) -> str | None:
-    r"""What stands in the last `\boxed{...}`, with the braces in it; None if that does not end."""
+    r"""Return the contents of the last `\boxed{...}`, including inner braces; None if it is not closed."""
     start = completion.rfind(BOX)
     if start < 0:
         return None

@@ -1,4 +1,4 @@
-"""Asking a server over HTTP: again where it may help, and then a failure with its reason."""
+"""Sends requests to a server over HTTP, with retries where they may help, and a failure with its reason otherwise."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ LONGEST_PAUSE_S = 30.0
 
 
 class Asking:
-    """`await post(body)` gives what the server says, read as JSON.
+    """`await post(body)` returns the server's JSON answer.
 
     Args:
-        key_env: environment variable with the key that is sent as a bearer; empty is none. Keys are never settings.
-        retries: further tries after one that did not get through or that the server asks to make again.
-        backoff_s: before the first of them; each next waits twice as long, and up to as much again by chance.
+        key_env: environment variable with the key that is sent as a bearer token; empty for none. Keys are never
+            settings.
+        retries: further tries after one that did not get through, or that the server asks to repeat.
+        backoff_s: seconds before the first retry; each further one waits twice as long, plus a random time of up to the
+            same length.
 
     Raises:
-        ConfigError: `url` is none, or `key_env` is not set.
+        ConfigError: `url` is not a URL, or `key_env` is not set.
     """
 
     def __init__(self, url: str, *, who: str, key_env: str, request_timeout_s: float, retries: int, backoff_s: float):
@@ -38,9 +40,9 @@ class Asking:
         self._client: httpx.AsyncClient | None = None
 
     async def post(self, body: dict[str, Any]) -> Any:
-        """Raises RewardError: refused, or not answered after all tries."""
-        if self._client is None:  # made where it is used: it belongs to the loop
-            # To wait for a connection behind one's own siblings is no silence of the server: they have deadlines.
+        """Send a request. Raises RewardError: refused, or not answered after all tries."""
+        if self._client is None:  # made on use: it belongs to the event loop
+            # Waiting for a connection behind sibling requests is not the server's silence: they have deadlines.
             self._client = httpx.AsyncClient(headers=self._headers, timeout=httpx.Timeout(self._timeout_s, pool=None))
         last = ""
         for again in range(self._retries + 1):
@@ -63,7 +65,7 @@ class Asking:
         raise RewardError(f"the {self._who} at {self.url} gave no answer in {self._retries + 1} tries: {last}", "lost")
 
     async def close(self) -> None:
-        """Let go of its connections; the next `post` makes others."""
+        """Close its connections; the next `post` opens others."""
         client, self._client = self._client, None
         if client is not None:
             await client.aclose()

@@ -1,4 +1,4 @@
-"""Multiple choice: the letter that a completion settles on."""
+"""Multiple choice: scores the letter that a completion chooses."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def choice(
 ) -> float:
     """`score` for the right letter, `format_score` for another one, 0 for none.
 
-    The letter is that of the last `<answer>` tag or box, else of the last `answer is B`, else one that stands alone in
-    the last line. The row has a letter, or the number of the choice counted from 0.
+    The letter is that of the last `<answer>` tag or box; otherwise of the last `answer is B`; otherwise one alone in
+    the last line. The row has a letter, or the index of the choice, counted from 0.
 
     Raises:
         RewardError: the row has no answer, or one that names no choice.

@@ -1,6 +1,6 @@
-"""`code`: the program in a completion, judged by unit tests in a sandbox.
+"""`code`: scores the program in a completion by unit tests in a sandbox.
 
-A program that fails a test, or does not end, is wrong; a sandbox that could not run it is a failure of the reward.
+A program that fails a test, or does not end, is wrong; if the sandbox could not run it, the reward fails.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from asyncrl.sandbox.running import chosen_level, run
 FENCED = re.compile(r"```([\w+-]*)[^\n]*\n(.*?)```", re.DOTALL)
 PYTHON = ("python", "python3", "py")
 COLUMNS = ("tests", "test_cases", "test_list", "test")
-"""Looked in for tests, after the columns of any answer."""
+"""Columns searched for tests, before the columns of any answer."""
 UNREADABLE = (ValueError, RecursionError)
-"""What JSON that is none raises, or lists in lists without end."""
+"""Errors of invalid JSON, or of endlessly nested lists."""
 
 CALLER = """\
 import json, sys
@@ -35,12 +35,12 @@ for arguments in given["calls"]:
     said = getattr(owner, given["name"])(*arguments)
     print("\\n" + given["mark"] + json.dumps(said, default=list), flush=True)
 """
-"""What calls the program's function. It is not told what is right: that is compared outside."""
+"""Calls the program's function. It does not get the expected results, which are compared outside."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tests:
-    """Of one row; any of the three."""
+    """Tests of one row; of one or more of the three kinds."""
 
     typed: tuple[tuple[str, str], ...] = ()
     """(standard input, standard output)."""
@@ -48,29 +48,30 @@ class Tests:
     """(arguments, result) of `function`."""
     function: str = ""
     asserted: tuple[str, ...] = ()
-    """Source that runs after the program and raises nothing."""
+    """Source that runs after the program, and passes if it raises nothing."""
 
     def __len__(self) -> int:
         return len(self.typed) + len(self.called) + len(self.asserted)
 
 
 class Code:
-    """`score` for a program that passes every test, else `wrong`; the part `passed` is the share that it passes.
+    """`score` for a program that passes every test, else `wrong`; the part `passed` is the fraction of tests passed.
 
-    Tests stand in the row as verl's and others' data sets have them: `{"inputs": [...], "outputs": [...]}`, with
-    `fn_name` for a function; `[{"input": ..., "output": ...}]`; a list of `assert` lines or a source of them
-    (`{"functional": ...}`), HumanEval's `test` with `entry_point`. As JSON text or as it is. An `assert` runs beside
-    the program that it judges, which could look it up: outputs cannot be.
+    Tests are in the row as in verl's and other data sets: `{"inputs": [...], "outputs": [...]}`, with `fn_name` for a
+    function; `[{"input": ..., "output": ...}]`; a list of `assert` lines or a source of them (`{"functional": ...}`),
+    HumanEval's `test` with `entry_point`. Either as JSON text or as values. An `assert` runs beside the program that it
+    tests, which could read it; expected outputs cannot be read.
 
     Args:
-        partial: `score` times the share of tests passed.
-        isolation: `namespaces`, or by name `rlimits`, which keeps nothing of yours from a program.
-        timeout_s, memory_mb: of each test.
-        max_tests: of a row, the first; 0 is all.
+        partial: give `score` times the fraction of tests passed.
+        isolation: `namespaces`, or on explicit request `rlimits`, which does not keep programs from your files and
+            network.
+        timeout_s, memory_mb: limits of each test.
+        max_tests: number of a row's tests to use, from the first; 0 is all.
 
     Raises:
-        ConfigError: this machine has no such isolation. Called, RewardError: the row has no tests, or the sandbox
-            failed.
+        ConfigError: this machine does not support the isolation. When called, RewardError: the row has no tests, or the
+            sandbox failed.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Code:
         return {"score": self._score if passed == len(tests) else self._wrong, "passed": share}
 
     async def _passed(self, program: str, tests: Tests) -> int:
-        """How many; where all are wanted, none is run after the first that failed."""
+        """Return how many tests pass; unless `partial`, stop after the first failure."""
         passed = await self._called(program, tests) if tests.called else 0
         if passed < len(tests.called) and not self._partial:
             return passed
@@ -135,7 +136,7 @@ class Code:
 
 
 def program_in(completion: str) -> str:
-    """The last fenced block of Python, or of no named language; the whole text where nothing is fenced."""
+    """Return the last fenced block of Python, or of no named language; the whole text if nothing is fenced."""
     blocks = FENCED.findall(completion)
     if not blocks:
         return "" if "```" in completion else completion.strip()
@@ -145,7 +146,7 @@ def program_in(completion: str) -> str:
 
 
 def read_tests(row: Mapping[str, Any], column: str, most: int) -> Tests:
-    """Raises RewardError: the row has none, or none of a known form."""
+    """Read the tests of a row. Raises RewardError: there are none, or none in a known form."""
     found = next((row[name] for name in COLUMNS if row.get(name)), None) if not column else None
     truth = found if found is not None else ground_truth(row, column, "code")
     if isinstance(truth, str):
@@ -190,7 +191,7 @@ def _text(value: Any) -> str:
 
 
 def _arguments(value: Any) -> list[Any]:
-    """A list of them, or a text with one per line, each as JSON."""
+    """Arguments as a list, or as a text with one per line; each as JSON."""
     return [json.loads(line) for line in value.splitlines() if line.strip()] if isinstance(value, str) else list(value)
 
 
@@ -202,17 +203,18 @@ def _result(value: Any) -> Any:
 
 
 def same_text(given: str, wanted: str) -> bool:
-    """But for white space at the ends of lines and of the whole."""
+    """Whether the texts are equal except for white space at the ends of lines and of the whole."""
     one, other = ([line.rstrip() for line in text.strip().splitlines()] for text in (given, wanted))
     return one == other
 
 
 def same_result(said: str, wanted: Any) -> bool:
-    """As JSON; numbers to nine digits. APPS wraps a result into a list of one, which counts too."""
+    """Whether the results are equal as JSON; numbers to nine digits. APPS wraps a result in a list of one, which is
+    accepted too."""
     try:
         given = json.loads(said)
         return _equal(given, wanted) or (isinstance(wanted, list) and len(wanted) == 1 and _equal(given, wanted[0]))
-    except (OverflowError, *UNREADABLE):  # the first: a float beside an integer that none can hold
+    except (OverflowError, *UNREADABLE):  # OverflowError: a float compared with a too large integer
         return False
 
 

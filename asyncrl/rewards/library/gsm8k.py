@@ -1,4 +1,4 @@
-"""Grade-school problems whose answer is a number, marked by `####`. Strict and flexible score as verl's do."""
+"""Grade-school problems whose answer is a number, marked by `####`. `strict` and `flexible` score as verl's do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncrl.rewards.library.answers import ground_truth, texts_of
 MARKED = re.compile(r"#### (-?[0-9.,]+)")
 NUMBER = re.compile(r"-?[0-9.,]+")
 SEEN = 300
-"""Characters at the end that are looked at."""
+"""Number of characters at the end that are searched."""
 MINUS = str.maketrans({"\u2212": "-", "\u2013": "-", "\uff0d": "-"})
 
 
@@ -27,13 +27,14 @@ def gsm8k(
     """`score` for the right answer, `format_score` for another one, 0 for none.
 
     Args:
-        method: `strict` takes the last number after `#### `, commas left out; `flexible` the last number of the text,
-            as it stands; both compare text. `numeric` takes the last number in whatever dress (`$1,000.`, a minus of
-            typography) and compares numbers.
-        column: of the right answer; of a whole solution (GSM8K's own `answer`) what follows its `####`.
+        method: `strict` takes the last number after `#### `, without commas; `flexible` the last number of the text,
+            unchanged; both compare text. `numeric` takes the last number in any notation (`$1,000.`, a typographic
+            minus) and compares numbers.
+        column: column of the right answer; for a whole solution (GSM8K's own `answer`) the part after its `####` is
+            used.
 
     Raises:
-        RewardError: the row has no answer, or `method` is none.
+        RewardError: the row has no answer, or `method` is unknown.
     """
     if method not in EXTRACT:
         raise RewardError(f"gsm8k: method must be {', '.join(EXTRACT)}; got {method!r}")
@@ -53,7 +54,7 @@ def strict(text: str) -> str | None:
 
 
 def flexible(text: str) -> str | None:
-    """The last one that is more than a full stop; if all are such, the first of them."""
+    """The last match that is more than a full stop; if there is none, the first match."""
     found = NUMBER.findall(text)
     return next((number for number in reversed(found) if number != "."), found[0] if found else None)
 

@@ -23,7 +23,7 @@ class Format:
         pattern: instead, a regular expression for the whole completion; `.` matches line ends too.
 
     Raises:
-        ConfigError: no such style, or the expression is none.
+        ConfigError: no such style, or an invalid expression.
     """
 
     def __init__(self, style: str = "think_answer", pattern: str = "", score: float = 1.0, wrong: float = 0.0) -> None:

@@ -1,4 +1,4 @@
-"""`llm_judge`: a language model behind any OpenAI-compatible URL reads a completion and says a number."""
+"""`llm_judge`: a language model behind any OpenAI-compatible URL reads a completion and returns a number."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ PLACE = re.compile(r"\{(\w+)\}")
 
 
 class LlmJudge:
-    """The number that the judge ends with, over `scale`; tokens (and `cost`) are parts.
+    """The number that the judge ends with, divided by `scale`; token counts (and `cost`) are parts.
 
     Args:
-        url: up to and without `/chat/completions`.
-        template: what is asked; `{prompt}`, `{completion}`, `{answer}` (the row's right answer, if it has one) and
+        url: the API's URL without `/chat/completions`.
+        template: the request; `{prompt}`, `{completion}`, `{answer}` (the row's right answer, if it has one) and
             `{any_column}` are filled in, other braces stay.
         pattern: a regular expression whose first group is the number; its last match counts.
-        prompt_price, completion_price: of a million tokens; given, the part `cost` is counted.
+        prompt_price, completion_price: per million tokens; if given, the part `cost` is computed.
         body: further fields of the request.
 
     Raises:
-        ConfigError: an argument cannot be. Called, RewardError: no answer after all tries, or none with a number.
+        ConfigError: an invalid argument. When called, RewardError: no answer after all tries, or none with a number.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class LlmJudge:
 
 
 def filled(template: str, completion: str, row: Mapping[str, Any]) -> str:
-    """In one pass: what a completion holds in braces is not filled in again."""
+    """Fill in the template in one pass, so that braces in a completion are not filled in again."""
     values = {name: value for name, value in row.items() if isinstance(value, str | int | float)}
     judged = row.get("reward_model")
     truth = judged.get("ground_truth") if isinstance(judged, Mapping) else None
@@ -112,7 +112,7 @@ def filled(template: str, completion: str, row: Mapping[str, Any]) -> str:
 
 
 def as_text(prompt: Any) -> str:
-    """A conversation as lines `role: content`."""
+    """Return a conversation as lines `role: content`."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in prompt)

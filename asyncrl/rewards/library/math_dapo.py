@@ -1,5 +1,5 @@
-r"""Competition mathematics with a final `Answer: ...`, compared as text after Minerva's normalisation, as verl's
-`math_dapo` publishes it. Two answers that are equal and written differently can be wrong here: `math` knows more."""
+r"""Competition mathematics with a final `Answer: ...`, compared as text after Minerva's normalisation, as in verl's
+`math_dapo`. Equal answers that are written differently may count as wrong here: `math` compares them as mathematics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from asyncrl.rewards.library.answers import boxed_answer, ground_truth, texts_of
 
 SEEN, SEEN_BOX = 300, 100
-"""Characters at the end that are looked at; for a box."""
+"""Number of characters at the end that are searched; and for a box."""
 ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 NONE_FOUND = "[INVALID]"
 
@@ -23,7 +23,7 @@ UNITS = (
     *("childrentickets", "multiples", "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3"),
     *("\\text{\n}", "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots"),
 )
-"""Taken out in this order: what one leaves, the next may find."""
+"""Removed in this order: removing one may make the next match."""
 UNWRAPPED = (
     (re.compile(r"(.*?)\$(.*?)\$(.*)"), r"$\2$"),
     (re.compile(r"\\text\{(.*?)\}"), r"\1"),
@@ -47,7 +47,7 @@ def math_dapo(
     r"""`score` for the right answer, `wrong` for any other text; the part `acc` is 1 or 0.
 
     Args:
-        strict_box: only what stands in the last `\boxed{}` near the end counts, as it stands.
+        strict_box: only the contents of the last `\boxed{}` near the end count, unchanged.
 
     Raises:
         RewardError: the row has no answer.
@@ -63,7 +63,7 @@ def math_dapo(
 
 
 def normalised(answer: str) -> str:
-    """Minerva's: right of the last `=`, without units, articles and dress of LaTeX."""
+    """Minerva's normalisation: right of the last `=`, without units, articles and LaTeX formatting."""
     answer = answer.rpartition("=")[2]
     for before, after in REPLACED:
         answer = answer.replace(before, after)

@@ -1,6 +1,6 @@
-"""`math`: mathematical equality of what stands in the completion with the right answer, by math-verify.
+"""`math`: mathematical equality of the completion's answer with the right answer, by math-verify.
 
-Its time is bounded by the alarm signal, which only the main thread of a process gets: a reward process has its own.
+Its time is bounded by the alarm signal, which only the main thread of a process gets; a reward process has its own.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ READ = (LatexExtractionConfig(), ExprExtractionConfig())
 
 
 class _Alarm(BaseException):
-    """No Exception, or math-verify would take it for two answers that differ."""
+    """Not an Exception, since math-verify would take that for two answers that differ."""
 
 
 class MathVerified:
-    """`score` where both are equal as mathematics (`1/2`, `0.5` and `\\frac{1}{2}` are), else `wrong`.
+    """`score` if both are mathematically equal (like `1/2`, `0.5` and `\\frac{1}{2}`), else `wrong`.
 
     Args:
-        boxed: only what stands in the last `\\boxed{}` is the answer; false reads the whole completion, as
+        boxed: only the contents of the last `\\boxed{}` are the answer; false reads the whole completion, as
             math-verify does.
-        timeout_s: for reading and comparing.
+        timeout_s: seconds for parsing and comparing.
 
     Raises:
-        ConfigError: `timeout_s` is not above 0. Called, RewardError: the row has no answer, or one that cannot be read,
-            or comparing took too long, which says nothing of the answer.
+        ConfigError: `timeout_s` is not above 0. When called, RewardError: the row has no answer, or one that cannot be
+            parsed, or comparing took too long, which does not make the answer wrong.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class MathVerified:
             raise ConfigError(f"math: timeout_s must be above 0; got {timeout_s}")
         self._boxed, self._score, self._wrong = boxed, score, wrong
         self._timeout_s, self._column = timeout_s, column
-        # It warns that its own alarms are off: they would make a wrong answer of one that took too long.
+        # It warns that its own alarms are off: they would count an answer that took too long as wrong.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     def __call__(self, completion: str, row: dict[str, Any]) -> float:
@@ -58,7 +58,7 @@ class MathVerified:
             ) from None
 
     def _equal(self, completion: str, truth: str) -> bool:
-        # Bare LaTeX (`x+1`, `(1,2]`) is read only where it says that it is some; a percentage only where it does not.
+        # Bare LaTeX (`x+1`, `(1,2]`) is only parsed if marked as LaTeX; a percentage only if not.
         bare = "$" not in truth and "\\boxed" not in truth and "%" not in truth
         wanted = _read(f"\\boxed{{{truth}}}" if bare else truth) or _read(truth)
         if not wanted:

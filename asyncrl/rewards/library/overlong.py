@@ -1,4 +1,4 @@
-"""DAPO's soft punishment of length: nothing up to a length, from there falling in a line to `-penalty`."""
+"""DAPO's soft overlong punishment: nothing up to a length, from there decreasing linearly to `-penalty`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class Overlong:
     """`min((max_length - buffer - tokens) / buffer * penalty, 0)`, to be added to another reward.
 
     Args:
-        max_length: tokens at which the whole penalty is due, as a rule `rollout.max_new_tokens`.
-        buffer: tokens before it, over which it grows.
+        max_length: length in tokens with the full penalty, usually `rollout.max_new_tokens`.
+        buffer: number of tokens before it over which the penalty grows.
 
     Raises:
         ConfigError: the buffer is not within the length.

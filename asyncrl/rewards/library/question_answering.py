@@ -1,4 +1,4 @@
-"""Questions with short answers in `<answer>` tags, compared as SQuAD does: lower case, no punctuation, no articles."""
+"""Questions with short answers in `<answer>` tags, compared as in SQuAD: lower case, no punctuation, no articles."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncrl.rewards.library.answers import ground_truth, tagged_answer, texts_o
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 MANY_TAGS = 10
-"""More opening or closing tags than this are spray, worth a quarter."""
+"""Limit on opening or closing tags; with more, tags were sprayed, and the score is a quarter."""
 
 
 def qa_exact_match(
@@ -27,7 +27,7 @@ def qa_exact_match(
     """`score` if the last tagged answer is one of the right ones, `format_score` if it is another, 0 without one.
 
     Args:
-        substring: it is enough that a right one stands in the answer.
+        substring: whether it suffices that the answer contains a right one.
 
     Raises:
         RewardError: the row has no answer.
@@ -46,11 +46,11 @@ def qa_exact_match(
 
 
 def f1(completion: str, row: dict[str, Any], tagged: bool = True, column: str = "") -> dict[str, float]:
-    """Words shared with the right answer that is nearest: the harmonic mean of precision and recall, and both as
-    parts; 0 without an answer.
+    """Words shared with the closest right answer: the harmonic mean of precision and recall, and both as parts; 0
+    without an answer.
 
     Args:
-        tagged: only what stands in `<answer>` tags is the answer; false takes the whole completion.
+        tagged: only the contents of `<answer>` tags are the answer; false takes the whole completion.
 
     Raises:
         RewardError: the row has no answer.
@@ -63,7 +63,7 @@ def f1(completion: str, row: dict[str, Any], tagged: bool = True, column: str = 
 
 
 def overlap(found: str, wanted: str) -> tuple[float, float, float]:
-    """F1, precision, recall of words, each counted as often as it stands there. Two empty answers are the same."""
+    """Return F1, precision, recall of words, counted with repetition. Two empty answers are the same."""
     given, right = normalised(found).split(), normalised(wanted).split()
     if not given or not right:
         same = float(given == right)
@@ -76,7 +76,7 @@ def overlap(found: str, wanted: str) -> tuple[float, float, float]:
 
 
 def right_answers(row: Mapping[str, Any], column: str, reward: str) -> list[str]:
-    """A text, several, or `{"target": either}` as Search-R1 has it."""
+    """Right answers from a text, several texts, or `{"target": either}` as in Search-R1."""
     truth = ground_truth(row, column, reward)
     if isinstance(truth, Mapping):
         truth = truth.get("target", list(truth.values()))

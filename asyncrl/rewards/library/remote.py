@@ -1,4 +1,4 @@
-"""`remote`: a service of yours scores: it is sent a completion with its row, and says a number."""
+"""`remote`: scores with a service of yours, which gets a completion with its row and returns a number."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from asyncrl.rewards.library.asking import Asking
 
 
 class Remote:
-    """What the server answers to `POST {"completion": ..., "row": {...}}`: a number, or a mapping with `score` whose
-    other numbers are parts.
+    """Score from the server's answer to `POST {"completion": ..., "row": {...}}`: a number, or a mapping with `score`
+    whose other numbers are parts.
 
     Raises:
-        ConfigError: an argument cannot be. Called, RewardError: refused, or no answer after all tries.
+        ConfigError: an invalid argument. When called, RewardError: refused, or no answer after all tries.
     """
 
     def __init__(
