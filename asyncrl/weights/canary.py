@@ -38,7 +38,7 @@ class Tolerance:
 
 
 EXACT = Tolerance(max=0.0, mean=0.0)
-"""With `engine.exact`: the same bits."""
+"""Tolerance with `engine.exact`: the log-probs must be bitwise equal."""
 FULL = Tolerance(max=2e-3, mean=2e-4)
 HALF = Tolerance(max=0.75, mean=0.1)
 ROUTED = Tolerance(max=0.75, mean=0.15, share=0.95)

@@ -161,7 +161,7 @@ class TransformersEngine:
                 self._ready.set()
                 while self._wait_for_work():
                     self._turn()
-        except Exception as error:  # thread boundary: whatever it was must reach every caller instead of a hang
+        except Exception as error:  # thread boundary: any error must reach every caller, or they would wait for ever
             self._inbox.close(error)
         finally:
             self._fail_everyone()

@@ -34,7 +34,7 @@ enough for small models."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedInWorkers:
-    """Weights that lie, verified, in the staging of the engine's own processes."""
+    """Verified weights in the staging of the engine's own processes."""
 
     shapes: Mapping[str, torch.Tensor]
     """Name -> tensor without data, with the shape and dtype of the staged one."""

@@ -1,6 +1,6 @@
 """`python -m asyncrl.environments.reasoning.rows TASK ... [--size N] [--seed S] [--config JSON] > rows.jsonl`
 
-Rows for `environment=reasoning_gym`: the question, and by what it can be made again.
+Rows for `environment=reasoning_gym`: the question, and the values from which it can be generated again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from asyncrl.environments.rows import print_rows
 
 
 def rows(tasks: Sequence[str], size: int, seed: int, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """`size` rows of each task, the tasks in turn. Raises ConfigError: see `entry_of`."""
+    """Yield `size` rows of each task, alternating between the tasks. Raises ConfigError: see `entry_of`."""
     for index in range(size):
         for task in tasks:
             made = entry_of(task, seed, size, index, json.dumps(config))

@@ -21,7 +21,8 @@ from asyncrl.errors import ConfigError
 
 
 def rows(taskset: vf.Taskset, take: int | None) -> Iterator[dict[str, Any]]:
-    """The first `take` tasks; None is all. Raises ConfigError for all of one without end."""
+    """Yield the first `take` tasks, or all if it is None. Raises ConfigError if all of an unbounded taskset are
+    requested."""
     if take is None and not taskset.bounded:
         raise ConfigError("this taskset has no end: say how many, --take N")
     for task in itertools.islice(taskset, take):
