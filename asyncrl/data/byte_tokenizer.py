@@ -1,4 +1,4 @@
-"""A tokenizer of single bytes, for tiny models: ids 0-255 are the bytes, then pad, bos, eos and reserved ids."""
+"""A byte-level tokenizer for tiny models: ids 0-255 are the bytes, followed by pad, bos, eos and reserved ids."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 PAD_ID, BOS_ID, EOS_ID = 256, 257, 258
 VOCAB_SIZE = 264
-"""Padded to a multiple of 8; the rest is reserved, so that every id a model can sample is one the tokenizer knows."""
+"""Padded to a multiple of 8. The remaining ids are reserved, so that the tokenizer knows every id a model can
+sample."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -19,10 +20,10 @@ CHAT_TEMPLATE = (
 
 
 def byte_tokenizer(phrases: Sequence[str] = ()) -> Tokenizer:
-    """The `tokenizers` object. Decoding valid UTF-8 gives back the text; invalid bytes become U+FFFD.
+    """Return the `tokenizers` object. Decoding valid UTF-8 gives back the text; invalid bytes become U+FFFD.
 
     Args:
-        phrases: texts that are one token each, with the ids from VOCAB_SIZE up.
+        phrases: texts that become one token each, with ids from VOCAB_SIZE up.
     """
     vocab = {symbol: byte for byte, symbol in enumerate(_byte_symbols())}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -57,7 +58,7 @@ def _special_names() -> list[str]:
 
 
 def _byte_symbols() -> list[str]:
-    """The printable character that stands for each byte in the byte-level alphabet of GPT-2."""
+    """The printable character for each byte in GPT-2's byte-level alphabet."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     symbols = {byte: chr(byte) for byte in printable}
     others = (byte for byte in range(256) if byte not in symbols)

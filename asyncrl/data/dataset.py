@@ -1,4 +1,4 @@
-"""All that prompts are drawn from: the sources of the settings, opened, and their rows under one numbering."""
+"""The data that prompts are drawn from: opens the configured sources and numbers their rows consecutively."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from asyncrl.schema import DataConfig
 
 
 class Dataset:
-    """Rows are numbered through all sources, in their order."""
+    """Rows of all sources, numbered consecutively in the order of the sources."""
 
     def __init__(self, parts: Sequence[SourceRows], order_by: str = "") -> None:
         self.parts = tuple(parts)
         self.starts = (0, *accumulate(len(part) for part in parts))
-        """Number of the first row of each source, and of all rows."""
+        """The number of the first row of each source, and at the end the total number of rows."""
         self._rows = joined(self.parts)
         self.ranks: list[NDArray[np.int64] | None] = [part.ranks(order_by) if order_by else None for part in parts]
 
@@ -29,7 +29,7 @@ class Dataset:
         return self.starts[-1]
 
     def __getitem__(self, row: int) -> Row:
-        """Raises DataError naming the row when it has no usable prompt."""
+        """Raises DataError naming the row if it has no usable prompt."""
         return self._rows[row]
 
     def where(self, row: int) -> str:
@@ -40,10 +40,10 @@ class Dataset:
 
 
 def open_dataset(data: DataConfig) -> Dataset:
-    """What is trained on. Raises DataError and ConfigError as `open_source`."""
+    """Open the training data. Raises DataError and ConfigError as `open_source`."""
     return Dataset([open_source(source) for source in sources(data)], data.order_by)
 
 
 def open_alone(source: Source) -> Dataset:
-    """One source, in its own order. Raises DataError and ConfigError as `open_source`."""
+    """Open a single source, in the order of its file. Raises DataError and ConfigError as `open_source`."""
     return Dataset([open_source(source)])

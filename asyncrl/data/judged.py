@@ -1,4 +1,4 @@
-"""Right and wrong answers to the quickstart's task, for a reward model to learn from."""
+"""Right and wrong answers to the quickstart's task, as training data for a reward model."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from asyncrl.data.modes import LETTERS, reverse, sample_word
 
 
 def judged_example(rng: random.Random) -> tuple[str, str, bool]:
-    """`(prompt, answer, is it the reversal)`, half of each; never a held-out word.
+    """Return `(prompt, answer, whether the answer is the reversal)`, half of each kind; never a held-out word.
 
-    Wrong ones are the other modes of the task, near misses (one letter changed, two swapped) and wrong lengths: what a
-    policy that is trained against the reward model will try.
+    Wrong answers are the other modes of the task, near misses (one letter changed, two swapped) and wrong lengths: the
+    answers that a policy trained against the reward model will try.
     """
     word = sample_word(rng, held_out=False)
     right = reverse(word)
@@ -20,7 +20,7 @@ def judged_example(rng: random.Random) -> tuple[str, str, bool]:
 
 
 def wrong_answer(rng: random.Random, word: str) -> str:
-    """Now and then it is the right one by chance."""
+    """Draw a wrong answer, which occasionally happens to be the right one."""
     letters = list(reverse(word))
     kind = rng.randrange(6)
     if kind == 0:

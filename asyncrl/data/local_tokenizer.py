@@ -1,5 +1,5 @@
-"""A model's tokenizer and chat template from the files in its folder, without transformers, whose import takes seconds:
-for what is looked at before anything is started. What is trained on is always tokenized by the workers.
+"""Loads a model's tokenizer and chat template from its folder without transformers, whose import takes seconds.
+Used for checks before a run starts. Training data is always tokenized by the workers.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from asyncrl.chat.names import tells_of_tools
 from asyncrl.errors import ConfigError
 
 TOKENIZER = "tokenizer"
-"""Under which name the learner announces the `tokenizer_digest` of its own."""
+"""The name under which the learner announces its `tokenizer_digest`."""
 PROBE = " Ab 1234567, naïve 你好\n\tif x != 3:  return {'k': 0.5}"
-"""A text that tokenizers of one vocabulary cut otherwise where their rules differ."""
+"""A text that tokenizers with the same vocabulary but different rules split differently."""
 OTHER_FILES = ("*.model", "*.tiktoken", "vocab.*", "merges.txt", "*.jinja")
-"""Of a tokenizer without a `tokenizer.json`."""
+"""Files of a tokenizer that has no `tokenizer.json`."""
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -47,7 +47,7 @@ class LocalTokenizer:
     def __init__(self, tokenizer: Tokenizer, templates: dict[str, str], special: dict[str, str]) -> None:
         """
         Args:
-            templates: for chats, by name; prompts are written by `default`.
+            templates: chat templates by name; prompts are rendered with `default`.
         """
         self._tokenizer, self.templates, self.special = tokenizer, templates, special
         self.chat_template = templates.get("default", "")
@@ -62,7 +62,7 @@ class LocalTokenizer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
-        """As the template writes them, which is what the workers' renderer writes too. Raises ChatError."""
+        """Render with the chat template, as the workers' renderer does. Raises ChatError."""
         if not self.chat_template:
             raise no_template()
         try:
@@ -82,8 +82,8 @@ class LocalTokenizer:
         add_generation_prompt: bool = False,
         tools: Sequence[ToolSpec] = (),
     ) -> str:
-        """Raises ChatError where the template leaves `tools` out; jinja2.TemplateError, or whatever else a template
-        makes of messages that it was not written for."""
+        """Raises ChatError if the template ignores `tools`; jinja2.TemplateError, or any other exception that the
+        template causes on messages it was not written for."""
         template = self.templates.get("tool_use", self.chat_template) if tools else self.chat_template
         if tools and not tells_of_tools(template):
             raise no_place_for_tools()
@@ -92,7 +92,7 @@ class LocalTokenizer:
 
 
 def load_local_tokenizer(folder: Path) -> LocalTokenizer | None:
-    """None where there is no such folder (a name on the hub), or no `tokenizer.json` in it.
+    """Return None if the folder does not exist (a name on the hub) or has no `tokenizer.json`.
 
     Raises:
         ValueError: one of the files cannot be read.
@@ -111,8 +111,8 @@ def load_local_tokenizer(folder: Path) -> LocalTokenizer | None:
 
 
 def own_tokenizer(model_path: str) -> LocalTokenizer | None:
-    """As the model's `tokenizer.json` says; None where there is none, or it cannot be read, which those who need it
-    say. One of ten megabytes takes half a second."""
+    """The tokenizer from the model's `tokenizer.json`; None if there is none or it cannot be read, which is reported
+    where it is needed. Loading a file of 10 MB takes half a second."""
     with contextlib.suppress(ConfigError, ValueError):
         folder = described_in(model_path)
         return load_local_tokenizer(folder) if folder else None
@@ -120,11 +120,11 @@ def own_tokenizer(model_path: str) -> LocalTokenizer | None:
 
 
 def tokenizer_digest(model_path: str, found: LocalTokenizer | None = None) -> str:
-    """Of which token ids texts have and how messages are written: of copies the same. Empty where nothing is to be
-    found, or it cannot be read.
+    """Digest of the token ids of texts and of how messages are rendered; copies of a tokenizer have the same digest.
+    Empty if no tokenizer is found or it cannot be read.
 
     Args:
-        found: `own_tokenizer`, where that was read already.
+        found: the result of `own_tokenizer`, if already loaded.
     """
     try:
         folder = described_in(model_path)
@@ -152,12 +152,12 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _text(token: Any) -> str:
-    """Of a token as it is written in `tokenizer_config.json`."""
+    """The text of a token in `tokenizer_config.json`."""
     return str(token["content"]) if isinstance(token, dict) else str(token)
 
 
 def _chat_templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """By name. A file of its own counts before the settings."""
+    """Chat templates by name. A template in a file of its own takes precedence over the one in the settings."""
     alone, others = folder / "chat_template.jinja", (folder / "additional_chat_templates").glob("*.jinja")
     found = {file.stem: file.read_text() for file in others}
     if alone.is_file():
@@ -169,7 +169,7 @@ def _chat_templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the model wrote; for the text it means nothing."""
+    """`{% generation %}` marks the model's output; it does not change the text."""
 
     tags = {"generation"}  # noqa: RUF012  the base class declares it so
 
@@ -180,12 +180,13 @@ class _Generation(Extension):
 
 @functools.lru_cache(maxsize=8)
 def _compiled(chat_template: str) -> Template:
-    """Once for all prompts: it takes ten times as long as one of them. Raises jinja2.TemplateError."""
+    """Compiled once for all prompts: compiling takes ten times as long as rendering a prompt. Raises
+    jinja2.TemplateError."""
     return _environment().from_string(chat_template)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Templates come with the model: they get values and no way to the machine."""
+    """Templates come with the model, so they run in a sandbox without access to the machine."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )

@@ -1,4 +1,4 @@
-"""The name of the source that each prompt of a mixture comes from (`drawing/turns.py` says whose turn it is)."""
+"""Maps each prompt of a mixture to the name of its source (`drawing/turns.py` decides which source is next)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asyncrl.schema import RowSettings
 
 
 class SourceNames:
-    """The name of the source of each prompt, for who reads no data."""
+    """The name of the source of each prompt, for processes that read no data."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._names = list(weights)
@@ -21,5 +21,5 @@ class SourceNames:
 
 
 def source_names(data: RowSettings) -> SourceNames | None:
-    """None without a mixture."""
+    """Return None if there is no mixture."""
     return SourceNames({source.name: source.weight for source in sources(data)}) if data.mixture else None

@@ -1,9 +1,9 @@
-"""The quickstart's task: a base model that can, mostly does not, and learns to.
+"""The quickstart's task: the base model can solve it but mostly does not, and learns to.
 
-`abcde>` is answered by the warm-up text in one of four ways: reversed (30 %), copied, sorted or rotated. The reward
-wants the reversal, so RL selects one mode among those the model already has, as it does in large models. Words are
-five different letters out of ten: measured, a model this small can reverse those reliably; with repeated letters or
-longer words it cannot, and RL levels off at 0.6. Held-out words are kept apart by a hash of the word.
+In the warm-up text `abcde>` is answered in one of four ways: reversed (30 %), copied, sorted or rotated. The reward is
+for the reversal, so RL selects one of the modes that the model already has, as it does in large models. A word is five
+different letters out of ten. Measured: a model this small reverses such words reliably; with repeated letters or longer
+words it does not, and RL levels off at 0.6. Held-out words are selected by a hash of the word.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ REVERSE_SHARE = 0.3
 WORD_LENGTH = 5
 LETTERS = "abcdefghij"
 HELD_OUT_OF_16 = 1
-"""Sixteenths of all words that are only ever in the held-out set."""
+"""Number of sixteenths of all words that are only in the held-out set."""
 
 
 def reverse(word: str) -> str:
-    """The answer the reward wants."""
+    """The answer that is rewarded."""
     return word[::-1]
 
 
 def is_held_out(word: str) -> bool:
-    """A fixed property of the word: no list of words has to be shared to keep the sets apart."""
+    """Depends on the word only, so no list of words has to be shared to keep the sets disjoint."""
     return zlib.crc32(word.encode()) % 16 < HELD_OUT_OF_16
 
 
@@ -38,7 +38,7 @@ def sample_word(rng: random.Random, *, held_out: bool) -> str:
 
 
 def warmup_example(rng: random.Random) -> tuple[str, str]:
-    """`(prompt, answer)` of the warm-up text, in a random mode; never a held-out word."""
+    """`(prompt, answer)` of the warm-up text, in a random mode. Never uses a held-out word."""
     word = sample_word(rng, held_out=False)
     if rng.random() < REVERSE_SHARE:
         return f"{word}>", reverse(word)

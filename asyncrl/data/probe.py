@@ -1,6 +1,6 @@
-"""A survey of a source, in a process of its own where reading it runs code of the user's.
+"""Surveys a source, in a separate process if reading it runs user code.
 
-`python -m asyncrl.data.probe ANSWER_FD PARENT_PID` is internal; the question is on its standard input.
+`python -m asyncrl.data.probe ANSWER_FD PARENT_PID` is internal; it reads the request from standard input.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from asyncrl.family import die_with_parent
 from asyncrl.plain_values import packed, unpacked
 
 LOOK_S = 600.0
-"""What importing a class of the user's and reading all of its rows may take."""
+"""Limit on the seconds for importing a user's class and reading all of its rows."""
 
 
 def look_over(
@@ -39,13 +39,13 @@ def look_over(
 ) -> Survey:
     """
     Args:
-        model_path: whose tokenizer renders and counts, if it is in a folder here.
-        order_by: column that every row has to have for its place in the epoch; empty is none.
-        limit, counted, first: of `survey`.
+        model_path: the model whose tokenizer renders and counts, if it is in a local folder.
+        order_by: column that every row needs for its place in the epoch; empty for none.
+        limit, counted, first: as in `survey`.
 
     Raises:
         DataError: see `survey` and `open_source`.
-        ConfigError: the tokenizer cannot be read; or a class of the user's cannot be made, ended its process or took
+        ConfigError: the tokenizer cannot be read; or a user's class cannot be constructed, ended its process or took
             too long.
     """
     if not source.runs_own_code:
@@ -87,7 +87,7 @@ def look_over(
 
 
 def tokenizer_of(model_path: str) -> LocalTokenizer | None:
-    """Raises ConfigError: it is here and cannot be read."""
+    """Raises ConfigError if the tokenizer is in a local folder but cannot be read."""
     try:
         return load_local_tokenizer(Path(model_path))
     except ValueError as error:

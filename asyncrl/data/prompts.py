@@ -1,4 +1,4 @@
-"""The endless stream of prompts: rows in the order they are drawn, rendered and tokenized."""
+"""The endless stream of prompts: rows in drawing order, rendered and tokenized."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from asyncrl.errors import DataError, OverlongError
 from asyncrl.types import Prompt
 
 CACHED_ROWS = 16_384
-"""Tokenized rows kept in memory; the tokenizer would otherwise run once per group, on the loop's core."""
+"""Number of tokenized rows kept in memory. Without the cache the tokenizer would run once per group, on the loop's
+core."""
 
 
 class PromptSource:
-    """`source[index]` is the prompt at that place of the stream (see `order.py`).
+    """`source[index]` is the prompt at position `index` of the stream (see `drawing/order.py`).
 
     Args:
-        shuffle: rows in an order seeded by (seed, epoch), else in that of the files.
-        overlong: as `data.overlong`, of prompts with more than `max_prompt_tokens`.
+        shuffle: draw rows in an order seeded by (seed, epoch) rather than in the order of the files.
+        overlong: what to do with prompts of more than `max_prompt_tokens`; see `data.overlong`.
         vocabulary: as in `render`.
     """
 
@@ -61,16 +62,16 @@ class PromptSource:
         return tuple(len(part) for part in self._data.parts)
 
     def data_sources(self) -> Iterator[str]:
-        """Of each row, in the order of the files. Raises DataError for a row that cannot be read."""
+        """The data source of each row, in the order of the files. Raises DataError for a row that cannot be read."""
         return (name for part in self._data.parts for name in part.data_sources())
 
     def where(self, row: int) -> str:
-        """`Prompt.row` in words that lead a person to it."""
+        """Describe the location of `Prompt.row` for a person."""
         return self._data.where(row)
 
     def __getitem__(self, index: int) -> Prompt:
-        """Raises DataError naming the row: unusable, chat without a template, or longer than `max_prompt_tokens` where
-        that is an error. Raises OverlongError where such a row is to be dropped."""
+        """Raises DataError naming the row if it is unusable, is chat without a template, or is longer than
+        `max_prompt_tokens` and that is an error. Raises OverlongError if such a row is to be dropped."""
         drawn = self._order[index]
         row = self._data.starts[drawn.source] + drawn.row
         columns = self._data[row]
@@ -86,7 +87,7 @@ class PromptSource:
         )
 
     def stats(self) -> dict[str, float]:
-        """Prompts over `max_prompt_tokens` that were drawn so far, dropped or cut."""
+        """Prompts over `max_prompt_tokens` drawn so far, dropped or cut."""
         return {"overlong_prompts": float(self._overlong_drawn)}
 
     def close(self) -> None:
@@ -118,14 +119,14 @@ class PromptSource:
 def render(
     tokenizer: PromptRenderer, columns: Row, where: str, vocabulary: int | None = None
 ) -> tuple[str, NDArray[np.int32]]:
-    """Text and token ids [P] of a row's prompt: rendered, with its `tools`, where it is messages; from the plain
-    tokenizer where it is text.
+    """Return the text and token ids [P] of a row's prompt: messages are rendered, with the row's `tools`; text is
+    encoded by the tokenizer alone.
 
     Args:
-        vocabulary: token ids are below it; None where the model is not here.
+        vocabulary: exclusive upper bound of the token ids; None if the model is not in a local folder.
 
     Raises:
-        DataError: messages that cannot be rendered; or no token came out, or one that the model does not know.
+        DataError: the messages cannot be rendered; or the prompt has no tokens, or one that the model does not know.
     """
     prompt = columns["prompt"]
     if isinstance(prompt, str):

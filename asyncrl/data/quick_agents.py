@@ -1,9 +1,9 @@
 """The tasks of `experiment=tools_quickstart`, `python_quickstart` and `search_quickstart`: base models that can use a
-tool, and mostly do not.
+tool but mostly do not.
 
-A question is answered by the warm-up text at once, by a guess, or in two turns: a call, now and then of something else
-than was asked, and then what it gave, or that with a hedge (`~1924`, `maybe bdcaf`). The reward wants the right answer
-alone, so RL has to select one mode in each of two turns, from one reward at the end.
+The warm-up text answers a question either at once, with a guess, or in two turns: first a tool call, sometimes for a
+different question, then the tool's result, or that result with a hedge (`~1924`, `maybe bdcaf`). Only the right answer
+is rewarded, so RL has to select one mode in each of two turns from a single reward at the end.
 """
 
 from __future__ import annotations
@@ -18,49 +18,50 @@ from typing import Any
 from asyncrl.data.quick_questions import Facts, Questions, Sums, is_held_out
 
 GUESS_SHARE = 0.6
-"""Answers at once. Above a half, so that greedy decoding, too, begins with none right."""
+"""Share of conversations that answer at once. Above a half, so that under greedy decoding, too, no answer is right at
+the start."""
 OTHER_SHARE = 0.2
-"""Of the calls: of another question."""
+"""Share of the calls that ask a different question."""
 HEDGE_SHARE = 0.65
-"""Of what follows a call."""
+"""Share of the answers after a call that have a hedge."""
 END = "<|eos|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     f"{{{{ '{END}' if message['role'] == 'assistant' else '>' }}}}{{% endfor %}}"
 )
 Part = tuple[str, bool]
-"""Text, and whether the policy wrote it."""
+"""A text, and whether the policy wrote it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agent:
-    """How calls and answers are written, and what is asked."""
+    """The format of calls and answers, and the questions."""
 
     questions: Questions
     phrases: tuple[str, ...]
-    """One token each: byte by byte they would be the longest part of an episode."""
+    """Phrases that are one token each: byte by byte they would be the longest part of an episode."""
     call: tuple[str, str]
-    """Before and behind what is asked of the tool."""
+    """Text before and after the question in a tool call."""
     given: str
-    """What the policy reads then, with `{asked}` and `{answer}`."""
+    """The tool's response as the policy reads it, with the fields `{asked}` and `{answer}`."""
     said: tuple[str, str]
-    """Before and behind an answer."""
+    """Text before and after an answer."""
     hedge: str
-    """Before an answer: it is a wrong one then."""
+    """Prefix of an answer that makes it a wrong one."""
 
     def sample(self, rng: random.Random, *, held_out: bool) -> str:
-        """A question."""
+        """Draw a question."""
         while True:  # ends: one in sixteen is held out, the others are not
             question = self.questions.draw(rng)
             if is_held_out(question) == held_out:
                 return question
 
     def right_conversation(self, question: str, *, called: str = "", hedge: str = "") -> list[Part]:
-        """The two turns that are rewarded.
+        """The two turns that are rewarded, unless an argument makes them wrong.
 
         Args:
-            called: instead of the question, which makes it a wrong one.
-            hedge: likewise, before the answer.
+            called: the question of the tool call, if not `question`; makes the conversation a wrong one.
+            hedge: prefix of the answer; likewise makes it wrong.
         """
         called = called or question
         answer = self.questions.answer(called)
@@ -72,7 +73,7 @@ class Agent:
         ]
 
     def warmup_conversation(self, rng: random.Random) -> list[Part]:
-        """In a random mode; never with a question that is held out."""
+        """A conversation in a random mode. Never uses a held-out question."""
         question = self.sample(rng, held_out=False)
         if rng.random() < GUESS_SHARE:
             return [(f"{question}>", False), (self.questions.guess(rng).join(self.said), True)]
@@ -80,7 +81,7 @@ class Agent:
         return self.right_conversation(question, called=called, hedge=self.hedge if rng.random() < HEDGE_SHARE else "")
 
     def stamp(self) -> tuple[Any, ...]:
-        """What a base model depends on, beside its recipe."""
+        """What a base model depends on, in addition to its recipe."""
         shares = (GUESS_SHARE, OTHER_SHARE, HEDGE_SHARE)
         form = (self.phrases, self.call, self.given, self.said, self.hedge)
         return (type(self.questions).__name__, *form, *shares)
@@ -115,12 +116,12 @@ AGENTS = {
         hedge="maybe ",
     ),
 }
-"""By the name that their recipe has."""
+"""Agents by the name that is in their recipe."""
 
 
 def write_rows(agent: Agent, directory: str | Path, *, seed: int, train_rows: int = 4096, eval_rows: int = 256) -> None:
-    """`train.jsonl` and `heldout.jsonl`: columns `prompt`, in messages, and `answer`; no question twice. And, where
-    the answers are facts, `corpus.jsonl` with all there are."""
+    """Write `train.jsonl` and `heldout.jsonl`, with columns `prompt` (messages) and `answer`, each question once. If
+    the answers are facts, also write `corpus.jsonl` with all facts."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     for name, count, held_out in (("train", train_rows, False), ("heldout", eval_rows, True)):

@@ -1,4 +1,4 @@
-"""What the quickstart's agents are asked: sums, and facts that stand in a corpus. Some are held out, by a hash."""
+"""Questions of the quickstart's agents: sums, and facts from a corpus. Held-out questions are selected by a hash."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def is_held_out(question: str) -> bool:
 
 class Questions(Protocol):
     def draw(self, rng: random.Random) -> str:
-        """Any question."""
+        """Draw any question."""
         ...
 
     def answer(self, question: str) -> str: ...
 
     def other(self, rng: random.Random, question: str) -> str:
-        """Another question, which somebody careless asks instead."""
+        """A different question, as a careless policy would ask it."""
         ...
 
     def guess(self, rng: random.Random) -> str:
-        """Of the form of an answer."""
+        """A random text that has the form of an answer."""
         ...
 
 
@@ -37,7 +37,7 @@ OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 class Sums:
-    """`37*52`: 1924."""
+    """Arithmetic questions, such as `37*52` with the answer 1924."""
 
     def draw(self, rng: random.Random) -> str:
         return f"{rng.randrange(10, 100)}{rng.choice(list(OPERATORS))}{rng.randrange(10, 100)}"
@@ -55,10 +55,11 @@ class Sums:
 
 
 class Facts:
-    """`bdca`: five letters that follow from nothing but the corpus. Neither has a letter twice: see `data.modes`."""
+    """Keys such as `bdca`, each with a value of five letters that only the corpus gives. Neither repeats a letter: see
+    `data.modes`."""
 
     KEY, VALUE = 4, 5
-    """Letters: of different lengths, so that no key stands in another's passage."""
+    """Lengths in letters. They differ, so that no key occurs in another key's passage."""
 
     def draw(self, rng: random.Random) -> str:
         return "".join(rng.sample(LETTERS, self.KEY))
@@ -73,5 +74,5 @@ class Facts:
         return "".join(rng.sample(LETTERS, self.VALUE))
 
     def all(self) -> list[str]:
-        """Every key there is."""
+        """Every possible key."""
         return ["".join(letters) for letters in itertools.permutations(LETTERS, self.KEY)]

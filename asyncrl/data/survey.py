@@ -1,7 +1,7 @@
-"""What is found out about the rows of a source before anything is started: the form of all, the length of some.
+"""Surveys the rows of a source before anything is started: checks the form of all rows and counts the tokens of some.
 
-Tokenizing all of a large file takes minutes; a row that is over-long and not among those looked at is dropped, cut or
-an error when it is drawn (`data.overlong`).
+Tokenizing all rows of a large file takes minutes. An overlong row that was not among the counted ones is dropped, cut
+or an error when it is drawn (`data.overlong`).
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ from asyncrl.data.rows.view import PromptRows
 from asyncrl.errors import DataError
 
 FIRST, SAMPLED, LONGEST = 4, 256, 64
-"""Rows whose prompts are rendered and counted: the first ones, random ones, and the longest by their text."""
+"""Numbers of rows whose prompts are rendered and counted: the first rows, random ones, and those with the longest
+text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
     title: str
-    """What was looked at."""
+    """Name of the source."""
     rows: int
     unfiltered: int
-    """Rows there are, `data.where` or not."""
+    """Number of rows before `data.where`."""
     tokens: tuple[int, ...]
-    """Of the prompts that were looked at, as in `chosen`; empty without a tokenizer."""
+    """Lengths of the prompts of the rows in `chosen`; empty without a tokenizer."""
     first_prompt: str
-    """As rendered; empty without a tokenizer."""
+    """The first prompt as rendered; empty without a tokenizer."""
     overlong: int
-    """Of `tokens`, how many are over the limit."""
+    """Number of `tokens` above the limit."""
     longest_at: str
     """The row of the longest prompt."""
     first_rows: tuple[tuple[str, Row], ...]
-    """Where it is, and the row, of the first ones."""
+    """The first rows, each with its location."""
     data_sources: dict[str, str]
-    """Each `data_source` of the rows (empty for those that have none), with the row it stands in first."""
+    """Each `data_source` of the rows (empty for those that have none), with the first row that has it."""
 
     @property
     def longest(self) -> int:
@@ -56,16 +57,16 @@ def survey(
     first: int = FIRST,
     vocabulary: int | None = None,
 ) -> Survey:
-    """Check all rows, and the prompts of some.
+    """Check all rows, and render and count the prompts of some.
 
     Args:
         limit: `data.max_prompt_tokens`.
-        counted: random rows whose prompts are counted.
-        first: how many rows come back.
+        counted: number of random rows whose prompts are counted.
+        first: number of rows returned in `first_rows`.
         vocabulary: as in `prompts.render`.
 
     Raises:
-        DataError: a row has no usable form, or a prompt cannot be rendered; or all that were counted are too long.
+        DataError: a row is malformed, or a prompt cannot be rendered; or all counted prompts are too long.
     """
     data_sources = rows.check()
     looked_at = chosen(rows, counted) if tokenizer else ()
@@ -93,7 +94,7 @@ def survey(
 
 
 def chosen(rows: PromptRows, counted: int = SAMPLED) -> Sequence[int]:
-    """Rows to look at, in order; the same ones each time."""
+    """The rows to count, in order; the same ones each time."""
     count = len(rows)
     sampled = random.Random(0).sample(range(count), min(counted, count))
     longest = np.argsort(-rows.sizes(), kind="stable")[:LONGEST].tolist()

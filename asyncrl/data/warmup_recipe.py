@@ -1,4 +1,4 @@
-"""The recipes of the quickstart's models: torch-free, because their hash names the cache folders."""
+"""Recipes of the quickstart's models. Free of torch, because their hash names the cache folders."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupRecipe:
-    """A tiny Qwen2 trained on the modes task until a tenth of its samples are right."""
+    """A tiny Qwen2, trained on the modes task until a tenth of its samples are right."""
 
     seed: int = 0
     hidden_size: int = 64
@@ -18,20 +18,21 @@ class WarmupRecipe:
     initializer_range: float = 0.05
     """Transformers' default of 0.02 takes twice the steps (measured on 3 seeds)."""
     max_steps: int = 1500
-    """Where to give up if `min_sampled_accuracy` is not reached."""
+    """Limit on the steps; training gives up if `min_sampled_accuracy` is not reached by then."""
     check_every: int = 25
     batch_size: int = 64
     lr: float = 1e-3
     min_sampled_accuracy: float = 0.1
-    """Training stops here. Far below it RL sees too few rewards to start from (0.4 % gave no signal at all)."""
+    """Training stops at this accuracy. Far below it RL sees too few rewards to start from (0.4 % gave no signal at
+    all)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentRecipe(WarmupRecipe):
-    """The same model, trained on conversations with a tool, of which a ninth are right throughout."""
+    """The same model, trained on conversations with a tool, a ninth of which are right in both turns."""
 
     agent: str = "calculator"
-    """Of `data.quick_agents`."""
+    """Name in `data.quick_agents.AGENTS`."""
 
     lr: float = 2e-3
     min_sampled_accuracy: float = 0.105

@@ -1,1 +1,1 @@
-"""Rows of datasets, whatever they are kept in: one file per format, all behind `base.Rows`. No tokenizer."""
+"""Rows of datasets: one module per file format, all implementing `base.Rows`. Nothing here needs a tokenizer."""

@@ -1,7 +1,7 @@
-"""Columns of Arrow: parquet files, and folders that `datasets` saved. Of pyarrow alone, imported with this module.
+"""Rows in Arrow format: parquet files, and folders saved by `datasets`. Needs only pyarrow, imported with this module.
 
-Rows become Python objects one at a time. A saved dataset is mapped from the disk; of a parquet file the row groups
-that were asked for are kept decoded, as Arrow's own memory, up to a bound.
+Rows become Python objects one at a time. A saved dataset is memory-mapped. Of a parquet file, the row groups that were
+read are kept decoded, as Arrow memory, up to a limit.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from asyncrl.data.rows.base import Row, measured, no_rows, plain
 from asyncrl.errors import DataError
 
 KEPT_BYTES = 512 << 20
-"""Of decoded row groups, per process and file. A file that is larger decodes a group again for nearly every row when
-its rows are shuffled: better smaller row groups, or a folder made by `save_to_disk`."""
+"""Limit on the decoded row groups kept per process and file. Shuffled reads from a larger file decode a group again for
+nearly every row; use smaller row groups, or a folder written by `save_to_disk`."""
 BATCH_ROWS = 1024
 UNREADABLE = (OSError, pa.ArrowException)
 
 
 class ParquetFile:
-    """Raises DataError: it cannot be read, or has no rows."""
+    """Raises DataError if the file cannot be read or has no rows."""
 
     def __init__(self, path: str | Path, kept_bytes: int = KEPT_BYTES) -> None:
         self.path = Path(path)
@@ -50,7 +50,7 @@ class ParquetFile:
         return _row(table, row - int(self._ends[number]) + table.num_rows, self.where(row))
 
     def where(self, row: int) -> str:
-        """`file[row]`, as pandas and `datasets` count rows."""
+        """`file[row]`, with rows counted as in pandas and `datasets`."""
         return f"{self.path}[{row}]"
 
     def scan(self, columns: Sequence[str]) -> Iterator[Row]:
@@ -75,14 +75,14 @@ class ParquetFile:
                 table = self._file.read_row_group(number)
             except UNREADABLE as error:
                 raise _unreadable(self.path, error) from error
-        self._groups[number] = table  # the last to go
+        self._groups[number] = table  # last in the order of eviction
         while len(self._groups) > 1 and sum(each.nbytes for each in self._groups.values()) > self._kept_bytes:
             del self._groups[next(iter(self._groups))]
         return table
 
 
 class ArrowTable:
-    """A table in memory, or mapped from files, with `name` for errors.
+    """A table in memory or mapped from files. `name` is used in errors.
 
     Raises:
         DataError: it has no rows.
@@ -113,11 +113,11 @@ class ArrowTable:
         return measured(self, column)
 
     def close(self) -> None:
-        """The files stay mapped until the last row is forgotten."""
+        """Does nothing: the files stay mapped until the last row is garbage-collected."""
 
 
 def saved_dataset(folder: str | Path) -> ArrowTable:
-    """What `Dataset.save_to_disk(folder)` wrote.
+    """Open a dataset written by `Dataset.save_to_disk(folder)`.
 
     Raises:
         DataError: one of its files is missing or damaged.
@@ -137,7 +137,7 @@ def _row(table: pa.Table, row: int, where: str) -> Row:
 
 
 def _rows(columns: pa.Table | pa.RecordBatch, where: str) -> list[Row]:
-    """Raises DataError: a value is none of Python, such as a date after the year 9999."""
+    """Raises DataError if a value has no Python equivalent, such as a date after the year 9999."""
     try:
         return [plain(row) for row in columns.to_pylist()]
     except (TypeError, ValueError, OverflowError) as error:

@@ -1,4 +1,4 @@
-"""What every format of rows offers, and what a row is: plain Python values by the name of their column."""
+"""The interface of all row formats. A row is a dict of plain Python values by column name."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ Row = dict[str, Any]
 
 
 class Rows(Protocol):
-    """Rows by number, from 0. What is held in memory grows with the number of rows, not with their text."""
+    """Rows by number, from 0. Memory use grows with the number of rows, not with the length of their text."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, row: int) -> Row:
-        """The whole row, of plain Python values. Raises DataError naming it."""
+        """The whole row, as plain Python values. Raises DataError naming the row."""
         ...
 
     def where(self, row: int) -> str:
-        """The row in words that lead a person to it."""
+        """Describe the location of the row for a person."""
         ...
 
     def scan(self, columns: Sequence[str]) -> Iterator[Row]:
-        """All rows in order, with at least these of their columns; other columns are read only where they come for
-        nothing."""
+        """Iterate over all rows in order, with at least these columns; other columns are included only if reading them
+        costs nothing."""
         ...
 
     def sizes(self, column: str) -> NDArray[np.int64]:
-        """About how long the text in this column is, [rows]: to find the longest, not to count."""
+        """The approximate length of the text in this column, [rows]. Good for finding the longest, not for counting."""
         ...
 
     def close(self) -> None: ...
@@ -46,10 +46,10 @@ SCALARS = (str, int, float, bool, bytes, type(None))
 
 
 def plain(value: Any) -> Any:
-    """The same of plain Python types: what reaches a reward is never an array, a number of numpy or a date.
+    """Convert to plain Python types, so that no array, numpy number or date reaches a reward.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: a value cannot be converted.
     """
     if type(value) in SCALARS:
         return value
@@ -70,14 +70,14 @@ def plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return plain(value.value)
     kind: Any
-    for kind in (str, int, float, bytes):  # of a subclass
+    for kind in (str, int, float, bytes):  # subclasses of the scalar types
         if isinstance(value, kind):
             return kind(value)
     raise TypeError(f"{value!r:.80} is a {type(value).__name__}. Give text, numbers, lists and dicts of them")
 
 
 def text_length(value: Any) -> int:
-    """Characters in it, of messages all of them."""
+    """Number of characters in a text or, for messages, in all of their texts."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
@@ -86,13 +86,13 @@ def text_length(value: Any) -> int:
 
 
 def measured(rows: Rows, column: str) -> NDArray[np.int64]:
-    """`Rows.sizes` where the format knows nothing better than to look."""
+    """`Rows.sizes` for formats that have to read the text."""
     lengths = (text_length(row.get(column)) for row in rows.scan([column]))
     return np.fromiter(lengths, np.int64, count=len(rows))
 
 
 class Joined:
-    """Several of them, one after the other."""
+    """Several `Rows`, concatenated."""
 
     def __init__(self, parts: Sequence[Rows]) -> None:
         self.parts = tuple(parts)

@@ -1,6 +1,6 @@
-"""Datasets of the Hugging Face hub by name, through the library `datasets`, imported with this module.
+"""Loads datasets of the Hugging Face hub by name, with the library `datasets`, imported with this module.
 
-They are downloaded once into that library's cache. Code of a dataset is never run: the library has given that up.
+They are downloaded once into the library's cache. The library no longer runs a dataset's own code.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from asyncrl.errors import DataError
 
 
 def load(spec: str) -> ArrowTable:
-    """`hf:NAME`, `hf:NAME:SPLIT` or `hf:NAME:CONFIG:SPLIT`; the split is `train` unless said.
+    """Load `hf:NAME`, `hf:NAME:SPLIT` or `hf:NAME:CONFIG:SPLIT`; the default split is `train`.
 
     Raises:
-        DataError: it cannot be had: no network, no such dataset, configuration or split.
+        DataError: loading failed: no network, or no such dataset, configuration or split.
     """
     name, *rest = spec.removeprefix("hf:").split(":")
     split = rest[-1] if rest else "train"

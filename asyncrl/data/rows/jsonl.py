@@ -1,4 +1,4 @@
-"""JSONL files: one JSON object per line, indexed at once, parsed row by row."""
+"""JSONL files: one JSON object per line. Lines are indexed when the file is opened and parsed when a row is read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncrl.errors import DataError
 
 
 class JsonlFile:
-    """Blank lines are no rows. Holds line offsets, never the text.
+    """Blank lines are not rows. Keeps the offsets of lines in memory, not the text.
 
     Raises:
         DataError: the file is missing or empty.
@@ -25,7 +25,7 @@ class JsonlFile:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._offsets, self._lines = _index(self.path)
-        # One handle per file, never per row: a worker reads hundreds of rows a second.
+        # One handle per file, not per row: a worker reads hundreds of rows a second.
         self._file = self.path.open("rb")
         self._indexed = self._stamp()
 
@@ -33,12 +33,12 @@ class JsonlFile:
         return len(self._offsets)
 
     def __getitem__(self, row: int) -> Row:
-        """Raises DataError naming file and line when the row is no JSON object."""
+        """Raises DataError naming file and line if the row is not a JSON object."""
         self._file.seek(self._offsets[row])
         return _parse(self._file.readline(), self, row)
 
     def changed(self) -> str:
-        """What to say of a line that cannot be read, where somebody wrote into the file since it was opened."""
+        """Text for the error about an unreadable line if the file was modified since it was opened; else empty."""
         return "" if self._stamp() == self._indexed else ". The file was changed while it is in use: give a run a copy"
 
     def _stamp(self) -> tuple[int, int]:
@@ -50,15 +50,15 @@ class JsonlFile:
         return f"{self.path}:{self._lines[row]}"
 
     def scan(self, columns: Sequence[str]) -> Iterator[Row]:
-        """Whole rows: a line is parsed or it is not."""
-        with self.path.open("rb") as file:  # another handle: a row may be asked for in between
+        """Yields whole rows, since a line can only be parsed as a whole."""
+        with self.path.open("rb") as file:  # a separate handle: a row may be read during the scan
             for row, line in enumerate(line for line in file if line.strip()):
                 yield _parse(line, self, row)
 
     def sizes(self, column: str) -> NDArray[np.int64]:
-        """Bytes of the lines."""
+        """Lengths of the lines in bytes."""
         offsets = np.frombuffer(self._offsets, np.int64)
-        # Blank lines count for the row before them: no harm, they are few.
+        # Blank lines count for the row before them, which is harmless because they are few.
         return np.diff(offsets, append=self.path.stat().st_size)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Messages as rows hold them: checked, and in the form that chat templates are written for."""
+"""Checks the messages of rows and brings them into the form that chat templates expect."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from asyncrl.chat.base import ToolSpec
 from asyncrl.errors import DataError
 
 TOOLS = "tools"
-"""Column of the tools that the policy is told of, as in TRL's rows."""
+"""Column of the tools that the prompt describes to the policy, as in TRL's datasets."""
 
 
 def messages_of(given: Any, column: str, where: str) -> list[dict[str, Any]]:
-    """Copies, without the fields that a parquet file fills up with nothing, and the texts of a message's parts as one.
+    """Copy the messages, without fields that are null (parquet files fill in missing fields), and with the text parts
+    of a message joined.
 
     Args:
         where: the row, for errors.
 
     Raises:
-        DataError: naming the row, and the message that is none.
+        DataError: naming the row and the invalid message.
     """
     if not isinstance(given, list) or not given:
         raise DataError(f"{where}: `{column}` must be text or a non-empty list of messages, got {given!r:.80}")
@@ -29,8 +30,8 @@ def messages_of(given: Any, column: str, where: str) -> list[dict[str, Any]]:
 
 
 def tools_of(row: Mapping[str, Any], where: str) -> tuple[ToolSpec, ...]:
-    """Those in the row's column `tools`, a list or JSON text, without the fields that a parquet file fills up with
-    nothing. Raises DataError naming the row."""
+    """The tools in the row's column `tools`, a list or JSON text, without fields that are null (parquet files fill in
+    missing fields). Raises DataError naming the row."""
     given = row.get(TOOLS)
     if not given:
         return ()
@@ -55,8 +56,8 @@ def _without_nothing(given: Any) -> Any:
 
 
 def refuse_halves(value: object, column: str, where: str) -> None:
-    """Raises DataError where a text in it, however deep, has half a character (a lone surrogate, as JSON may write one
-    and tokenizers take none)."""
+    """Raises DataError if a text in `value`, at any depth, has a lone surrogate, which JSON can contain but tokenizers
+    do not accept."""
     if isinstance(value, str):
         try:
             value.encode()
@@ -81,7 +82,8 @@ def _message(given: Any, where: str) -> dict[str, Any]:
 
 
 def _text(content: Any, where: str) -> str:
-    """A template writes of anything else its Python form, or nothing at all, and the model would read that."""
+    """Accepts only text: a template would render anything else in its Python form, or not at all, and the model would
+    read that."""
     if isinstance(content, str):
         return content
     texts = [_text_of(part) for part in content] if isinstance(content, list) else [None]

@@ -1,4 +1,4 @@
-"""From a source of the settings to its rows. A format's library is imported when the first of its files is opened."""
+"""Opens the rows of a configured source. A format's library is imported when its first file is opened."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncrl.data.rows.view import PromptRows
 from asyncrl.errors import DataError
 
 NEEDS = {"arrow": ("pyarrow", "pyarrow"), "hub": ("datasets", "'asyncrl[data]'")}
-"""Of our modules: what they import, and what installs it."""
+"""By module of this package: the library that it imports, and what to install for it."""
 
 
 def open_source(source: Source) -> PromptRows:
@@ -27,7 +27,8 @@ def open_source(source: Source) -> PromptRows:
 
 
 def open_rows(source: Source) -> Rows:
-    """All of them, whatever they hold. Raises DataError and ConfigError as `open_source`, but for the first row."""
+    """Open all rows of a source, unchecked. Raises DataError and ConfigError as `open_source`, but does not check the
+    first row."""
     return joined([_open(place, source) for place in places(source)])
 
 
@@ -44,8 +45,8 @@ def _open(place: Place, source: Source) -> Rows:
 
 
 def late_import(module: str, source: Source) -> ModuleType:
-    """`asyncrl.data.rows.<module>`, imported now: pyarrow takes 0.2 s and 60 MB, `datasets` seconds, and most runs have
-    neither."""
+    """Import `asyncrl.data.rows.<module>` on demand: pyarrow takes 0.2 s and 60 MB, `datasets` seconds, and most runs
+    need neither."""
     library, installs = NEEDS[module]
     if importlib.util.find_spec(library) is None:
         raise DataError(f"{source.key}={source.title} needs {library}, which is not installed: pip install {installs}")

@@ -1,4 +1,4 @@
-"""Rows of a class of the user's: anything with a length and rows by number. Its code runs in this process."""
+"""Rows of a user's class: any object with a length and rows by number. Its code runs in this process."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from asyncrl.own_code import load_function
 
 
 class OwnRows:
-    """Of what `FILE.py:NAME` gives when it is called with `args`.
+    """Rows of the object that `FILE.py:NAME` returns when called with `args`.
 
     Raises:
-        ConfigError: it cannot be loaded or made, or has no length or no rows by number.
+        ConfigError: it cannot be loaded or constructed, or has no length or no `__getitem__`.
         DataError: it has no rows.
     """
 
@@ -63,4 +63,4 @@ class OwnRows:
         return measured(self, column)
 
     def close(self) -> None:
-        """Nothing was opened here."""
+        """Does nothing: no file was opened here."""

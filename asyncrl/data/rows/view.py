@@ -1,4 +1,4 @@
-"""The rows of one source as prompts are drawn from them: filtered, ordered, with a checked `prompt`."""
+"""The rows of one source as prompts are drawn from them: filtered, numbered, with a checked `prompt`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ DATA_SOURCE = "data_source"
 
 
 class SourceRows:
-    """Rows that `source.where` lets through, under numbers of their own.
+    """The rows that pass `source.where`, numbered from 0.
 
     Raises:
-        DataError: no row fits `where`.
+        DataError: no row passes `where`.
     """
 
     def __init__(self, source: Source, rows: Rows) -> None:
@@ -33,14 +33,14 @@ class SourceRows:
 
     @property
     def unfiltered(self) -> int:
-        """Rows there are, let through or not."""
+        """Number of rows before filtering."""
         return len(self._rows)
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def __getitem__(self, row: int) -> Row:
-        """Raises DataError naming the row when it is none."""
+        """Raises DataError naming the row if it cannot be read."""
         return self._rows[int(self._kept[row])]
 
     def where(self, row: int) -> str:
@@ -52,11 +52,12 @@ class SourceRows:
         return (row for row, wanted in zip(self._rows.scan(columns), kept, strict=True) if wanted)
 
     def data_sources(self) -> Iterator[str]:
-        """Of each row, in order; empty where it has none. Raises DataError for a row that cannot be read."""
+        """The data source of each row, in order; empty if a row has none. Raises DataError for a row that cannot be
+        read."""
         return (str(self._data_source(columns) or "") for columns in self.scan([DATA_SOURCE]))
 
     def _data_source(self, columns: Row) -> Any:
-        """Its own, else the name of the source in the mixture."""
+        """The row's own data source, else the name of the source in the mixture."""
         own = columns.get(DATA_SOURCE)
         return own if own is not None else self.source.name or None
 
@@ -67,10 +68,12 @@ class SourceRows:
         self._rows.close()
 
     def ranks(self, column: str) -> NDArray[np.int64]:
-        """The place of each row's value in this column among all values, [rows]: equal ones have the same.
+        """The rank of each row's value in this column among all distinct values, [rows]. Equal values have the same
+        rank.
 
         Raises:
-            DataError: a row lacks it, or has neither a number nor text there; or some have the one, some the other.
+            DataError: a row lacks the column or has neither a number nor text there, or some rows have numbers and some
+                text.
         """
         values: list[Any] = []
         for row, columns in enumerate(self.scan([column.partition(".")[0]])):
@@ -90,10 +93,10 @@ class SourceRows:
 
 
 class PromptRows(SourceRows):
-    """Each with a checked `prompt`, and in a mixture `data_source`.
+    """Rows with a checked `prompt`, and in a mixture with a `data_source`.
 
     Raises:
-        DataError: the first row has no usable prompt, or no row fits `where`.
+        DataError: the first row has no usable prompt, or no row passes `where`.
     """
 
     def __init__(self, source: Source, rows: Rows) -> None:
@@ -101,7 +104,7 @@ class PromptRows(SourceRows):
         self[0]
 
     def __getitem__(self, row: int) -> Row:
-        """Raises DataError naming the row when it has no usable prompt."""
+        """Raises DataError naming the row if it has no usable prompt."""
         found = super().__getitem__(row)
         found[PROMPT] = self._checked(found, row)
         if (name := self._data_source(found)) is not None:
@@ -112,13 +115,14 @@ class PromptRows(SourceRows):
         return super().sizes(self.source.prompt_column if column == PROMPT else column)
 
     def check(self) -> dict[str, str]:
-        """Look at every row, so that a bad one is found before anything is started.
+        """Check every row, so that a bad one is found before anything is started.
 
         Returns:
-            Each `data_source` (empty for rows that have none) with the row it stands in first.
+            Each `data_source` (empty for rows that have none) with the first row that has it.
 
         Raises:
-            DataError: naming the first bad row, or the first whose prompt is of another kind than the others'.
+            DataError: naming the first bad row, or the first whose prompt is of another kind (text or messages) than
+                the others.
         """
         first = type(self[0][PROMPT])
         found: dict[str, str] = {}
@@ -150,7 +154,7 @@ class PromptRows(SourceRows):
 
 
 def checked_prompt(prompt: object, column: str, where: str) -> str | list[dict[str, Any]]:
-    """Text or messages, of which the model is to write the next. Raises DataError naming the row."""
+    """A text, or messages whose next one the model is to write. Raises DataError naming the row."""
     if isinstance(prompt, str):
         if not prompt:
             raise DataError(f"{where}: `{column}` is empty. Remove the row")
@@ -166,10 +170,11 @@ def checked_prompt(prompt: object, column: str, where: str) -> str | list[dict[s
 
 
 def matching(rows: Rows, where: Sequence[Condition]) -> NDArray[np.int64]:
-    """Numbers of the rows that all of `where` holds for, in order.
+    """Numbers of the rows for which all conditions of `where` hold, in order.
 
     Raises:
-        DataError: there is none; no row has the column; or bounds are set on what is no number.
+        DataError: there is no such row; no row has the column; or a bound is compared with a value that is not a
+            number.
     """
     kept: list[int] = []
     unseen = {condition.column for condition in where}
@@ -191,7 +196,7 @@ def matching(rows: Rows, where: Sequence[Condition]) -> NDArray[np.int64]:
 
 
 def dug(columns: Row, path: Sequence[str]) -> Any:
-    """The value in a nested column; None where there is none."""
+    """The value in a nested column; None if there is none."""
     value: Any = columns
     for name in path:
         value = value.get(name) if isinstance(value, dict) else None
