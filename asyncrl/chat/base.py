@@ -1,6 +1,7 @@
-"""The chat seam: messages to token ids, sampled ids to a reply, and a sampled prefix on to the next turn.
+"""The chat interface: renders messages to token ids, parses sampled ids into a reply, and extends a sampled prefix to
+the next turn.
 
-What was sampled is never rendered again: `extend` gives the ids that come after it, and those before stay.
+Sampled tokens are never rendered again: `extend` returns the ids that follow them, and the ids before stay unchanged.
 """
 
 from __future__ import annotations
@@ -14,22 +15,23 @@ from typing import Any, Protocol
 from asyncrl.errors import AsyncRLError
 
 Message = dict[str, Any]
-"""As in OpenAI's chat API: `role`, `content`, of an assistant `tool_calls`, of a tool `tool_call_id` and `name`."""
+"""A message as in OpenAI's chat API: `role`, `content`; for an assistant `tool_calls`, for a tool `tool_call_id` and
+`name`."""
 ToolSpec = dict[str, Any]
-"""As there too: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+"""A tool as in the same API: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
 
 
 class ChatError(AsyncRLError, ValueError):
-    """Messages cannot be rendered, or a sampled turn cannot be followed by another."""
+    """Messages cannot be rendered, or no turn can follow a sampled one."""
 
 
 def no_template() -> ChatError:
-    """For whoever has messages to render and nothing to render them by."""
+    """The error for messages when there is no chat template to render them with."""
     return ChatError("the tokenizer has no chat template. Use an instruction-tuned model, or write the prompt as text")
 
 
 def no_place_for_tools() -> ChatError:
-    """For whoever has tools to tell of and a chat template that leaves them out."""
+    """The error for tools that the chat template leaves out."""
     return ChatError(
         "the chat template has no place for `tools`, so the policy would never be told of them. Take a model whose "
         "template has one, or tell of them in a system message and leave the `tools` out"
@@ -37,7 +39,7 @@ def no_place_for_tools() -> ChatError:
 
 
 def unrenderable(what: str, error: Exception) -> ChatError:
-    """For one list of messages: `what` was to render them and raised `error`."""
+    """The error for a list of messages that `what` failed to render with `error`."""
     return ChatError(
         f"{what} cannot be rendered: {type(error).__name__}: {error}. Mend the template in the folder of model.path, "
         "or the messages of the row"
@@ -45,7 +47,8 @@ def unrenderable(what: str, error: Exception) -> ChatError:
 
 
 def with_arguments(messages: Sequence[Message]) -> list[Message]:
-    """Copies, in which the arguments of calls are objects where they were JSON text: templates go through them."""
+    """Copy the messages, with the arguments of tool calls decoded from JSON text to objects: templates iterate over
+    them."""
     return [
         message | {"tool_calls": [_decoded(call) for call in message["tool_calls"]]}
         if message.get("tool_calls")
@@ -66,30 +69,30 @@ def _decoded(call: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """One call as the policy wrote it."""
+    """A tool call as the policy wrote it."""
 
     id: str
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
     error: str = ""
-    """Why it cannot be carried out: no JSON, no name, cut off; empty for a sound one."""
+    """Why the call cannot be executed: not JSON, no name, cut off; empty for a valid call."""
     raw: str = ""
-    """Its text."""
+    """The text of the call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """A sampled turn, read."""
+    """A sampled turn, parsed."""
 
     content: str
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
-    """In order, those that cannot be carried out included."""
+    """In order, including those that cannot be executed."""
     finish_reason: str = "stop"
-    """`stop`, or `length` where it was cut."""
+    """`stop`, or `length` if the turn was cut off."""
 
     def message(self) -> Message:
-        """As a message of a conversation, for people and for rewards: nothing is ever rendered of it again."""
+        """The turn as a message of a conversation, for people and rewards. It is never rendered again."""
         made: Message = {"role": "assistant", "content": self.content}
         if self.reasoning:
             made["reasoning_content"] = self.reasoning
@@ -103,65 +106,66 @@ class Reply:
 
 
 class PromptRenderer(Protocol):
-    """What turns rows into prompts."""
+    """Turns rows into prompts."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, token_ids: list[int]) -> str:
-        """Special tokens written out."""
+        """Decode, with special tokens written out."""
         ...
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
-        """Token ids up to where the assistant's next turn begins. Raises ChatError."""
+        """Token ids up to the beginning of the assistant's next turn. Raises ChatError."""
         ...
 
 
 def ids_to_go_on_from(tokenizer: PromptRenderer, text: str) -> list[int]:
-    """Of a text that a completion follows: without the end that some tokenizers (T5's, and any whose `add_eos_token` is
-    set) write behind whatever they are given."""
+    """Token ids of a text that a completion follows, without the end tokens that some tokenizers append to every text
+    (T5's, and any with `add_eos_token` set)."""
     ids = tokenizer.encode(text)
     return ids[: len(ids) - _tokens_behind(tokenizer)]
 
 
 @lru_cache(maxsize=4)
 def _tokens_behind(tokenizer: PromptRenderer) -> int:
-    """How many it writes behind a text."""
+    """Number of tokens that the tokenizer appends to a text."""
     around, bare = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
     ends = (place + len(bare) for place in range(len(around)) if bare and around[place : place + len(bare)] == bare)
     return len(around) - next(ends, len(around))
 
 
 class Chat(PromptRenderer, Protocol):
-    """Of one tokenizer. Methods may be called from any one thread at a time."""
+    """The chat of one tokenizer. Methods may be called from any thread, one at a time."""
 
     @property
     def name(self) -> str:
-        """Of `names.RENDERERS`."""
+        """One of `names.RENDERERS`."""
         ...
 
     @property
     def why_single(self) -> str:
-        """Why several turns are refused, with the way out; empty where they are not."""
+        """Why several turns are refused, and how to allow them; empty if they are not refused."""
         ...
 
     def why_no_calls(self, *, told: bool) -> str:
-        """Why no call of a tool in the template's own form is ever read, or (`told`) why the policy knows of no tool;
-        empty where neither is so."""
+        """Why tool calls in the template's own form are never parsed, or (with `told`) why the policy is not told of
+        the tools; empty if neither applies."""
         ...
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """What ends a turn."""
+        """Tokens that end a turn."""
         ...
 
     def parse(
         self, completion: Sequence[int], *, prompt: Sequence[int], tools: Sequence[ToolSpec] = (), finish_reason: str
     ) -> Reply:
-        """Read a sampled turn. Markers count as ids: a `<tool_call>` that is written in letters is text."""
+        """Parse a sampled turn. Markers are recognised by their ids: a `<tool_call>` spelled out in characters is
+        text."""
         ...
 
     def spell(self, text: str) -> str:
-        """A stranger's text with its markers broken: written out in a message they would be what they name."""
+        """Break up the markers in untrusted text; spelled out in a message they would be encoded as special tokens."""
         ...
 
     def extend(
@@ -171,8 +175,8 @@ class Chat(PromptRenderer, Protocol):
         messages: Sequence[Message],
         tools: Sequence[ToolSpec] = (),
     ) -> list[int]:
-        """What follows `prompt` and `completion`: the end of the turn where it has none, `messages` (no assistant's),
-        and the beginning of the assistant's next turn.
+        """The ids that follow `prompt` and `completion`: the end of the turn if it has none, `messages` (none of them
+        an assistant's), and the beginning of the assistant's next turn.
 
         Raises:
             ChatError: nothing can follow, for example because the turn ended within its reasoning.

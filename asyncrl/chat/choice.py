@@ -1,4 +1,4 @@
-"""Which renderer a tokenizer gets: the one that was named, or one that is proven to write what its template writes."""
+"""Chooses the renderer of a tokenizer: the named one, or one that is shown to produce the same ids as its template."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ PROBES: tuple[tuple[list[Message], list[ToolSpec]], ...] = (
 def open_chat(
     tokenizer: Any, model_path: str, name: str = AUTO, options: Mapping[str, Any] | None = None
 ) -> RendererChat:
-    """The chat of `model.path`'s tokenizer.
+    """Open the chat of `model.path`'s tokenizer.
 
-    With `auto` a model of the hub that the library knows by name gets its renderer; any other, a folder among them, the
-    renderer of its family (`model_type` in config.json) that gives the same ids as the tokenizer's own template on all
-    probes; and the default one where there is none.
+    With `auto`, a model of the hub that the library knows by name gets its renderer. Any other model, including one in
+    a folder, gets the renderer of its family (`model_type` in config.json) that gives the same ids as the tokenizer's
+    own template on all probes, or the default renderer if there is none.
 
     Raises:
-        ConfigError: `name` cannot be used with this tokenizer, or `options` not with the renderer.
+        ConfigError: `name` cannot be used with this tokenizer, or `options` cannot be used with the renderer.
     """
     options = dict(options or {})
     if name != AUTO:
@@ -73,7 +73,7 @@ def open_chat(
 
 
 def agrees(tokenizer: Any, name: str, options: Mapping[str, Any]) -> bool:
-    """Whether this renderer writes, token by token, what the tokenizer's template writes."""
+    """Whether this renderer gives the same ids as the tokenizer's template on all probes."""
     if not tokenizer.chat_template:
         return False
     try:
@@ -85,7 +85,7 @@ def agrees(tokenizer: Any, name: str, options: Mapping[str, Any]) -> bool:
             )
             if renderer.render_ids(messages, tools=tools or None, add_generation_prompt=True) != list(theirs):  # pyright: ignore[reportArgumentType]
                 return False
-    # A tokenizer without the markers, or a template that cannot do one of the probes: then nothing is proven.
+    # The tokenizer lacks the markers, or the template cannot render one of the probes: no agreement is shown.
     except Exception as error:
         log.debug("renderer %s is not that of this tokenizer: %s", name, error)
         return False
@@ -93,7 +93,7 @@ def agrees(tokenizer: Any, name: str, options: Mapping[str, Any]) -> bool:
 
 
 def told(chat: RendererChat, name: str) -> str:
-    """What is said once at start about `model.renderer`."""
+    """The message about `model.renderer` that is logged once at start."""
     if chat.name == DEFAULT and name == AUTO and not chat.why_single.startswith("the tokenizer has no"):
         return (
             "chat: the tokenizer's own template (model.renderer=auto found no renderer that writes the same). Tool "

@@ -1,5 +1,5 @@
-"""What the Hugging Face hub has of a model beside its weights: asked for before a start, so that a name that is none,
-or a chat template that cannot be used, is found before every process looks for itself.
+"""Fetches everything but the weights of a model from the Hugging Face hub, before a run starts, so that a wrong name or
+an unusable chat template is found before each process looks for itself.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from asyncrl.errors import ConfigError
 log = logging.getLogger(__name__)
 
 NAME = re.compile(r"(?!.*(--|\.\.))[A-Za-z0-9_](?:[\w.-]{0,94}\w)?(?:/[A-Za-z0-9_](?:[\w.-]{0,94}\w)?)?", re.ASCII)
-"""What a model of the hub may be called."""
+"""Valid names of models on the hub."""
 ALL_BUT_WEIGHTS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 
 
 @cache
 def described_in(path: str) -> Path | None:
-    """The folder with config, tokenizer and chat template of a model: its own, or that of the cache where transformers
-    looks for them too, into which they are fetched. None where the hub cannot be reached and the cache has nothing.
+    """The folder with config, tokenizer and chat template of a model: its own folder, or the one in the cache where
+    transformers looks too, into which they are downloaded. None if the hub cannot be reached and the cache has nothing.
 
     Raises:
-        ConfigError: the hub has no such model, or only for those who log in.
+        ConfigError: the hub has no such model, or requires a login for it.
     """
     if Path(path).is_dir():
         return Path(path)
     if not NAME.fullmatch(path):
-        return None  # told with the folders
-    hub = importlib.import_module("huggingface_hub")  # takes its time, and is needed for such names alone
+        return None  # reported together with missing folders
+    hub = importlib.import_module("huggingface_hub")  # slow to import, and needed for hub names only
     errors = importlib.import_module("huggingface_hub.errors")
     try:
         return Path(hub.snapshot_download(path, allow_patterns=list(ALL_BUT_WEIGHTS)))
@@ -45,7 +45,8 @@ def described_in(path: str) -> Path | None:
             f"model.path={path}: there is no such folder (looked from {Path.cwd()}), and no such model on the Hugging "
             "Face hub. Correct the name, or log in with `hf auth login` if it is a private one"
         ) from error
-    # No network, one that breaks off (to the library no OSError), a hub that is down, a full disk: asked again later.
+    # No network, a broken connection (not an OSError in this library), a hub that is down, a full disk: asked again
+    # later.
     except (OSError, *errors.HfHubHTTPError.__bases__) as error:
         log.debug("%s cannot be looked at: %s", path, error)
         return None

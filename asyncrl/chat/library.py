@@ -1,5 +1,5 @@
-"""What we use of `renderers`, imported without the package `openai`: half a second of every worker's start, for an
-annotation in a client that nothing here calls.
+"""Imports what we use of `renderers` without the package `openai`, which would take half a second of every worker's
+start for an annotation in a client that nothing here calls.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ try:
     from renderers.configs import config_from_name
 finally:
     if sys.modules["openai"] is _STANDS_IN:
-        del sys.modules["openai"]  # who uses it finds it
+        del sys.modules["openai"]  # so that a later import finds the real package
 
 __all__ = [
     "MODEL_RENDERER_MAP",

@@ -1,4 +1,4 @@
-"""What `model.renderer` may be. Kept apart from the library that renders, whose import takes seconds."""
+"""Possible values of `model.renderer`. Kept apart from the rendering library, whose import takes seconds."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "qwen3_5": ("qwen3.5", "qwen3.6", "qwen3.8"),
     "qwen3_5_moe": ("qwen3.5", "qwen3.6", "qwen3.8"),
 }
-"""`model_type` of a config.json -> the renderers that its models may have. Which of them it is, if any, is not taken
-from here: it is the one that gives the same ids as the tokenizer's own chat template."""
+"""`model_type` of a config.json -> the renderers that its models may have. This table does not decide between them: the
+chosen one gives the same ids as the tokenizer's own chat template."""
 
 RENDERERS = (DEFAULT, *dict.fromkeys(name for names in FAMILIES.values() for name in names))
-"""All that the library has, by its names."""
+"""All renderers of the library, by name."""
 
 
 def candidates(model_path: str) -> tuple[str, ...]:
-    """Renderers of the model's family, by its config.json. Raises ConfigError as `described_in`."""
+    """The renderers of the model's family, by its config.json. Raises ConfigError as `described_in`."""
     folder = described_in(model_path) or Path(model_path)
     try:
         model_type = json.loads((folder / "config.json").read_text()).get("model_type", "")
@@ -50,17 +50,17 @@ def candidates(model_path: str) -> tuple[str, ...]:
 
 
 def tells_of_tools(template: str) -> bool:
-    """Whether a chat template has a place for them."""
+    """Whether a chat template has a place for tools."""
     return re.search(r"\btools\b", template) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
-    """What a renderer is good for with a tokenizer."""
+    """What a renderer can do with a tokenizer."""
 
     name: str
     template: str
-    """The tokenizer's; empty is none."""
+    """The tokenizer's chat template; empty if there is none."""
     chosen: bool
     """Whether the user named the renderer."""
     parser: bool
@@ -68,7 +68,7 @@ class Abilities:
 
     @property
     def why_single(self) -> str:
-        """Why it is good for one turn only; empty where it is good for several."""
+        """Why the renderer can be used for a single turn only; empty if it can be used for several."""
         if not self.template and self.name == DEFAULT:
             return "the tokenizer has no chat template. Use an instruction-tuned model"
         if self.name != DEFAULT or self.chosen:
@@ -80,10 +80,10 @@ class Abilities:
         )
 
     def why_no_calls(self, *, told: bool) -> str:
-        """Why no call in the template's own form is ever made; empty where the policy may make them.
+        """Why the policy can never make a call in the template's own form; empty if it can.
 
         Args:
-            told: whether the template is to tell the policy of the tools.
+            told: whether the template is to describe the tools to the policy.
         """
         if self.name != DEFAULT:
             return ""

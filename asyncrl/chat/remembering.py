@@ -1,7 +1,8 @@
-"""A tokenizer for renderers: they encode the same few markers and headers anew at every turn, some four times each.
+"""A caching tokenizer for renderers, which encode the same few markers and headers again at every turn, some four times
+each.
 
-Measured with `python -m benchmarks.episodes`: most of what a turn costs a worker is that, and what transformers does
-around the tokenizer proper for the texts that are new.
+Measured with `python -m benchmarks.episodes`: these encodings, and what transformers does around the actual tokenizer
+for new texts, are most of what a turn costs a worker.
 """
 
 from __future__ import annotations
@@ -10,17 +11,18 @@ from functools import lru_cache
 from typing import Any
 
 SHORT = 64
-"""Letters of a text whose ids are kept: markers and headers are shorter, what people write is mostly longer."""
+"""Limit on the characters of a text whose ids are cached. Markers and headers are shorter, people's texts mostly
+longer."""
 KEPT = 1024
-"""Texts."""
+"""Number of texts that are cached."""
 FAST = "transformers.tokenization_utils_tokenizers"
-"""Where the `_encode_plus` is that asks the tokenizer beneath and adds nothing of its own to one text."""
+"""Module of the `_encode_plus` that, for a single text, only calls the underlying tokenizer."""
 WITH_PLACES = {"add_special_tokens": False, "return_offsets_mapping": True}
-"""What renderers ask for with the text of a message."""
+"""The arguments with which renderers encode the text of a message."""
 
 
 class Remembering:
-    """What `tokenizer` is in all else. It must not be changed any more: ids are kept for good.
+    """Behaves like `tokenizer` otherwise. It must not be changed any more, because cached ids are kept for good.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
@@ -33,7 +35,7 @@ class Remembering:
         self._probed: dict[tuple[Any, ...], Any] = {}
         self._backend: Any = _backend_of(tokenizer)
         self.unk_token_id = tokenizer.unk_token_id
-        """Looked at for each marker of each turn; the tokenizer looks for it in several places."""
+        """Cached because it is read for each marker of each turn, and the tokenizer looks for it in several places."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
@@ -54,7 +56,7 @@ class Remembering:
             return self._tokenizer(text, *args, **given)
         if len(text) > 1:
             return self._with_places(text) if given == WITH_PLACES else self._tokenizer(text, **given)
-        # Of a single letter, which renderers look at at every turn to see that this tokenizer gives offsets.
+        # Single characters: renderers encode one at every turn to check that this tokenizer gives offsets.
         what = (text, *sorted(given.items()))
         if what not in self._probed:
             self._probed[what] = self._tokenizer(text, **given)
@@ -69,7 +71,7 @@ class Remembering:
 
 
 def _backend_of(tokenizer: Any) -> Any:
-    """The tokenizer beneath, where what transformers gives of one text is what that gives; else None."""
+    """The underlying tokenizer, if it encodes a single text exactly as transformers does; else None."""
     if getattr(getattr(type(tokenizer), "_encode_plus", None), "__module__", "") != FAST:
         return None
     backend = tokenizer.backend_tokenizer

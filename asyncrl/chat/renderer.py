@@ -1,5 +1,5 @@
-"""`Chat` over the `renderers` library: hand-written, deterministic renderers of model families, and the default one
-over the tokenizer's chat template."""
+"""Implements `Chat` with the `renderers` library: hand-written, deterministic renderers of model families, and the
+default renderer, which uses the tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from asyncrl.errors import ConfigError
 log = logging.getLogger(__name__)
 
 KEEPS_REASONING = "all"
-"""What of earlier turns stays: everything, since it was sampled and is trained on."""
+"""Earlier turns keep everything, because all of it was sampled and is trained on."""
 
 
 PARSERS = ("tool_parser", "reasoning_parser")
-"""Options of the default renderer that are none of the template."""
+"""Options of the default renderer that are not passed to the template."""
 
 
 BREAK = "\u200b"
-"""Between two letters of a marker: nothing to see, and no marker any more."""
+"""Zero-width space, inserted after the first character of a marker: invisible, but the text is no marker any more."""
 
 
 class RendererChat:
@@ -49,8 +49,8 @@ class RendererChat:
 
     Args:
         tokenizer: a Hugging Face tokenizer.
-        chosen: named by the user: then a template is trusted to be extended.
-        options: of the renderer, or of the chat template where it is the default one.
+        chosen: whether the user named the renderer; then the template is trusted for extensions.
+        options: of the renderer, or of the chat template with the default renderer.
     """
 
     def __init__(self, tokenizer: Any, name: str, options: Mapping[str, Any], *, chosen: bool) -> None:
@@ -69,7 +69,8 @@ class RendererChat:
         added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
         self._markers = sorted((token for token in added if not token.isalnum() and len(token) > 1), key=len)
         self._rendered: tuple[str, list[int]] = "", []
-        """The last opening, as it was written in Python: that of a group is asked for by each sibling in turn."""
+        """The last rendered messages and tools, as their Python repr, and their ids: all members of a group ask for the
+        same."""
 
     @property
     def why_single(self) -> str:
@@ -104,13 +105,13 @@ class RendererChat:
     def supervise(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), *, learned: Sequence[bool]
     ) -> Supervised:
-        """A whole conversation, with the tokens that the policy would have sampled marked.
+        """Render a whole conversation, and mark the tokens that the policy would have sampled.
 
         Args:
-            learned: of each message, whether it is learned; of others than an assistant's it is false.
+            learned: for each message, whether it is trained on; false for all but the assistant's messages.
 
         Raises:
-            ChatError: it cannot be rendered, or what would be sampled cannot be told.
+            ChatError: the conversation cannot be rendered, or the tokens that would be sampled cannot be determined.
         """
         self._refuse(tools)
         try:
@@ -130,7 +131,7 @@ class RendererChat:
             parsed = self._renderer.parse_response(
                 _plain_ids(completion), tools=list(tools) or None, prompt_ids=_plain_ids(prompt)
             )
-        # What is parsed was sampled: any ids at all. A parser that trips over them has read no call.
+        # The completion was sampled and may be any ids at all. A parser that fails on them has parsed no call.
         except Exception as error:
             log.debug("renderer %s could not parse a turn: %s", self.name, error)
             return Reply(content=self._plain(completion), finish_reason=finish_reason)
@@ -183,13 +184,13 @@ class RendererChat:
         text = extension_text(self._tokenizer, messages, tools, self._template_options)
         last = int(completion[-1]) if len(completion) else None
         end = str(self._tokenizer.decode([last])) if last in self._ends() else ""
-        # The template writes the end of the turn; where the policy has sampled it, it is there already.
+        # The template writes the end of the turn; if the policy sampled it, it must not be added again.
         before, there, after = text.partition(end) if end else (text, "", "")
         ids = self.encode(end + after, add_special_tokens=False) if there and not before.strip() else []
         return ids[1:] if ids and ids[0] == last else self.seam.encode(text, behind=end)
 
     def _refuse(self, tools: Sequence[ToolSpec]) -> None:
-        """Raises ChatError for what the template cannot write."""
+        """Raises ChatError for messages or tools that the template cannot render."""
         template = self._tokenizer.chat_template
         if self.name == DEFAULT and not template:
             raise no_template()
@@ -204,10 +205,10 @@ class RendererChat:
 
 
 def make_renderer(tokenizer: Any, name: str, options: Mapping[str, Any]) -> Renderer:
-    """The library's own, with earlier reasoning kept where it can be told to.
+    """Create the library's renderer, set to keep earlier reasoning if it has that option.
 
     Raises:
-        ConfigError: an option that the renderer does not have, or a tokenizer that lacks its markers.
+        ConfigError: the renderer does not have an option, or the tokenizer lacks its markers.
     """
     given = dict(options)
     if name != DEFAULT:
@@ -217,14 +218,14 @@ def make_renderer(tokenizer: Any, name: str, options: Mapping[str, Any]) -> Rend
         config = kind(**given)
     except ValidationError as error:
         if "thinking_retention" not in options and name != DEFAULT:
-            # One of the template's own switches says already what is kept.
+            # One of the template's own switches already says what is kept.
             return make_renderer(tokenizer, name, given | {"thinking_retention": None})
         wrong = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
         known = ", ".join(sorted(kind.model_fields)) if name != DEFAULT else "any of its template"
         raise ConfigError(f"model.chat is not understood by renderer {name}: {wrong}. It has: {known}") from error
     try:
         return create_renderer(tokenizer, config)
-    # Each family looks for its markers in a way of its own: assertions, KeyError, ValueError, TypeError.
+    # Each family looks for its markers in its own way: assertions, KeyError, ValueError, TypeError.
     except Exception as error:
         raise ConfigError(
             f"model.renderer={name} cannot be used with this tokenizer: {type(error).__name__}: {error}. Name the "

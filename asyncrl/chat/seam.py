@@ -1,5 +1,6 @@
-"""Text behind other text. Tokenizers of sentencepiece (Llama 2, Mistral, T5) begin what they are given with a space,
-and decode without it: both are right where a text begins, and wrong behind other tokens, as in a completion.
+"""Encodes and decodes text that follows other text. Sentencepiece tokenizers (Llama 2, Mistral, T5) put a space before
+the text they encode, and remove it when they decode: right at the beginning of a text, wrong after other tokens, as in
+a completion.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from typing import Any
 
 LETTER = "a"
 BEFORE = ("\n", ">", ".")
-"""What a text is encoded behind where nothing else is known: the first that stays as it is."""
+"""Texts to encode after if the preceding text is unknown; the first one whose tokens stay unchanged is used."""
 NEAR = 64
-"""Characters before a text that its tokens may hang on."""
+"""Number of preceding characters that can affect the tokens of a text."""
 
 
 class Seam:
-    """`encode` and `decode` of what stands behind other tokens; of a tokenizer that adds no space they are its own.
+    """`encode` and `decode` for text that follows other tokens. For a tokenizer that adds no space they are the
+    tokenizer's own.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
@@ -24,16 +26,16 @@ class Seam:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._letter = self._ids(LETTER)
-        # Others (of whole words, of word pieces) write spaces between tokens, which are in none of them.
+        # Other tokenizers (whole words, word pieces) write spaces between tokens that are part of no token.
         held = tokenizer.convert_ids_to_tokens(self._letter[:1])
         apart = str(tokenizer.decode(2 * self._letter)).split() == [LETTER, LETTER]
         self._spaced = apart and not str(held[0]).startswith(LETTER)
 
     def encode(self, text: str, behind: str = "") -> list[int]:
-        """Special tokens that are written out become what they name.
+        """Encode. Special tokens that are written out become their ids.
 
         Args:
-            behind: what stands before it, where that is known.
+            behind: the preceding text, if known.
         """
         for before in (*([behind[-NEAR:]] if behind else ()), *BEFORE) if self._spaced and text else ():
             head, whole = self._ids(before), self._ids(before + text)
@@ -42,7 +44,7 @@ class Seam:
         return self._ids(text)
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """Special tokens are written out if `special`, else left out."""
+        """Decode. Special tokens are written out if `special`, else left out."""
         if self._spaced:
             text = str(self._tokenizer.decode([*self._letter, *ids], skip_special_tokens=not special))
             if text.startswith(LETTER):

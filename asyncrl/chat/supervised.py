@@ -1,6 +1,6 @@
-"""A conversation that somebody else wrote, as what the policy would have sampled: token ids, and which it learns.
+"""Converts a given conversation into what the policy would have sampled: token ids, and which of them are trained on.
 
-Nothing here is for rollouts: there what was sampled is never rendered.
+Not used for rollouts, whose sampled tokens are never rendered.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ASSISTANT = "assistant"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supervised:
-    """Example: `user: hi` answered by `yes`, with a template that closes the turn by `<eos>`::
+    """Example: `user: hi` answered by `yes`, with a template that ends the turn with `<eos>`::
 
     token_ids  [u s e r : _ h i \\n a s s i s t a n t : _ | y e s <eos>]
     loss_mask  [0 0 0 ...                                | 1 1 1 1    ]
@@ -26,14 +26,14 @@ class Supervised:
 
     token_ids: tuple[int, ...]
     loss_mask: tuple[bool, ...]
-    """The last one is true, unless none is: what follows the last learned token teaches nothing."""
+    """The last element is true, unless all are false: tokens after the last trained one teach nothing."""
     as_asked: bool = True
-    """Every learned turn begins where a rollout's does. Some families begin the reasoning when they ask for a turn, and
-    their turns without any have none."""
+    """Whether every trained turn begins as in a rollout. Some families begin the reasoning in the prompt of a turn, and
+    render turns without reasoning differently."""
 
 
 def trimmed(token_ids: Sequence[int], loss_mask: Sequence[bool], as_asked: bool = True) -> Supervised:
-    """Without what stands behind the last learned token; all of it where none is learned."""
+    """Drop the tokens after the last trained one; keep all if none is trained."""
     last = max((place for place, learned in enumerate(loss_mask) if learned), default=len(token_ids) - 1)
     ids, mask = token_ids[: last + 1], loss_mask[: last + 1]
     return Supervised(token_ids=tuple(map(int, ids)), loss_mask=tuple(map(bool, mask)), as_asked=as_asked)
@@ -42,11 +42,12 @@ def trimmed(token_ids: Sequence[int], loss_mask: Sequence[bool], as_asked: bool 
 def by_renderer(
     renderer: Renderer, messages: Sequence[Message], tools: Sequence[ToolSpec], learned: Sequence[bool]
 ) -> Supervised:
-    """As the renderer says which tokens a model would sample: without role headers, with the end of each turn; less
-    what a rollout's prompt has of the turn already (the beginning of its reasoning).
+    """Mark the tokens that the renderer says a model would sample: without role headers, with the end of each turn, and
+    without the part of the turn that a rollout's prompt already contains (the beginning of its reasoning).
 
     Raises:
-        ChatError: it cannot say so with this tokenizer. Whatever else a renderer raises of messages it does not know.
+        ChatError: the renderer cannot say so with this tokenizer. A renderer may raise other errors for messages that
+            it does not know.
     """
     given: Any = with_arguments(messages)
     offered: Any = list(tools) or None
@@ -68,7 +69,7 @@ def by_renderer(
             as_asked = False
     stops = renderer.get_stop_token_ids()
     if learned[-1] and any(mask) and ids[max(place for place, is_in in enumerate(mask) if is_in)] not in stops:
-        ids.append(stops[0])  # some close a turn only by the header of the next
+        ids.append(stops[0])  # some families end a turn only with the header of the next one
         mask.append(True)
     return trimmed(ids, mask, as_asked)
 
@@ -81,13 +82,14 @@ def by_template(
     learned: Sequence[bool],
     options: Mapping[str, Any],
 ) -> Supervised:
-    """From the chat template alone: a turn is what it writes beyond the beginning of an assistant's turn.
+    """Use the chat template alone: a turn is the text that it writes after the beginning of an assistant's turn.
 
-    Prompt and turns are tokenized apart, as they are when the turns are sampled. A turn that the template does not
-    close by a special token is closed by the tokenizer's EOS, as a sampled one is.
+    Prompt and turns are tokenized separately, as they are when the turns are sampled. A turn that the template does not
+    end with a special token is ended with the tokenizer's EOS, as a sampled one is.
 
     Raises:
-        ChatError: the template writes a turn otherwise once more follows, or begins it otherwise than it asks for one.
+        ChatError: the template renders a turn differently once others follow, or begins it differently from its
+            generation prompt.
     """
     ids: list[int] = []
     mask: list[bool] = []
@@ -110,7 +112,7 @@ def _pieces(
     learned: Sequence[bool],
     options: Mapping[str, Any],
 ) -> Iterator[tuple[str, bool, bool]]:
-    """`(text, whether it is learned, whether EOS is to follow it)`, in order."""
+    """Yield `(text, whether it is trained on, whether EOS is to follow it)`, in order."""
 
     def written(count: int, *, asks: bool = False) -> str:
         given = {**options, "tools": list(tools) or None}
@@ -139,19 +141,19 @@ def _pieces(
 
 
 def _closed(written: str, message: Message, special: Sequence[str]) -> tuple[str, bool]:
-    """What of a turn is learned, without the white space behind it; and whether it lacks an end of its own."""
+    """The part of a turn that is trained on, without trailing white space; and whether it lacks an end token."""
     bare = written.rstrip()
     if any(token and bare.endswith(token) for token in special):
         return bare, False
     content = message.get("content")
     own = content[len(content.rstrip()) :] if isinstance(content, str) else ""
     if own and written[len(bare) :].startswith(own):
-        bare += own  # white space that the answer itself ends with
+        bare += own  # trailing white space of the answer itself
     return bare, True
 
 
 def _end_of(tokenizer: Any) -> int:
-    """Raises ChatError."""
+    """The id of the EOS token. Raises ChatError if there is none."""
     if tokenizer.eos_token_id is None:
         raise ChatError(
             "the chat template closes no assistant's turn by a special token, and the tokenizer has no EOS: nothing "

@@ -1,4 +1,4 @@
-"""What a chat template writes after an assistant's turn, told from the template alone."""
+"""Finds out what a chat template writes after an assistant's turn, from the template alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from asyncrl.chat.base import ChatError, Message, ToolSpec
 
 SAID = "What_The_Policy_Sampled"
-"""Stands where the sampled turn is; a template that changes it cannot be extended."""
+"""Placeholder for the sampled turn. A template that changes it cannot be extended."""
 
 
 def extension_text(
@@ -17,7 +17,7 @@ def extension_text(
     """The end of an assistant's turn, `messages`, and the beginning of the next turn, as the template writes them.
 
     Raises:
-        ChatError: the template does not write what was said as it stands, or cannot be rendered.
+        ChatError: the template changes the text of the turn, or cannot be rendered.
     """
     probe = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SAID}, *messages]
     given = {**options, "tools": list(tools) or None}
