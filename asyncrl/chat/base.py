@@ -1,5 +1,4 @@
-"""The chat interface: renders messages to token ids, parses sampled ids into a reply, and extends a sampled prefix to
-the next turn.
+"""The chat interface: renders messages to token ids, parses sampled ids into a reply, and extends them to a next turn.
 
 Sampled tokens are never rendered again: `extend` returns the ids that follow them, and the ids before stay unchanged.
 """
@@ -15,8 +14,7 @@ from typing import Any, Protocol
 from asyncrl.errors import AsyncRLError
 
 Message = dict[str, Any]
-"""A message as in OpenAI's chat API: `role`, `content`; for an assistant `tool_calls`, for a tool `tool_call_id` and
-`name`."""
+"""A message as in OpenAI's chat API: `role`, `content`, and `tool_calls` or `tool_call_id` and `name`."""
 ToolSpec = dict[str, Any]
 """A tool as in the same API: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
 
@@ -47,8 +45,7 @@ def unrenderable(what: str, error: Exception) -> ChatError:
 
 
 def with_arguments(messages: Sequence[Message]) -> list[Message]:
-    """Copy the messages, with the arguments of tool calls decoded from JSON text to objects: templates iterate over
-    them."""
+    """Copy the messages, with the arguments of tool calls decoded from JSON to objects: templates iterate over them."""
     return [
         message | {"tool_calls": [_decoded(call) for call in message["tool_calls"]]}
         if message.get("tool_calls")
@@ -160,8 +157,7 @@ class Chat(PromptRenderer, Protocol):
     def parse(
         self, completion: Sequence[int], *, prompt: Sequence[int], tools: Sequence[ToolSpec] = (), finish_reason: str
     ) -> Reply:
-        """Parse a sampled turn. Markers are recognised by their ids: a `<tool_call>` spelled out in characters is
-        text."""
+        """Parse a sampled turn. Markers are recognised by their ids; a `<tool_call>` in plain characters is text."""
         ...
 
     def spell(self, text: str) -> str:

@@ -45,8 +45,7 @@ def described_in(path: str) -> Path | None:
             f"model.path={path}: there is no such folder (looked from {Path.cwd()}), and no such model on the Hugging "
             "Face hub. Correct the name, or log in with `hf auth login` if it is a private one"
         ) from error
-    # No network, a broken connection (not an OSError in this library), a hub that is down, a full disk: asked again
-    # later.
+    # No network, a broken connection (not an OSError here), a hub that is down, a full disk: asked again later.
     except (OSError, *errors.HfHubHTTPError.__bases__) as error:
         log.debug("%s cannot be looked at: %s", path, error)
         return None

@@ -1,5 +1,4 @@
-"""A caching tokenizer for renderers, which encode the same few markers and headers again at every turn, some four times
-each.
+"""A caching tokenizer for renderers, which encode the same few markers and headers at every turn, some four times each.
 
 Measured with `python -m benchmarks.episodes`: these encodings, and what transformers does around the actual tokenizer
 for new texts, are most of what a turn costs a worker.
@@ -11,8 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 SHORT = 64
-"""Limit on the characters of a text whose ids are cached. Markers and headers are shorter, people's texts mostly
-longer."""
+"""Limit on the characters of a text whose ids are cached: markers and headers are shorter, most other texts longer."""
 KEPT = 1024
 """Number of texts that are cached."""
 FAST = "transformers.tokenization_utils_tokenizers"

@@ -69,8 +69,7 @@ class RendererChat:
         added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
         self._markers = sorted((token for token in added if not token.isalnum() and len(token) > 1), key=len)
         self._rendered: tuple[str, list[int]] = "", []
-        """The last rendered messages and tools, as their Python repr, and their ids: all members of a group ask for the
-        same."""
+        """The last rendered messages and tools (their repr) and their ids: all members of a group ask for the same."""
 
     @property
     def why_single(self) -> str:

@@ -16,8 +16,7 @@ NEAR = 64
 
 
 class Seam:
-    """`encode` and `decode` for text that follows other tokens. For a tokenizer that adds no space they are the
-    tokenizer's own.
+    """`encode` and `decode` for text that follows other tokens. If the tokenizer adds no space they are its own.
 
     Args:
         tokenizer: a Hugging Face tokenizer.

@@ -46,8 +46,7 @@ def by_renderer(
     without the part of the turn that a rollout's prompt already contains (the beginning of its reasoning).
 
     Raises:
-        ChatError: the renderer cannot say so with this tokenizer. A renderer may raise other errors for messages that
-            it does not know.
+        ChatError: the renderer cannot say so with this tokenizer. Unknown messages may raise other errors.
     """
     given: Any = with_arguments(messages)
     offered: Any = list(tools) or None
@@ -88,8 +87,7 @@ def by_template(
     end with a special token is ended with the tokenizer's EOS, as a sampled one is.
 
     Raises:
-        ChatError: the template renders a turn differently once others follow, or begins it differently from its
-            generation prompt.
+        ChatError: the template changes a turn once others follow, or does not begin it with its generation prompt.
     """
     ids: list[int] = []
     mask: list[bool] = []

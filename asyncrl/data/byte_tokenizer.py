@@ -10,8 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 PAD_ID, BOS_ID, EOS_ID = 256, 257, 258
 VOCAB_SIZE = 264
-"""Padded to a multiple of 8. The remaining ids are reserved, so that the tokenizer knows every id a model can
-sample."""
+"""Padded to a multiple of 8 with reserved ids, so that the tokenizer knows every id that a model can sample."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"

@@ -180,8 +180,7 @@ class _Generation(Extension):
 
 @functools.lru_cache(maxsize=8)
 def _compiled(chat_template: str) -> Template:
-    """Compiled once for all prompts: compiling takes ten times as long as rendering a prompt. Raises
-    jinja2.TemplateError."""
+    """Compiled once for all prompts: that takes ten times as long as rendering one. Raises jinja2.TemplateError."""
     return _environment().from_string(chat_template)
 
 

@@ -45,8 +45,7 @@ def look_over(
 
     Raises:
         DataError: see `survey` and `open_source`.
-        ConfigError: the tokenizer cannot be read; or a user's class cannot be constructed, ended its process or took
-            too long.
+        ConfigError: the tokenizer cannot be read; or a user's class cannot be made, ended its process or timed out.
     """
     if not source.runs_own_code:
         return _looked(source, model_path, limit, counted, first, order_by)

@@ -16,8 +16,7 @@ from asyncrl.errors import DataError, OverlongError
 from asyncrl.types import Prompt
 
 CACHED_ROWS = 16_384
-"""Number of tokenized rows kept in memory. Without the cache the tokenizer would run once per group, on the loop's
-core."""
+"""Limit on the tokenized rows kept in memory, so that the tokenizer need not run once per group, on the loop's core."""
 
 
 class PromptSource:

@@ -1,5 +1,5 @@
-"""The tasks of `experiment=tools_quickstart`, `python_quickstart` and `search_quickstart`: base models that can use a
-tool but mostly do not.
+"""The tasks of `experiment=tools_quickstart`, `python_quickstart` and `search_quickstart`, with base models that can
+use a tool but mostly do not.
 
 The warm-up text answers a question either at once, with a guess, or in two turns: first a tool call, sometimes for a
 different question, then the tool's result, or that result with a hedge (`~1924`, `maybe bdcaf`). Only the right answer
@@ -18,8 +18,7 @@ from typing import Any
 from asyncrl.data.quick_questions import Facts, Questions, Sums, is_held_out
 
 GUESS_SHARE = 0.6
-"""Share of conversations that answer at once. Above a half, so that under greedy decoding, too, no answer is right at
-the start."""
+"""Share of conversations that answer at once: above a half, so that even greedy decoding starts with none right."""
 OTHER_SHARE = 0.2
 """Share of the calls that ask a different question."""
 HEDGE_SHARE = 0.65

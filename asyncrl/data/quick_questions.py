@@ -55,8 +55,7 @@ class Sums:
 
 
 class Facts:
-    """Keys such as `bdca`, each with a value of five letters that only the corpus gives. Neither repeats a letter: see
-    `data.modes`."""
+    """Keys such as `bdca`, each with a value that only the corpus gives. No letter repeats in either (`data.modes`)."""
 
     KEY, VALUE = 4, 5
     """Lengths in letters. They differ, so that no key occurs in another key's passage."""

@@ -1,7 +1,6 @@
 """Generated rows with the columns of the recipes' datasets, used as training data by `experiment=smoke/NAME`.
 
-Every right answer is a small number, because the smoke model (`asyncrl.learner.warmup.smoke_models`) says small
-numbers.
+Every right answer is a small number, because the smoke model (`asyncrl.learner.warmup.smoke_models`) says only those.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ def gsm8k_row(problem: str, answer: int, split: str, index: int) -> Row:
 
 
 def write_dapo_math(folder: Path) -> None:
-    """Write `train.parquet` and `aime24.parquet` with the columns of DAPO-Math-17k and AIME-2024 as published for
-    DAPO."""
+    """Write `train.parquet` and `aime24.parquet` with the columns of DAPO-Math-17k and AIME-2024 (DAPO's version)."""
     for split, count in (("train", TRAIN_ROWS), ("aime24", HELDOUT_ROWS)):
         rows = [dapo_math_row(problem, answer, i) for i, (problem, answer) in enumerate(problems(count, split))]
         write_parquet(folder / f"{split}.parquet", rows)

@@ -19,8 +19,7 @@ from asyncrl.data.rows.view import PromptRows
 from asyncrl.errors import DataError
 
 FIRST, SAMPLED, LONGEST = 4, 256, 64
-"""Numbers of rows whose prompts are rendered and counted: the first rows, random ones, and those with the longest
-text."""
+"""Numbers of rows whose prompts are rendered and counted: the first, random ones, and those with the longest text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,8 +23,7 @@ class WarmupRecipe:
     batch_size: int = 64
     lr: float = 1e-3
     min_sampled_accuracy: float = 0.1
-    """Training stops at this accuracy. Far below it RL sees too few rewards to start from (0.4 % gave no signal at
-    all)."""
+    """Training stops here. Far below it RL sees too few rewards to start from (0.4 % gave no signal at all)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

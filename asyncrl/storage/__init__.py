@@ -1,1 +1,1 @@
-"""How a run writes things down: sealed folders, lines with checksums, and the wait for space on a full disk."""
+"""Durable storage of a run: sealed folders, lines with checksums, and waiting for space on a full disk."""

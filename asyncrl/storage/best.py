@@ -1,7 +1,7 @@
-"""The best checkpoint by a metric (`learner.keep_best`), which stays when the newest push the others out.
+"""The best checkpoint by a metric (`learner.keep_best`). It is kept when newer checkpoints replace older ones.
 
-ckpt/best.json     what it is: the metric, its value, the checkpoint's name
-ckpt/best          -> step_40: the same for people, and for resume=runs/NAME/ckpt/best
+ckpt/best.json     the metric, its value, and the name of the checkpoint
+ckpt/best          -> step_40: a link for people, and for resume=runs/NAME/ckpt/best
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ BEST_FILE = "best.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Best:
-    """What `best.json` holds."""
+    """The content of `best.json`."""
 
     metric: str
     mode: str
     value: float
     checkpoint: str
-    """Its folder's name."""
+    """Name of its folder."""
     step: int
-    """Trained steps."""
+    """Number of trained steps."""
     version_min: int
-    """The weights that were measured: from this policy_version ..."""
+    """Oldest policy version of the weights that were measured; `version_max` is the newest."""
     version_max: int
 
 
 def read_best(folder: Path) -> Best | None:
-    """Of a folder of checkpoints; None where there is none, or `best.json` cannot be read.
+    """Read `best.json` from a folder of checkpoints; None if there is none or it cannot be read.
 
-    One that a branch has left is found under its new name.
+    If a branch has renamed the checkpoint, its new name is returned.
     """
     try:
         values = read_object(folder / BEST_FILE)
@@ -59,28 +59,28 @@ def read_best(folder: Path) -> Best | None:
 
 
 class BestCheckpoint:
-    """Of one folder, by one metric; with an empty metric there is none. Used by rank 0 alone, on the thread that trains
-    and on the one that saves.
+    """The best checkpoint of one folder, by one metric; with an empty metric there is none. Used only by rank 0, on the
+    training thread and on the saving thread.
 
     Args:
-        mode: `max` or `min`: which value is better.
-        patience: with a full disk.
+        mode: which value is better, `max` or `min`.
+        patience: how to wait when the disk is full.
     """
 
     def __init__(self, folder: Path, metric: str = "", mode: str = "max", patience: Patience | None = None) -> None:
         self._folder, self.metric, self._mode = folder, metric, mode
         self._patience = patience or Patience()
         self._asked: set[int] = set()
-        """Steps whose weights are being measured."""
+        """Steps whose weights are being evaluated."""
         self._early: dict[int, tuple[float, tuple[int, int]] | None] = {}
-        """Of a step whose checkpoint is being written: the result that came before it was whole."""
+        """The step whose checkpoint is being written, and its result if that came first."""
         self.held = threading.RLock()
-        """By whom decides what is best, or what goes."""
+        """Lock, held while the best checkpoint is chosen or old ones are deleted."""
 
     def begin(self) -> None:
-        """After a start, or a resume: what lies there is said, and mended where a death or a branch left it half.
+        """Check the folder after a start or a resume, and repair what a crash or a branch left incomplete.
 
-        Without a metric too: other weights may be saved under the name of the best.
+        Also runs without a metric, because other weights may be saved under the name of the best checkpoint.
         """
         found, file = read_best(self._folder), self._folder / BEST_FILE
         if found is None and file.exists():
@@ -96,26 +96,26 @@ class BestCheckpoint:
             )
 
     def asked(self, step: int) -> None:
-        """The weights after so many steps are being measured: their checkpoint stays until the result is there."""
+        """The weights after `step` steps are being evaluated. Their checkpoint is kept until the result is there."""
         with self.held:
             self._asked.add(step)
 
     def saving(self, step: int) -> None:
-        """The checkpoint after so many steps is being written: a result that comes meanwhile waits for it."""
+        """The checkpoint after `step` steps is being written. A result that arrives meanwhile waits for it."""
         with self.held:
             self._early = {step: None}
 
     def saved(self, step: int) -> bool:
-        """It is whole. Returns whether it is the best now."""
+        """The checkpoint is complete. Returns whether it is now the best."""
         with self.held:
             early = self._early.pop(step, None)
             return early is not None and self.told(step, *early)
 
     def told(self, step: int, value: float | None, versions: tuple[int, int]) -> bool:
-        """A result for the weights after `step`; None: it has no value. Counts where they were saved.
+        """Record the result for the weights after `step`, None if it has no value. It counts only if they were saved.
 
         Returns:
-            Whether their checkpoint is the best now.
+            Whether their checkpoint is now the best.
         """
         with self.held:
             return self._told(step, value, versions)
@@ -136,12 +136,12 @@ class BestCheckpoint:
         return True
 
     def replaced(self, checkpoint: Path) -> None:
-        """Other weights were saved under this name: what is known of the old ones does not hold for them."""
+        """Other weights were saved under this name, so a result of the old weights no longer holds."""
         if (known := self._known()) is not None and known.checkpoint == checkpoint.name:
             (self._folder / BEST_FILE).unlink()
 
     def kept(self) -> set[str]:
-        """Names of checkpoints that must stay."""
+        """Names of checkpoints that must be kept."""
         with self.held:
             known = self._known()
             return {f"step_{step}" for step in self._asked} | ({known.checkpoint} if known else set())
@@ -154,7 +154,7 @@ class BestCheckpoint:
         return (found.metric, found.mode) == (self.metric, self._mode)
 
     def _write(self, best: Best) -> None:
-        """Durable before the one that was best before may go."""
+        """Durable before the previous best checkpoint may be deleted."""
         said = json.dumps(asdict(best)) + "\n"
 
         def write() -> None:

@@ -1,5 +1,5 @@
-"""Which checkpoints lie in a run folder, which one a resume goes on from, and how far each got: without torch, for
-whoever only looks.
+"""Lists the checkpoints of a run folder, selects the one that a resume continues from, and reads the step of each. Free
+of torch, for processes that only look.
 
 ckpt/step_50/  state.json ...        latest -> step_50        left_step_90/        branch.json
 """
@@ -22,32 +22,32 @@ from asyncrl.storage.objects import read_object
 CHECKPOINT_DIR = "ckpt"
 STATE_FILE = "state.json"
 REPLAY_FILE = "replay.msgpack"
+"""The snapshot of the source of the rows: the replay, or the data of `asyncrl sft`."""
 SUPERVISED = "sft"
-"""Schema of the snapshot in a checkpoint of `asyncrl sft`, which has no replay; a replay has numbers."""
-"""The snapshot of where the rows come from: of the replay, or of `asyncrl sft`."""
+"""Schema of the snapshot in a checkpoint of `asyncrl sft`, which has no replay; schemas of a replay are numbers."""
 LATEST = "latest"
 DAMAGED = "damaged_"
-"""Begins the name of a checkpoint that was passed over, for one of its files was damaged."""
+"""Prefix of a checkpoint that was skipped because one of its files is damaged."""
 LEFT = "left_"
-"""Begins the name of a checkpoint from which nothing goes on unasked: it is of a line that a branch left."""
+"""Prefix of a checkpoint of a line of training that a branch left. A resume uses it only if it is named."""
 EXPORT_DIR = "hf"
-"""Name of an exported model, in the folder of its run too."""
+"""Name of an exported model, also in the folder of its run."""
 EXPORTS = "exports"
 EXPORTED_FILE = "exported.json"
-"""In the folder of an exported model: after how many steps."""
+"""File in the folder of an exported model that says after how many steps it was exported."""
 BRANCH_FILE = "branch.json"
-"""The newest branch: who began it, from where."""
+"""Describes the newest branch: which start began it, and from where."""
 _NAME = re.compile(rf"step_(\d+)|{LEFT}step_(\d+)(?:_\d+)?", re.ASCII)
 
 
 def finished(folder: Path) -> list[Path]:
-    """Checkpoints by step; those that are being made or removed are called `.tmp`."""
+    """Complete checkpoints, sorted by step. Those being written or removed are called `.tmp`."""
     whole = [path for path in folder.glob("step_*") if path.suffix != ".tmp" and _step_of(path) is not None]
     return sorted(whole, key=lambda path: _step_of(path) or 0)
 
 
 def last_saved(folder: Path) -> int:
-    """The step of the newest by its name alone; 0 where there is none."""
+    """The step of the newest checkpoint, by its name alone; 0 if there is none."""
     return max((_step_of(path) or 0 for path in finished(folder)), default=0)
 
 
@@ -57,11 +57,11 @@ def _step_of(path: Path) -> int | None:
 
 
 def newest(folder: Path) -> tuple[Path | None, str]:
-    """The checkpoint that `latest` names; without it the one of the most steps, and what is to be said of that."""
+    """The checkpoint that `latest` names, else the one with the most steps; and a message about a missing link."""
     latest, whole = folder / LATEST, finished(folder)
     if latest.is_symlink():
         path = folder / latest.readlink()
-        if path in (*whole, *folder.glob(f"{LEFT}step_*")) or not whole:  # gone on from by name, that is the newest
+        if path in (*whole, *folder.glob(f"{LEFT}step_*")) or not whole:  # resumed from by name: then it is the newest
             return path, ""
         return whole[-1], f"{latest} names {latest.readlink()}, which is not there: going on from {whole[-1].name}"
     if whole:
@@ -71,22 +71,21 @@ def newest(folder: Path) -> tuple[Path | None, str]:
 
 
 def exported(checkpoint: Path, name: str = EXPORT_DIR) -> Path:
-    """Where the model of a checkpoint lies, once it is exported: exports/step_50/hf in the folder of the run."""
+    """The path of the exported model of a checkpoint: exports/step_50/hf in the folder of the run."""
     return checkpoint.parent.parent / EXPORTS / checkpoint.name / name
 
 
 Verify = Callable[[Path], None]
-"""`sealed.verify`; cached where one process looks twice for what it goes on from: that reads all of a checkpoint."""
+"""`sealed.verify`, or a cached version where a process checks a checkpoint twice: verifying reads all of it."""
 
 
 def newest_whole(folder: Path, verify: Verify = sealed.verify) -> tuple[Path | None, list[tuple[Path, str]], str]:
-    """The newest checkpoint of which every file is as it was written, and what is to be said of that.
+    """The newest checkpoint whose files are all as they were written.
 
     Returns:
-        It; the newer ones that are damaged, each with what is wrong; the words of `newest`.
-
+        The checkpoint; the newer ones that are damaged, each with the reason; the message of `newest`.
     Raises:
-        CheckpointDamagedError: of the newest one, where none is whole.
+        CheckpointDamagedError: for the newest one, if none is intact.
     """
     path, said = newest(folder)
     damaged: list[tuple[Path, str]] = []
@@ -97,7 +96,7 @@ def newest_whole(folder: Path, verify: Verify = sealed.verify) -> tuple[Path | N
             verify(candidate)
         except (OSError, CheckpointDamagedError) as error:
             if not candidate.is_dir() and newest(folder)[0] != path:
-                return newest_whole(folder, verify)  # a run that goes on has saved others meanwhile, and deleted it
+                return newest_whole(folder, verify)  # a running run saved others meanwhile, and deleted this one
             if not isinstance(error, CheckpointDamagedError):
                 raise
             first = first or error
@@ -112,7 +111,7 @@ def newest_whole(folder: Path, verify: Verify = sealed.verify) -> tuple[Path | N
 def put_aside(
     folder: Path, damaged: list[tuple[Path, str]], whole: Path, patience: Patience | None = None
 ) -> list[str]:
-    """From here on `whole` is the newest one. Returns a line for each that is damaged."""
+    """Make `whole` the newest checkpoint. Returns a message for each damaged one."""
     lines: list[str] = []
     for path, why in damaged:
         name = next(name for name in _names(f"{DAMAGED}{path.name}") if not (folder / name).exists())
@@ -131,7 +130,7 @@ def position_of(path: Path) -> tuple[int, int]:
     """`(trained steps, policy_version)` of a checkpoint.
 
     Raises:
-        CheckpointError: it does not say.
+        CheckpointError: its state file cannot be read.
     """
     try:
         state = read_object(path / STATE_FILE)
@@ -144,9 +143,9 @@ def position_of(path: Path) -> tuple[int, int]:
 
 
 def prune(folder: Path, newest_step: Path, keep: int, spared: Collection[str] = (), *, every: int = 0) -> list[Path]:
-    """Retire all but the `keep` of the most steps, `newest_step` among them, those whose names are spared, and those of
-    each `every` steps. Returns what is to be removed, also of what a death left half made or half removed: of many
-    gigabytes that takes its time."""
+    """Retire old checkpoints. Kept are the `keep` with the most steps, among them `newest_step`, those whose names are
+    spared, and those at multiples of `every` steps. Returns the folders to remove, including incomplete ones that a
+    crash left; removing many gigabytes takes time."""
     old = [path for path in finished(folder) if path != newest_step][: -keep + 1 or None]
     stays = {path.name for path in old if every and not (_step_of(path) or 0) % every} | set(spared)
     for path in old:
@@ -156,20 +155,20 @@ def prune(folder: Path, newest_step: Path, keep: int, spared: Collection[str] = 
 
 
 def chosen(run_dir: Path, resume: str) -> Path | None:
-    """The checkpoint that the setting `resume` (never, auto, PATH) goes on from; None begins with the model itself."""
+    """The checkpoint that `resume` (never, auto, PATH) continues from; None to start from the model itself."""
     if resume == "never":
         return None
     return newest(run_dir / CHECKPOINT_DIR)[0] if resume == "auto" else Path(resume)
 
 
 def newest_proven(run_dir: Path, say: Callable[[str], None], verify: Verify = sealed.verify) -> Path | None:
-    """The newest checkpoint of a run of which every file is as it was written.
+    """The newest checkpoint of a run whose files are all as they were written.
 
     Args:
-        say: is told what else lies there and is passed over.
+        say: receives a message for each checkpoint that is passed over.
 
     Raises:
-        CheckpointDamagedError: none is whole.
+        CheckpointDamagedError: no checkpoint is intact.
     """
     path, damaged, said = newest_whole(run_dir / CHECKPOINT_DIR, verify)
     if said:
@@ -180,11 +179,11 @@ def newest_proven(run_dir: Path, say: Callable[[str], None], verify: Verify = se
 
 
 def proven(run_dir: Path, resume: str, say: Callable[[str], None], verify: Verify = sealed.verify) -> Path | None:
-    """What a learner will find when it goes on by `resume`; with `auto` see `newest_proven`.
+    """The checkpoint that a learner will continue from with `resume`; for auto see `newest_proven`.
 
     Raises:
-        CheckpointDamagedError: the one that is named is, or none is whole.
-        RunFolderError: by `auto`, and a branch has begun here that saved none yet.
+        CheckpointDamagedError: the named checkpoint is damaged, or none is intact.
+        RunFolderError: with auto, if a branch began here that has saved no checkpoint yet.
     """
     if resume != "auto":
         path = chosen(run_dir, resume)
@@ -198,17 +197,17 @@ def proven(run_dir: Path, resume: str, say: Callable[[str], None], verify: Verif
 
 
 def trained_steps(checkpoint: Path | None) -> int:
-    """Steps that were trained when it was saved; 0 of none.
+    """Number of steps trained before the checkpoint was saved; 0 for None.
 
     Raises:
-        CheckpointError: it does not say.
+        CheckpointError: its state file cannot be read.
     """
     return position_of(checkpoint)[0] if checkpoint is not None else 0
 
 
 def trained_in(exported: Path) -> int | None:
-    """Steps behind an exported model; None where there is none, or none that says so. A run that was trained further
-    and did not end has one of fewer steps than its checkpoints."""
+    """Number of steps of an exported model; None if there is no model or it has no such record. If a run was trained
+    further and did not end, its exported model has fewer steps than its checkpoints."""
     try:
         return int(read_object(exported / EXPORTED_FILE)["trained_steps"])
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
@@ -216,7 +215,7 @@ def trained_in(exported: Path) -> int | None:
 
 
 def branch_begun(folder: Path, resume: str, start: str) -> bool:
-    """Whether `start`, the id of a start of the run, has begun its branch from `resume` already."""
+    """Whether `start`, the id of a start of the run, has already begun its branch from `resume`."""
     try:
         return read_object(folder / BRANCH_FILE) == {"start": start, "from": resume}
     except (OSError, ValueError):
@@ -224,7 +223,7 @@ def branch_begun(folder: Path, resume: str, start: str) -> bool:
 
 
 def _branch_from(folder: Path) -> str:
-    """What `resume` named when the newest branch of `folder` began; empty where none did."""
+    """The value of `resume` when the newest branch of `folder` began; empty if none did."""
     try:
         return str(read_object(folder / BRANCH_FILE)["from"])
     except (OSError, ValueError, KeyError):
@@ -232,28 +231,29 @@ def _branch_from(folder: Path) -> str:
 
 
 def is_of_another_run(checkpoint: Path, folder: Path, run: str) -> bool:
-    """Whether it neither lies in `folder`, nor was saved by `run`, whose folder that is, nor did that begin there."""
+    """Whether the checkpoint belongs to another run than `run`, whose folder is `folder`: it is not in `folder`, was
+    not saved by `run`, and the branch of `folder` did not begin from it."""
     checkpoint, begun = checkpoint.resolve(), _branch_from(folder)
     if checkpoint.parent == folder.resolve() or (begun and Path(begun).resolve() == checkpoint):
         return False
     try:
         return run_of((checkpoint / STATE_FILE).read_bytes()) not in ("", run)
-    except OSError:  # whoever reads it says so
+    except OSError:  # reported by whoever reads the checkpoint
         return False
 
 
 def run_of(state: str | bytes) -> str:
-    """Of a checkpoint's STATE_FILE; empty where it tells none, or is damaged."""
+    """The run that is named in a checkpoint's STATE_FILE; empty if none is, or the file is damaged."""
     with contextlib.suppress(ValueError, AttributeError, RecursionError):
         return str(json.loads(state).get("run", ""))
     return ""
 
 
 def refuse_bare_fork(folder: Path) -> None:
-    """Where `resume=auto` finds no checkpoint in `folder`.
+    """Check for a branch without a checkpoint, when `resume=auto` finds no checkpoint in `folder`.
 
     Raises:
-        RunFolderError: a branch has begun here and saved none: it would begin with the model itself, unasked.
+        RunFolderError: a branch began here and saved none; the run would silently start from the model itself.
     """
     begins = _branch_from(folder)
     if not begins:
@@ -267,11 +267,11 @@ def refuse_bare_fork(folder: Path) -> None:
 def begin_branch(
     folder: Path, checkpoint: Path, resume: str, start: str, patience: Patience | None = None
 ) -> list[tuple[str, str]]:
-    """From here on `checkpoint`, which `resume` names, is the newest one: a death before the next save goes on from it,
-    and none of the line that is left makes it be deleted as an old one.
+    """Make `checkpoint`, which `resume` names, the newest one. If the run dies before its next save, a resume continues
+    from it, and it is not deleted as older than checkpoints of the line that is left.
 
     Returns:
-        Old and new name of each checkpoint that is kept aside: of another line, or all where it is not of `folder`.
+        Old and new name of each checkpoint put aside: those of another line, or all if `checkpoint` is not in `folder`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     own = checkpoint.parent == folder.resolve()
@@ -293,7 +293,7 @@ def begin_branch(
 
 
 def left_names(folder: Path, name: str) -> list[str]:
-    """Those of the checkpoints that were called `name` before a branch left their line; the newest of them last."""
+    """Present names of the checkpoints that were called `name` before a branch left their line, the newest last."""
     pattern = re.compile(rf"{LEFT}{re.escape(name)}(?:_(\d+))?", re.ASCII)
     named = map(pattern.fullmatch, (path.name for path in folder.glob(f"{LEFT}*")))
     found = {int(left[1] or 1): left[0] for left in named if left}
@@ -301,8 +301,8 @@ def left_names(folder: Path, name: str) -> list[str]:
 
 
 def _before(path: Path, position: tuple[int, int]) -> bool:
-    """Whether the line of `position` went through it. Versions are never used twice: one of a line that was begun later
-    from fewer steps has a larger one."""
+    """Whether the checkpoint is on the line of training that led to `position`. Policy versions are never used twice,
+    so a checkpoint of a line that began later from fewer steps has a larger version."""
     try:
         return all(map(operator.le, position_of(path), position))
     except CheckpointError:  # damaged

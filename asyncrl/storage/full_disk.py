@@ -1,6 +1,6 @@
-"""The wait for space: what whoever writes into the run folder does while its disk is full.
+"""Waits for disk space: what every writer into the run folder does while its disk is full.
 
-waits for:    space, asked for once per RETRY_S; at most `Patience.limit_s`
+waits for:    space, polled every RETRY_S; at most `Patience.limit_s`
 unblocked by: a write that fits
 """
 
@@ -22,21 +22,21 @@ from asyncrl.errors import DiskFullError
 log = logging.getLogger(__name__)
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""What the operating system says of a disk without space."""
+"""Error numbers of the operating system for a disk without space."""
 RETRY_S = 1.0
 SAY_S = 60.0
 BOARD_FILE = "waiting"
-"""In the folder of the logs."""
+"""Name of the board file, in the folder of the logs."""
 BOARD_BYTES = 1024
 IS_FULL = "the disk is full: "
-"""Begins what the board says while somebody waits."""
+"""Prefix of the board's text while a writer waits."""
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long a full disk is waited out, and where it is said besides in the log."""
+    """How long to wait for a full disk, and where to report it in addition to the log."""
 
     limit_s: float = 3600.0
     board: Path | None = None
@@ -51,14 +51,14 @@ class Patience:
         write: Callable[[], Result],
         errors: tuple[type[Exception], ...] = (OSError,),
     ) -> Result:
-        """What `write` gives. While it fails for want of space it is called again: it must begin anew each time.
+        """Return the result of `write`. It is called again while it fails for lack of space, and must then start over.
 
         Args:
-            path, nbytes: what cannot be written, for the message.
-            errors: what `write` may raise for want of space.
+            path, nbytes: the file and size to be written, for the message.
+            errors: exceptions that `write` may raise for lack of space.
 
         Raises:
-            DiskFullError: there was no space for `limit_s`. One of `errors`: `write` failed in another way.
+            DiskFullError: there was no space for `limit_s`. One of `errors`: `write` failed for another reason.
         """
         full = FullDisk(self)
         while True:
@@ -76,17 +76,17 @@ class Patience:
 
 @dataclass(slots=True)
 class FullDisk:
-    """One wait for space, or none: for those who have more to do than to wait."""
+    """One wait for space, for callers that have other work to do meanwhile."""
 
     patience: Patience
     since: float | None = None
     _said_at: float = field(default=0.0, init=False)
 
     def note(self, path: Path, nbytes: int) -> None:
-        """`nbytes` could not be written to `path`, again. Said at once, then once a minute.
+        """Record that writing `nbytes` to `path` failed. Logged at once, then once a minute.
 
         Raises:
-            DiskFullError: it has been so for longer than the patience lasts.
+            DiskFullError: the disk has been full for longer than the patience lasts.
         """
         now = self.patience.clock()
         first = self.since is None
@@ -109,7 +109,7 @@ class FullDisk:
             log.error("%s", text)
 
     def over(self) -> None:
-        """It fits."""
+        """The write succeeded: end the wait."""
         if self.since is not None:
             text = f"there is space again after {self.patience.clock() - self.since:.0f} s: going on"
             self.since = None
@@ -118,8 +118,8 @@ class FullDisk:
 
 
 def is_full(error: BaseException, path: Path, nbytes: int) -> bool:
-    """Whether `error`, or what it came of, says that `nbytes` found no space. Libraries hide the number of the error:
-    then the space itself tells."""
+    """Whether `error`, or one of its causes, says that there was no space for `nbytes`. Some libraries hide the error
+    number; then the free space decides."""
     if any(f"(os error {number})" in str(error) for number in FULL):  # safetensors
         return True
     seen: BaseException | None = error
@@ -131,7 +131,7 @@ def is_full(error: BaseException, path: Path, nbytes: int) -> bool:
 
 
 def free_bytes(path: Path) -> int:
-    """On the disk of `path`, or of the nearest folder above it that exists; -1 where nobody says."""
+    """Free bytes on the disk of `path`, or of its nearest existing parent; -1 if unknown."""
     for place in (path, *path.absolute().parents):
         with contextlib.suppress(OSError):
             return shutil.disk_usage(place).free
@@ -139,14 +139,14 @@ def free_bytes(path: Path) -> int:
 
 
 def make_board(path: Path) -> None:
-    """A file whose bytes are taken already, so that what is written over them fits on a full disk. Raises OSError."""
+    """Create a file with all of its bytes allocated, so that it can be overwritten on a full disk. Raises OSError."""
     with path.open("wb") as file:
         file.write(b" " * BOARD_BYTES)
 
 
 def post(board: Path | None, text: str) -> None:
-    """Write `text` over what stands on the board: the logs are on the disk that is full, and `asyncrl local` shows this
-    instead. Does nothing where there is no board."""
+    """Overwrite the board with `text`: the logs are on the full disk, and `asyncrl local` shows the board instead. Does
+    nothing if there is no board."""
     if board is None:
         return
     line = text.encode()[: BOARD_BYTES - 1].ljust(BOARD_BYTES - 1) + b"\n"
@@ -159,7 +159,7 @@ def post(board: Path | None, text: str) -> None:
 
 
 def read_board(path: Path) -> str:
-    """What stands there; empty where there is nothing."""
+    """The board's text; empty if there is none."""
     try:
         return path.read_bytes().decode(errors="replace").strip()
     except OSError:
@@ -167,10 +167,10 @@ def read_board(path: Path) -> str:
 
 
 def append_whole(path: Path, content: bytes) -> None:
-    """All of `content` at the end of the file, or nothing.
+    """Append all of `content` to the file, or nothing.
 
     Raises:
-        OSError: it could not be written; of `FULL` where there is no space.
+        OSError: writing failed; with an errno in `FULL` if there was no space.
     """
     with path.open("ab", buffering=0) as file:
         before = os.fstat(file.fileno()).st_size

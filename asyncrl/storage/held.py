@@ -1,5 +1,5 @@
-"""Folders for temporary files that end with the process that made them, however it ends: what a killed one left goes
-when the next is made, or a pool ends. So does memory that its processes share."""
+"""Temporary folders that are removed with the process that made them, however it ends: the folders of a killed process
+are removed when the next one is made, or when a pool ends. The same holds for memory that its processes share."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from pathlib import Path
 PREFIX = "asyncrl-held-"
 HELD = "held"
 SHARED = "shared"
-"""In such a folder: names in /dev/shm that end with it, each with the number of its file."""
+"""A file in such a folder. It maps the names in /dev/shm that are to be removed with it to their inode numbers."""
 MEMORY = Path("/dev/shm")
 
 
 @contextlib.contextmanager
 def held_folder(parent: str = "") -> Iterator[Path]:
-    """An empty folder in `parent`, or in the usual place, that is gone afterwards."""
+    """Yield an empty folder in `parent`, or in the default place for temporary files; it is removed afterwards."""
     clear_away()
     with (
         tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent or None, ignore_cleanup_errors=True) as name,
         Path(name, f"{HELD}.new").open("w") as file,
     ):
         fcntl.flock(file, fcntl.LOCK_EX)
-        # Named only once it is locked: see `clear_away`.
+        # Renamed only once it is locked: see `clear_away`.
         Path(file.name).rename(Path(name, HELD))
         try:
             yield Path(name)
@@ -38,10 +38,10 @@ def held_folder(parent: str = "") -> Iterator[Path]:
 
 
 def shared_by(pids: Iterable[int], named: tuple[str, ...]) -> dict[str, int]:
-    """Memory that these processes have mapped by a name in /dev/shm that begins so, with the numbers of its files."""
+    """Files in /dev/shm that these processes have mapped, of names that start with one of `named`: name -> inode."""
     mapped: set[str] = set()
     for pid in pids:
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
             mapped |= {line.partition(f" {MEMORY}/")[2] for line in lines}
     found: dict[str, int] = {}
@@ -52,13 +52,13 @@ def shared_by(pids: Iterable[int], named: tuple[str, ...]) -> dict[str, int]:
 
 
 def hold_shared(folder: Path, found: Mapping[str, int]) -> None:
-    """What is `shared_by` processes ends with a held folder: killed, they leave it."""
+    """Record shared memory (from `shared_by`) to be removed with a held folder: killed processes leave it behind."""
     (folder / SHARED).write_text(json.dumps(found))
 
 
 def _unlink_shared(folder: Path) -> None:
-    """What is still there of it; a file that has come by the same name since stays."""
-    with contextlib.suppress(OSError, ValueError):  # none, or its owner was killed while it wrote
+    """Remove the recorded shared memory. A newer file with the same name is kept."""
+    with contextlib.suppress(OSError, ValueError):  # no record, or its owner was killed while writing it
         for name, number in json.loads((folder / SHARED).read_text()).items():
             with contextlib.suppress(OSError):
                 path = MEMORY / Path(name).name
@@ -67,11 +67,11 @@ def _unlink_shared(folder: Path) -> None:
 
 
 def clear_away() -> None:
-    """What killed processes of this user have left, in the usual place and in that of sockets."""
+    """Remove what killed processes of this user left, in the default place for temporary files and that of sockets."""
     places = {tempfile.gettempdir(), "/tmp"}
     for mark in itertools.chain(*(Path(place).glob(f"{PREFIX}*/{HELD}") for place in places)):
         with contextlib.suppress(OSError):
-            if mark.parent.lstat().st_uid != os.geteuid():  # a stranger's may be a pipe, whose opening waits for ever
+            if mark.parent.lstat().st_uid != os.geteuid():  # opening another user's file may block for ever (a pipe)
                 continue
             with mark.open() as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,9 +1,9 @@
-"""JSON lines that vouch for each other: each ends with a checksum of itself and of the checksum before it.
+"""JSON lines chained by checksums: each ends with a checksum over itself and the checksum of the line before.
 
     {"step": 7, "policy_version": 9, ..., "crc": "5d41402a"}
 
-It stays one plain JSON object per line. A line that was changed, and one whose predecessor is gone, is found; what was
-cut off at the end of the file is not: whoever reads it has to know from elsewhere how far it went.
+Each line is a plain JSON object. A changed line is detected, and so is one whose predecessor is missing. Lines cut off
+at the end of the file are not: the reader has to know from elsewhere where the file should end.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ Row = dict[str, Any]
 
 _END = re.compile(rb', "crc": "([0-9a-f]{8})"\}\n\Z')
 _ZEROS, _LONG = bytes.maketrans(b"123456789", b"0" * 9), b"0" * 309
-"""A number of fewer digits is one that a float holds; to look at each number of a line takes as long as to read it."""
+"""Any number with fewer digits fits into a float. Checking each number of a line would take as long as parsing it."""
 TAIL_BYTES = 4 << 20
-"""Read from the end of a file, to find its last line."""
+"""Bytes read from the end of a file to find its last line."""
 
 AT_ONCE = 16
-"""Rows that are copied together."""
+"""Number of rows copied at a time."""
 
 
 def chained(text: str, before: int) -> tuple[str, int]:
-    """The line of the JSON object `text`, and its checksum; `before` is that of the line before, 0 for the first."""
+    """The line for the JSON object `text`, and its checksum. `before` is the previous line's, 0 for the first line."""
     body = text[:-1]
     crc = zlib.crc32(body.encode(), before)
     return f'{body}, "crc": "{crc:08x}"}}\n', crc
 
 
 def checksum_of(line: bytes, before: int | None) -> int | None:
-    """Of a whole line as it stands; None where it is not what the line says. `before`: None for any."""
+    """Checksum of a complete line; None if it does not match the line. `before`: the previous line's; None for any."""
     found = _END.search(line)
     if found is None:
         return None
@@ -57,23 +57,23 @@ Part = TypeVar("Part")
 
 @dataclass(slots=True)
 class Lines(Generic[Part]):
-    """A file as it was found."""
+    """The content of a file."""
 
     rows: list[Part] = field(default_factory=list)
-    """Of what can be read, without the checksums, the part that was asked for."""
+    """The requested part of each readable row, without checksum."""
     ends: list[int] = field(default_factory=list)
-    """Byte after each row."""
+    """Byte offset of the end of each row."""
     damaged: list[int] = field(default_factory=list)
-    """Numbers, from 1, of lines that are not what was written, or follow one that is gone."""
+    """Numbers, from 1, of lines that were changed, or whose predecessor is missing."""
     unread: int = 0
-    """Lines that are no JSON object."""
+    """Number of lines that are not JSON objects."""
     cut_off: bool = False
-    """The file ends in the middle of a line, as a killed writer may leave it."""
+    """The file ends in the middle of a line, as after a writer was killed."""
     crc: int = 0
-    """Of the last row."""
+    """Checksum of the last row."""
 
     def problem(self, path: Path) -> str:
-        """In words; empty where nothing is wrong."""
+        """Describe the damage; empty if there is none."""
         if not self.damaged:
             return ""
         more = f" and {len(self.damaged) - 3} more" * (len(self.damaged) > 3)
@@ -82,12 +82,12 @@ class Lines(Generic[Part]):
 
 
 def read_lines(path: Path) -> Lines[Row]:
-    """All that can be read of the file; nothing where there is none. Raises OSError."""
+    """Read all readable rows of the file; none if it does not exist. Raises OSError."""
     return read_parts(path, lambda row: row)
 
 
 def read_parts(path: Path, part: Callable[[Row], Part]) -> Lines[Part]:
-    """The same of a `part` of each row: samples of a long run are more than memory holds. Raises OSError."""
+    """As `read_lines`, keeping only a `part` of each row, because all may not fit into memory. Raises OSError."""
     found = Lines[Part]()
     end, before = 0, 0
     for number, line in enumerate(_lines_of(path), start=1):
@@ -110,7 +110,7 @@ def read_parts(path: Path, part: Callable[[Row], Part]) -> Lines[Part]:
 
 
 def rows_in(path: Path) -> Iterator[Row]:
-    """Those of `read_lines`, one after the other. Raises OSError."""
+    """Iterate over the rows of `read_lines`. Raises OSError."""
     whole = (line for line in _lines_of(path) if line.endswith(b"\n"))
     return (row for row in map(row_of, whole) if row is not None)
 
@@ -122,8 +122,8 @@ def _lines_of(path: Path) -> Iterator[bytes]:
 
 
 def row_of(line: bytes) -> Row | None:
-    """Without its checksum; None for what is no JSON object. A whole number that no float holds is infinity, as JSON's
-    1e999 is read: who calculates with it would be stopped by an OverflowError."""
+    """The row without its checksum; None if the line is not a JSON object. An integer too large for a float becomes
+    infinity, as JSON's 1e999 does; arithmetic with it would raise OverflowError."""
     try:
         row = json.loads(line, parse_int=_whole) if _LONG in line.translate(_ZEROS) else json.loads(line)
     except (ValueError, RecursionError):
@@ -139,7 +139,7 @@ def _whole(digits: str) -> float:
 
 
 def tail(path: Path, size: int = TAIL_BYTES) -> list[bytes]:
-    """The last lines of the file, the first of them perhaps in part; none where there is no file."""
+    """The last lines of the file, the first of them possibly incomplete; none if there is no file."""
     if not path.exists():
         return []
     with path.open("rb") as file:
@@ -148,18 +148,18 @@ def tail(path: Path, size: int = TAIL_BYTES) -> list[bytes]:
 
 
 def last_checksum(path: Path) -> int:
-    """Of the last whole line; 0 where there is none."""
+    """Checksum of the last complete line; 0 if there is none."""
     return next((crc for line in reversed(tail(path)) if (crc := checksum_of(line, None)) is not None), 0)
 
 
 class LineFile:
-    """Appends objects, each whole or not at all. On a full disk an append waits; see `Patience`."""
+    """Appends objects, all of a call or none. While the disk is full an append waits; see `Patience`."""
 
     def __init__(self, path: Path, patience: Patience, crc: int = 0) -> None:
         self._path, self._patience, self._crc = path, patience, crc
 
     def append(self, rows: Iterable[Mapping[str, Any]], **options: Any) -> None:
-        """`options` are those of `json.dumps`. Raises DiskFullError, OSError."""
+        """Append rows; `options` are passed to `json.dumps`. Raises DiskFullError, OSError."""
         crc, lines = self._crc, []
         for row in rows:
             line, crc = chained(json.dumps(row, **options), crc)
@@ -171,7 +171,8 @@ class LineFile:
 
 
 def open_kept(path: Path, keep: Callable[[Row], bool], patience: Patience) -> LineFile:
-    """For appending to the rows that are kept, which come before all others. What is damaged is told, and put aside.
+    """Open for appending after the rows to keep, which come before all others. If lines are damaged, they are reported,
+    and the old file is put aside.
 
     Raises:
         DiskFullError, OSError.
@@ -181,7 +182,7 @@ def open_kept(path: Path, keep: Callable[[Row], bool], patience: Patience) -> Li
     if not found.damaged:
         end = found.ends[kept - 1] if kept else 0
         if path.exists() and path.stat().st_size != end:
-            os.truncate(path, end)  # in place: a full disk has no room for a copy
+            os.truncate(path, end)  # in place, because a full disk has no room for a copy
         return LineFile(path, patience, last_checksum(path))
     aside = path.with_name(f"{path.name}.damaged")
     log.warning("%s. What can be read is kept, the file as it was is %s", found.problem(path), aside.name)

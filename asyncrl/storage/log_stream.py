@@ -1,6 +1,6 @@
-"""Standard output and error of a process whose logs are files: a full disk holds lines back, and ends nobody.
+"""Standard output and error of a process whose logs are files. A full disk delays lines, and never ends the process.
 
-Neither can wait as other writers do: a server that stands still for a line of its log is a dead server to its peers.
+Logging cannot wait as other writers do: to its peers, a server that blocks on a line of its log is a dead server.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from asyncrl.plain_text import PlainStream
 from asyncrl.storage.full_disk import FULL
 
 KEPT_BYTES = 1 << 20
-"""Held back while the disk is full; what comes after is counted and left out."""
+"""Limit on the bytes that are held back while the disk is full. Later output is counted and dropped."""
 
 
 class LogStream(io.RawIOBase):
-    """Writes to the descriptor `target`; never raises for want of space."""
+    """Writes to the descriptor `target`; never raises for lack of space."""
 
     def __init__(self, target: int) -> None:
         self._target = target
@@ -57,8 +57,8 @@ class LogStream(io.RawIOBase):
 
 
 def take_pipes() -> tuple[int, int]:
-    """Standard input and output, moved off the descriptors 0 and 1: a `print` of user code goes to the log, and is no
-    answer. On a full disk it fails nothing (`keep_logging`)."""
+    """Move standard input and output off the descriptors 0 and 1, and return their new descriptors, so that a `print`
+    in user code goes to the log and not into the answer. It does not fail on a full disk (`keep_logging`)."""
     taken = os.dup(0), os.dup(1)
     os.dup2(2, 1)
     null = os.open(os.devnull, os.O_RDONLY)
@@ -69,17 +69,17 @@ def take_pipes() -> tuple[int, int]:
 
 
 def keep_logging() -> None:
-    """Where standard output or error is a file, let it hold lines back on a full disk; elsewhere change nothing."""
+    """If standard output or error is a file, make it hold lines back on a full disk; otherwise change nothing."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         try:
             descriptor = stream.fileno()
             is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
-        except (OSError, ValueError, AttributeError):  # closed, none at all, or a test's
+        except (OSError, ValueError, AttributeError):  # closed, missing, or replaced by a test
             continue
         if is_file:
             stream.flush()
             raw = LogStream(descriptor)
             setattr(sys, name, io.TextIOWrapper(raw, encoding="utf-8", errors="replace", write_through=True))  # pyright: ignore[reportArgumentType]
             if isinstance(stream, PlainStream):
-                setattr(sys, name, PlainStream(getattr(sys, name)))  # foreign text stays plain
+                setattr(sys, name, PlainStream(getattr(sys, name)))  # control characters in foreign text stay escaped

@@ -1,4 +1,4 @@
-"""How much memory is left to the processes of this machine, or of its container."""
+"""The share of memory that is free on this machine, or in its container."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 def free_share(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> float | None:
-    """From 0 to 1, the smaller one of the machine's and of the container's (cgroup v2), pages of files that can be
-    given up counted as free; None where the kernel says nothing."""
+    """The free share, 0 to 1: the smaller one of the machine's and the container's (cgroup v2). Reclaimable file pages
+    count as free. None if the kernel gives no figures."""
     found: list[float] = []
     with contextlib.suppress(OSError, ValueError, KeyError, ZeroDivisionError):
         kb = {name: int(rest.split()[0]) for name, _, rest in map(_parted, meminfo.read_text().splitlines())}
@@ -19,16 +19,16 @@ def free_share(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> float | None:
         limit = container_bytes(cgroup) or 0
         used = int((cgroup / "memory.current").read_text())
         stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        # The active ones too: weights that several processes have mapped would else look like memory that is gone.
+        # Active file pages too: weights that several processes have mapped would otherwise look like used memory.
         files = int(stat["inactive_file"]) + int(stat["active_file"])
         found.append(1 - (used - files) / limit)
     return max(0.0, min(found)) if found else None
 
 
 def container_bytes(cgroup: Path = CGROUP) -> int | None:
-    """What this container may have (cgroup v2); None where it has no bound, or is none."""
+    """Memory limit of this container (cgroup v2); None if it has no limit or this is not a container."""
     try:
-        return int((cgroup / "memory.max").read_text())  # "max" is no number
+        return int((cgroup / "memory.max").read_text())  # "max" raises ValueError
     except (OSError, ValueError):
         return None
 

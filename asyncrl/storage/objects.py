@@ -1,4 +1,4 @@
-"""The small JSON files of a run folder, each one object: anybody may have cut, changed or exchanged them."""
+"""Reads the small JSON files of a run folder, each one object. They may have been truncated, changed or replaced."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Raises OSError; ValueError where the file holds anything else."""
+    """Raises OSError; ValueError if the file contains anything but a JSON object."""
     try:
         found = json.loads(path.read_text())
     except RecursionError as error:

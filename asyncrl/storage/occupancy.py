@@ -1,6 +1,6 @@
-"""Whether a run lives in a folder: a lock that all its processes on this machine share, and that each takes for itself.
+"""Detects whether a run is active in a folder, with a lock that each of its processes on this machine shares.
 
-So it lasts as long as any of them, in whatever order they die.
+The lock lasts as long as any of them lives, in whatever order they die.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ TURN_S = 0.1
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[bool]:
-    """Whether no process of another run is in `folder`; if so none may come while this lasts, or a process of the
-    caller's run lives (`lived_in`)."""
+    """Yield whether no process of another run is in `folder`. If so, none may enter until the context ends and the last
+    process of the caller's run (`lived_in`) has ended."""
     with _locked(folder, fcntl.LOCK_EX) as handle:
-        # Alone: now the others of this run may come in beside us.
+        # No other run is there: downgrade the lock, so that the other processes of this run can share it.
         yield handle is not None and _flock(handle, fcntl.LOCK_SH)
 
 
 @contextmanager
 def lived_in(folder: Path | str) -> Iterator[None]:
-    """This process belongs to the run in `folder`: while it lives no other run may begin there, whoever died before.
+    """Mark this process as part of the run in `folder`: while it lives no other run may begin there, whoever has died.
 
-    waits for: a start that is looking whether anybody is there, 5 s at most; unblocked by: its answer
+    waits for: a start that is checking the folder, 5 s at most; unblocked by: the end of its check
     """
     with _locked(Path(folder), fcntl.LOCK_SH) as handle:
         if handle is None:
@@ -45,15 +45,15 @@ def lived_in(folder: Path | str) -> Iterator[None]:
 
 @contextmanager
 def _locked(folder: Path, kind: int) -> Iterator[int | None]:
-    """None when others have it. The end of this process, however it comes, gives the lock back."""
+    """Yields None if others hold the lock. It is released when this process ends, however it ends."""
     try:
         handle = os.open(folder, os.O_RDONLY)
-    except OSError as error:  # not of this machine: a worker elsewhere, which has nothing to protect
+    except OSError as error:  # not on this machine: a remote worker, which has nothing to protect
         log.debug("%s cannot be opened: %s", folder, error)
         yield -1
         return
     try:
-        # Another start holds it whole for a moment, to see that nobody is there.
+        # Another start holds the lock exclusively for a moment, to check that nobody is there.
         tries = TRIES if kind == fcntl.LOCK_SH else 1
         yield handle if any(_flock(handle, kind) or time.sleep(TURN_S) for _ in range(tries)) else None
     finally:
@@ -62,9 +62,9 @@ def _locked(folder: Path, kind: int) -> Iterator[int | None]:
 
 @contextmanager
 def in_turn(folder: Path, waits: Callable[[], None]) -> Iterator[None]:
-    """One process after the other is in `folder`. `waits` is called by one that finds another there.
+    """Let one process at a time into `folder`. `waits` is called if another one is there.
 
-    waits for: that one; unblocked by: its end, however it ends
+    waits for: the other process; unblocked by: its end, however it ends
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -82,19 +82,19 @@ def _flock(handle: int, kind: int) -> bool:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError as error:  # a file system that has no such locks
+    except OSError as error:  # a file system without such locks
         log.debug("no lock: %s", error)
     return True
 
 
 def holders(folder: Path) -> str:
-    """` (the replay server, pid 7)`: see `living_in`."""
+    """Processes that hold a lock on the folder, as ` (the replay server, pid 7)`; see `living_in`."""
     named = [f"{who(process)}, pid {process.pid}" for process in living_in(folder)]
     return f" ({'; '.join(named)})" if named else ""
 
 
 def living_in(folder: Path) -> list[ProcessId]:
-    """Those that hold a lock on the folder, as far as the kernel of this machine tells."""
+    """Processes that hold a lock on the folder, as far as the kernel of this machine shows."""
     inode = folder.stat().st_ino
     try:
         rows = [line.split() for line in Path("/proc/locks").read_text().splitlines()]

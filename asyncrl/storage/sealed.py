@@ -1,4 +1,4 @@
-"""A folder that is either whole and proven, or not there: write aside, sync, list with hashes, rename."""
+"""Sealed folders, which are either complete and verified or absent: write aside, sync, list with hashes, rename."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ CHUNK_BYTES = 1 << 22
 
 
 class Entry(TypedDict):
-    """Of a file, in the manifest."""
+    """Entry of a file in the manifest."""
 
     bytes: int
     xxh3_128: str
 
 
 Entries = dict[str, Entry]
-"""By the file's name within the folder."""
+"""Entries by the file's path within the folder."""
 
 
 def seal(folder: Path, known: Mapping[str, Entry] | None = None) -> None:
-    """Sync every file to the disk; write the manifest of their sizes and hashes, with a hash of its own, last.
+    """Sync every file to disk. Write the manifest of their sizes and hashes last, with a hash of its own.
 
     Args:
-        known: files that their writers have synced and hashed.
+        known: entries of files that their writers have already synced and hashed.
     """
     known = known or {}
     others = [path for path in _files(folder) if path.relative_to(folder).as_posix() not in known]
@@ -46,7 +46,7 @@ def seal(folder: Path, known: Mapping[str, Entry] | None = None) -> None:
 
 
 def entries_of(folder: Path, paths: Iterable[Path]) -> Entries:
-    """Sync files of `folder` to the disk and hash them. Raises OSError."""
+    """Sync the given files of `folder` to disk and hash them. Raises OSError."""
     entries: Entries = {}
     for path in paths:
         _sync(path)
@@ -55,19 +55,19 @@ def entries_of(folder: Path, paths: Iterable[Path]) -> Entries:
 
 
 def _files(folder: Path) -> list[Path]:
-    """All but the manifest."""
+    """All files but the manifest."""
     return sorted(path for path in folder.rglob("*") if not path.is_dir() and path != folder / MANIFEST)
 
 
 def _seal_of(entries: Mapping[str, Entry]) -> str:
-    """Over names, sizes and hashes: without it a list that lost a line would vouch for what is left."""
+    """Hash over names, sizes and hashes; without it, a manifest that lost an entry would still be accepted."""
     return xxhash.xxh3_128(json.dumps(entries, sort_keys=True).encode()).hexdigest()
 
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """A folder to write into. It is sealed and becomes `target` when all is written, and gives its space back when not;
-    what `target` was before is there whole or not at all."""
+    """Yield a folder to write into. On success it is sealed and becomes `target`; on failure it is removed, which frees
+    its space. The previous `target` is there completely or not at all."""
     aside, old = (target.with_name(target.name + suffix) for suffix in (".tmp", ".old"))
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -85,7 +85,7 @@ def replacing(target: Path) -> Iterator[Path]:
 
 
 def strangers(folder: Path) -> list[str]:
-    """Names in `folder` of what its manifest does not list: not of this program. All of them where there is none."""
+    """Names of files in `folder` that its manifest does not list; all files if there is no manifest."""
     try:
         known = {MANIFEST, *_read_manifest(folder / MANIFEST, "")}
     except CheckpointDamagedError:
@@ -96,20 +96,20 @@ def strangers(folder: Path) -> list[str]:
 
 
 def move_into_place(aside: Path, target: Path) -> None:
-    """Rename, and make the rename itself survive a power cut."""
+    """Rename, and sync the rename, so that it survives a power failure."""
     aside.rename(target)
     _sync(target.parent)
 
 
 def replace_text(path: Path, text: str | bytes, aside: Path | None = None) -> None:
-    """Write `text` aside and rename: a reader sees the old or the new. Not synced: a power cut may take it back."""
+    """Write `text` aside and rename it: a reader sees the old or the new. Not synced: a power failure may undo it."""
     aside = aside or path.with_name(f"{path.name}.tmp")
     aside.write_bytes(text if isinstance(text, bytes) else text.encode())
     aside.replace(path)
 
 
 def replace_durably(path: Path, text: str) -> None:
-    """As `replace_text`, and no power cut takes it back."""
+    """As `replace_text`, but synced: a power failure does not undo it."""
     aside = path.with_name(f"{path.name}.tmp")
     aside.write_text(text)
     _sync(aside)
@@ -117,11 +117,11 @@ def replace_durably(path: Path, text: str) -> None:
 
 
 def point(link: Path, target: Path) -> None:
-    """Make `link` name `target` (a folder beside it) in one step: a reader sees the old or the new, never none."""
+    """Make `link` point to `target` (a folder next to it) atomically: a reader sees the old or the new, never none."""
     fresh = link.with_name(link.name + ".tmp")
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(target.name)
-    if link.is_dir() and not link.is_symlink():  # of a run folder that was copied by what follows links, as scp does
+    if link.is_dir() and not link.is_symlink():  # a run folder copied by a tool that follows links, such as scp
         shutil.rmtree(link.with_name(f"{link.name}.copied"), ignore_errors=True)
         link.rename(link.with_name(f"{link.name}.copied"))
     fresh.replace(link)
@@ -129,19 +129,19 @@ def point(link: Path, target: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Renamed first, so that a kill half-way leaves nothing that looks like a checkpoint."""
+    """Rename, then delete, so that a kill in between leaves nothing that looks like a checkpoint."""
     shutil.rmtree(retire(folder))
 
 
 def retire(folder: Path) -> Path:
-    """Rename what is to be removed; returns its new name, which nobody takes for a checkpoint's."""
+    """Rename a folder that is to be removed. Returns its new name, which is not that of a checkpoint."""
     doomed = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(doomed, ignore_errors=True)
     return folder.rename(doomed)
 
 
 def is_sealed(folder: Path) -> bool:
-    """Whether there is a manifest of this program in it, whole or not: other programs have files of that name too."""
+    """Whether the folder has a manifest of this program, intact or not; other programs have files of that name too."""
     try:
         return b'"xxh3_128"' in (folder / MANIFEST).read_bytes()
     except OSError:
@@ -149,7 +149,7 @@ def is_sealed(folder: Path) -> bool:
 
 
 def verify_export(folder: Path) -> None:
-    """As `verify`, for a model that a run exported; the user may have put more beside it.
+    """As `verify`, for an exported model; the user may have added other files.
 
     Raises:
         CheckpointDamagedError: naming the first file that is missing, cut short or changed.
@@ -158,10 +158,10 @@ def verify_export(folder: Path) -> None:
 
 
 def verify(folder: Path, way_out: str = "", *, more: bool = False) -> None:
-    """Compare every file with the manifest, and the manifest with its seal. With `more`, others may be there too.
+    """Compare every file with the manifest, and the manifest with its seal. With `more`, other files are allowed.
 
     Raises:
-        CheckpointDamagedError: naming the first file that is missing, cut short, changed or in excess.
+        CheckpointDamagedError: naming the first file that is missing, cut short, changed or not listed.
     """
     way_out = way_out or f"restore it from a copy, or delete {folder} and resume from an older checkpoint: resume=PATH"
     entries = _read_manifest(folder / MANIFEST, way_out)

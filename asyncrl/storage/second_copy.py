@@ -1,8 +1,8 @@
 """A second copy of a checkpoint, behind any URL of fsspec: `python -m asyncrl.storage.second_copy STEP_DIR URL`.
 
-URL/step_50/   the files of ckpt/step_50, manifest.json last: a copy without it is half a one
+URL/step_50/   the files of ckpt/step_50, manifest.json last: a copy without it is incomplete
 
-And before there is one, `python -m asyncrl.storage.second_copy --begin RUN URL`: whether that run may copy to there.
+Before the first copy, `python -m asyncrl.storage.second_copy --begin RUN URL` checks whether that run may copy there.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ PROBE = ".asyncrl-probe"
 
 
 def begin_copies(run: str, url: str) -> str:
-    """See that files may be written under `url`, and that no checkpoints of another run than `run` lie there.
+    """Check that files can be written under `url`, and that no checkpoints of a run other than `run` are there.
 
     Returns:
-        Where they will be.
+        The path under which the copies will be.
 
     Raises:
-        FileExistsError: some do. OSError, ValueError, ImportError: as of fsspec: no such protocol, no right.
+        FileExistsError: there are some. OSError, ValueError, ImportError: from fsspec: no such protocol, no permission.
     """
     files, root = fsspec.core.url_to_fs(url)
     root = root.rstrip("/")
     files.makedirs(root, exist_ok=True)
     files.pipe_file(f"{root}/{PROBE}", b"x")
-    with contextlib.suppress(Exception):  # a place of backups may allow nobody to delete: then it stays there
+    with contextlib.suppress(Exception):  # a place for backups may forbid deleting: then the file stays there
         files.rm_file(f"{root}/{PROBE}")
     for path in sorted(str(found) for found in files.ls(root, detail=False)):
         if path.rpartition("/")[2].startswith("step_"):
@@ -43,15 +43,15 @@ def begin_copies(run: str, url: str) -> str:
 
 
 def copy_checkpoint(checkpoint: Path, url: str) -> str:
-    """Put `checkpoint` under `url`; another of the same name and run that lies there is replaced, the same one left as
-    it is. Beside that nothing there is ever deleted.
+    """Copy `checkpoint` to `url`. An older copy of the same name and run is replaced, an identical one is left as it
+    is. Nothing else there is ever deleted.
 
     Returns:
-        Where it is now.
+        The path of the copy.
 
     Raises:
-        FileExistsError: one of another run lies there.
-        OSError, ValueError, ImportError: as of fsspec: no such protocol, no right, a file that arrived cut short.
+        FileExistsError: a copy from another run is there.
+        OSError, ValueError, ImportError: from fsspec: no such protocol, no permission, a file that arrived cut short.
     """
     files, root = fsspec.core.url_to_fs(url)
     target = f"{root.rstrip('/')}/{checkpoint.name}"
@@ -73,7 +73,7 @@ def copy_checkpoint(checkpoint: Path, url: str) -> str:
 
 
 def _refuse_other(files: fsspec.AbstractFileSystem, target: str, run: str) -> None:
-    with contextlib.suppress(FileNotFoundError):  # half a copy may have none
+    with contextlib.suppress(FileNotFoundError):  # an incomplete copy may have no state file
         other = run_of(files.cat_file(f"{target}/{STATE_FILE}"))
         if other not in ("", run) and run:
             raise FileExistsError(
@@ -83,8 +83,9 @@ def _refuse_other(files: fsspec.AbstractFileSystem, target: str, run: str) -> No
 
 
 def _remove_files(files: fsspec.AbstractFileSystem, target: str, manifest: bytes, but: Collection[str]) -> None:
-    """What the old copy names and the new one has not (files of more ranks): beside it they would be in excess."""
-    # Cut short by a death, or of another hand: then it names nothing, or what is not in the folder.
+    """Remove files that the old copy has and the new one does not, such as those of more ranks: none may be in
+    excess."""
+    # The old manifest may be cut short by a crash, or foreign: then it names nothing, or files outside of the folder.
     with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         for name in map(PurePosixPath, json.loads(manifest)["files"]):
             outside = name.is_absolute() or ".." in name.parts
@@ -94,7 +95,7 @@ def _remove_files(files: fsspec.AbstractFileSystem, target: str, manifest: bytes
 
 
 def main(*arguments: str) -> int:
-    """Exit code; what is wrong as one line."""
+    """Return the exit code; errors are printed as one line."""
     try:
         first, *others = arguments
         print(begin_copies(*others) if first == "--begin" else copy_checkpoint(Path(first), *others))

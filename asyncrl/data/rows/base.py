@@ -31,8 +31,7 @@ class Rows(Protocol):
         ...
 
     def scan(self, columns: Sequence[str]) -> Iterator[Row]:
-        """Iterate over all rows in order, with at least these columns; other columns are included only if reading them
-        costs nothing."""
+        """Iterate over all rows in order, with at least these columns, and others only if they cost nothing."""
         ...
 
     def sizes(self, column: str) -> NDArray[np.int64]:

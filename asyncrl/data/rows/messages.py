@@ -14,8 +14,7 @@ TOOLS = "tools"
 
 
 def messages_of(given: Any, column: str, where: str) -> list[dict[str, Any]]:
-    """Copy the messages, without fields that are null (parquet files fill in missing fields), and with the text parts
-    of a message joined.
+    """Copy the messages, without null fields (parquet files fill them in), and with the text parts of a message joined.
 
     Args:
         where: the row, for errors.
@@ -56,8 +55,7 @@ def _without_nothing(given: Any) -> Any:
 
 
 def refuse_halves(value: object, column: str, where: str) -> None:
-    """Raises DataError if a text in `value`, at any depth, has a lone surrogate, which JSON can contain but tokenizers
-    do not accept."""
+    """Raises DataError if a text in `value`, at any depth, has a lone surrogate: JSON allows one, tokenizers do not."""
     if isinstance(value, str):
         try:
             value.encode()
@@ -82,8 +80,7 @@ def _message(given: Any, where: str) -> dict[str, Any]:
 
 
 def _text(content: Any, where: str) -> str:
-    """Accepts only text: a template would render anything else in its Python form, or not at all, and the model would
-    read that."""
+    """Accepts only text: a template would write anything else in its Python form, or not at all."""
     if isinstance(content, str):
         return content
     texts = [_text_of(part) for part in content] if isinstance(content, list) else [None]

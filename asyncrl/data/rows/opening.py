@@ -27,8 +27,7 @@ def open_source(source: Source) -> PromptRows:
 
 
 def open_rows(source: Source) -> Rows:
-    """Open all rows of a source, unchecked. Raises DataError and ConfigError as `open_source`, but does not check the
-    first row."""
+    """Open all rows of a source without checking the first. Raises DataError and ConfigError as `open_source`."""
     return joined([_open(place, source) for place in places(source)])
 
 
@@ -45,8 +44,7 @@ def _open(place: Place, source: Source) -> Rows:
 
 
 def late_import(module: str, source: Source) -> ModuleType:
-    """Import `asyncrl.data.rows.<module>` on demand: pyarrow takes 0.2 s and 60 MB, `datasets` seconds, and most runs
-    need neither."""
+    """Import `asyncrl.data.rows.<module>` when needed: pyarrow takes 0.2 s and 60 MB, `datasets` seconds."""
     library, installs = NEEDS[module]
     if importlib.util.find_spec(library) is None:
         raise DataError(f"{source.key}={source.title} needs {library}, which is not installed: pip install {installs}")

@@ -52,8 +52,7 @@ class SourceRows:
         return (row for row, wanted in zip(self._rows.scan(columns), kept, strict=True) if wanted)
 
     def data_sources(self) -> Iterator[str]:
-        """The data source of each row, in order; empty if a row has none. Raises DataError for a row that cannot be
-        read."""
+        """Each row's data source, in order; empty if it has none. Raises DataError for a row that cannot be read."""
         return (str(self._data_source(columns) or "") for columns in self.scan([DATA_SOURCE]))
 
     def _data_source(self, columns: Row) -> Any:
@@ -68,12 +67,10 @@ class SourceRows:
         self._rows.close()
 
     def ranks(self, column: str) -> NDArray[np.int64]:
-        """The rank of each row's value in this column among all distinct values, [rows]. Equal values have the same
-        rank.
+        """The rank of each row's value in this column among all distinct values, [rows]. Equal values share a rank.
 
         Raises:
-            DataError: a row lacks the column or has neither a number nor text there, or some rows have numbers and some
-                text.
+            DataError: a row has neither a number nor text in this column, or some rows have numbers and some text.
         """
         values: list[Any] = []
         for row, columns in enumerate(self.scan([column.partition(".")[0]])):
@@ -121,8 +118,7 @@ class PromptRows(SourceRows):
             Each `data_source` (empty for rows that have none) with the first row that has it.
 
         Raises:
-            DataError: naming the first bad row, or the first whose prompt is of another kind (text or messages) than
-                the others.
+            DataError: naming the first bad row, or the first whose prompt is not of the same kind as the others.
         """
         first = type(self[0][PROMPT])
         found: dict[str, str] = {}
@@ -173,8 +169,7 @@ def matching(rows: Rows, where: Sequence[Condition]) -> NDArray[np.int64]:
     """Numbers of the rows for which all conditions of `where` hold, in order.
 
     Raises:
-        DataError: there is no such row; no row has the column; or a bound is compared with a value that is not a
-            number.
+        DataError: there is no such row; no row has the column; or a bound is set on a value that is not a number.
     """
     kept: list[int] = []
     unseen = {condition.column for condition in where}
