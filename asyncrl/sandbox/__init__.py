@@ -1,4 +1,4 @@
-"""Programs that nobody vouches for, in processes of their own: `running.run` is the door.
+"""Runs untrusted programs in separate processes. `running.run` is the entry point.
 
-What lives here knows Linux and nothing else of asyncrl: rewards and environments call it.
+This package depends on Linux and on little else of asyncrl; rewards and environments call it.
 """

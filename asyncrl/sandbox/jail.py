@@ -1,6 +1,6 @@
-"""The inside of the level `namespaces`: the first process of its own process namespace, and the program below it.
+"""Sets up the level `namespaces`: the first process of a new PID namespace, and the program that it starts.
 
-Without root all of it is done in a user namespace. Root needs none for the mounts, and its program gives up being root.
+Without root everything happens in a user namespace. Root needs none for the mounts; its program drops root.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from asyncrl.sandbox import kernel
 from asyncrl.sandbox.level import Level
 
 ROOT = "/tmp"
-"""Over it the new root is mounted, for the eyes of this process alone."""
+"""Mount point of the new root, visible to this process only."""
 SCRATCH = "/tmp/work"
 SYSTEM = (
     "/usr",
@@ -32,16 +32,16 @@ SYSTEM = (
 )
 DEVICES = ("null", "zero", "full", "random", "urandom")
 USER = 1000
-"""As the program sees itself."""
+"""User and group id of the program, as it sees them."""
 APART = 1_000_000_000
-"""First of the users that programs of root run as, one each: a limit on processes counts those of a user."""
+"""First of the user ids for programs started by root, each with its own: a process limit counts per user."""
 NOBODY = 65534
 MOST_FILES = 8192
 ALL_APART = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
 
 
 def part(as_root: bool) -> None:
-    """Leave the machine's namespaces, but for its files; the next child is the first process of its own. OSError."""
+    """Leave the machine's namespaces except that of mounts; the next child is PID 1 of a new one. Raises OSError."""
     user, group = os.geteuid(), os.getegid()
     kernel.unshare(ALL_APART | (0 if as_root else kernel.CLONE_NEWUSER))
     if not as_root:
@@ -49,17 +49,17 @@ def part(as_root: bool) -> None:
 
 
 def live(spec: dict[str, Any], as_root: bool, leash: int, setup: int, result: int) -> None:
-    """The first process: makes the files, starts the program, and takes every process with it when that ends.
+    """Run as PID 1: set up the files, start the program, and end all processes when it ends.
 
     Args:
-        leash: readable as soon as the watcher is gone.
-        setup: takes what went wrong before the program ran; closed when it runs.
-        result: takes the program's wait status.
+        leash: becomes readable when the watcher has ended.
+        setup: receives errors before the program runs; closed when it runs.
+        result: receives the program's wait status.
     """
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-    if select.select([leash], [], [], 0)[0]:  # it died before the bond was made
+    if select.select([leash], [], [], 0)[0]:  # the watcher died before the prctl took effect
         os._exit(1)
-    # For a first process a signal from below that nothing handles is none; Python handles this one.
+    # PID 1 ignores signals from its namespace that it does not handle; Python handles this one.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     kernel.unshare(kernel.CLONE_NEWNS)
     owner = APART + os.stat("/proc/self").st_ino % APART if as_root else os.geteuid()
@@ -83,14 +83,14 @@ def live(spec: dict[str, Any], as_root: bool, leash: int, setup: int, result: in
 
 
 def become(spec: dict[str, Any], folder: str) -> None:
-    """This process becomes the program, within its limits. Raises OSError."""
+    """Replace this process with the program, within its limits. Raises OSError."""
     os.chdir(folder)
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-    # Who named `rlimits` gets what the kernel has.
+    # The user who chose `rlimits` gets what the kernel supports.
     with suppress(OSError) if spec["level"] == Level.RLIMITS else nullcontext():
         kernel.withhold_calls()
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and children would
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and its children would inherit that
         signal.signal(ignored, signal.SIG_DFL)
     limits, mega = spec["limits"], 1 << 20
     for which, most in (
@@ -109,7 +109,7 @@ def become(spec: dict[str, Any], folder: str) -> None:
 
 
 def _close_all_but_streams() -> None:
-    """On success of the exec: those that report its failure must live until then."""
+    """Close them on a successful exec only: the descriptors that report its failure must stay open until then."""
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else map(str, range(3, 1024)):
         if int(name) > 2:
             with suppress(OSError):
@@ -131,7 +131,7 @@ def _make_files(spec: dict[str, Any], owner: int | None) -> None:
     os.symlink("/tmp", f"{ROOT}/dev/shm")
     with open(f"{ROOT}/etc/passwd", "w") as file:
         file.write(f"user:x:{USER}:{USER}::{SCRATCH}:/bin/sh\n")
-    # Some containers allow no fresh one: then there is none.
+    # Some containers do not allow a new /proc mount; then there is none.
     with suppress(OSError):
         kernel.mount("proc", f"{ROOT}/proc", "proc", plain | kernel.MS_NOEXEC)
     put_files(spec["files"], f"{ROOT}{SCRATCH}")
@@ -151,7 +151,8 @@ def put_files(files: dict[str, str], folder: str) -> None:
 
 
 def _opened(paths: list[str]) -> dict[str, int | str]:
-    """Path -> descriptor, or what a symbolic link of the system says. Opened before the new root hides them."""
+    """Map each path to a descriptor, or a system's symbolic link to its target. Opened before the new root hides
+    them."""
     found: dict[str, int | str] = {}
     for path in dict.fromkeys(paths):
         if path in SYSTEM and os.path.islink(path) and path != "/etc/localtime":
@@ -186,9 +187,9 @@ def _give_up_root(owner: int) -> None:
         except OSError:
             if user == NOBODY:
                 raise
-            continue  # a container that knows only its first 65,536 users
+            continue  # a container that has only its first 65,536 users
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
-        # Not needed to keep it apart: with it, no further one can be made.
+        # Not needed for isolation, but inside this user namespace no further one can be created.
         with suppress(OSError):
             kernel.unshare(kernel.CLONE_NEWUSER)
             _map_user(user, user)
@@ -202,6 +203,6 @@ def _map_user(user: int, group: int) -> None:
 
 
 def _forbid_nested() -> None:
-    """A user namespace of its own would give the program the run of parts of the kernel that it has no business in."""
+    """Forbid user namespaces: in one, the program could reach parts of the kernel that it should not."""
     with suppress(OSError), open("/proc/sys/user/max_user_namespaces", "w") as file:
         file.write("0")

@@ -1,4 +1,4 @@
-"""The calls of the Linux kernel that Python 3.11 has no function for. Each raises OSError."""
+"""System calls that Python 3.11 has no function for. Each function raises OSError."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _MOUNT_SETATTR = 442
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _FIRST_X32 = 0x40000000
-"""The same calls once more, by other numbers; on no other machine is there a call from here on."""
+"""On x86_64 the x32 ABI repeats the calls from this number on; no machine has other calls there."""
 _WITHHELD = {
-    # Keys: the caller's keyring is inherited, whatever the namespaces.
+    # Keys: the caller's keyring is inherited regardless of namespaces.
     "add_key": {"x86_64": 248, "aarch64": 217},
     "request_key": {"x86_64": 249, "aarch64": 218},
     "keyctl": {"x86_64": 250, "aarch64": 219},
-    # Memory that belongs to no process, which no limit counts.
+    # Memory that belongs to no process and is counted by no limit.
     "memfd_create": {"x86_64": 319, "aarch64": 279},
     "memfd_secret": {"x86_64": 447, "aarch64": 447},
     "shmget": {"x86_64": 29, "aarch64": 194},
@@ -37,8 +37,8 @@ _WITHHELD = {
 }
 _SOCKET = {"x86_64": 41, "aarch64": 198}
 _FAMILIES = (1, 2, 10, 16)
-"""Of sockets: unix, both of the internet, netlink. Namespaces keep these to themselves; vsock reaches the machine that
-this one is a guest of."""
+"""Allowed socket families: unix, IPv4, IPv6, netlink. Namespaces isolate these, but vsock reaches a virtual machine's
+host."""
 _LOAD, _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _KILL, _ALLOW, _FAIL = 0x80000000, 0x7FFF0000, 0x00050000
 
@@ -60,7 +60,7 @@ def _checked(result: int, what: str) -> None:
 
 
 def unshare(flags: int) -> None:
-    """New namespaces; that of processes holds for the next children."""
+    """Enter new namespaces; a new PID namespace applies to the next children."""
     _checked(_libc.unshare(ctypes.c_int(flags)), "unshare")
 
 
@@ -70,7 +70,7 @@ def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> No
 
 
 def make_read_only(target: str, *, below: bool) -> None:
-    """The mount at `target`, with those `below` it if so; set-user-id bits count no more there."""
+    """Make the mount at `target` read-only and ignore set-user-ID bits there; with `below` also the mounts under it."""
     wanted = _MountAttributes(set=_MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID)
     arguments = (
         target.encode(),
@@ -82,7 +82,7 @@ def make_read_only(target: str, *, below: bool) -> None:
 
 
 def enter_root(folder: str) -> None:
-    """`folder`, a mount, becomes `/`; what was `/` cannot be reached any more."""
+    """Make the mount `folder` the root; the old root becomes unreachable."""
     number = _PIVOT_ROOT.get(platform.machine())
     if number is None:
         raise OSError(38, f"pivot_root: its number on {platform.machine()} is not known here")
@@ -97,7 +97,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def withhold_calls() -> None:
-    """This process and all below it have some calls no more: each fails as on a kernel that was built without it."""
+    """Block some system calls for this process and its descendants; they fail as on a kernel built without them."""
     machine = platform.machine()
     if machine not in _AUDIT_ARCH:
         raise OSError(errno.ENOSYS, f"seccomp: the numbers of calls on {machine} are not known here")
@@ -105,10 +105,10 @@ def withhold_calls() -> None:
     refused.append((_IF_AT_LEAST, _FIRST_X32))
     most = len(refused) + len(_FAMILIES) + 3  # instructions between the first test and the last
     code = [
-        (_LOAD, 0, 0, 4),  # which kind of calls: those of 32 bits have numbers of their own
+        (_LOAD, 0, 0, 4),  # the architecture: 32-bit calls have other numbers
         (_IF_EQUAL, 1, 0, _AUDIT_ARCH[machine]),
         (_RETURN, 0, 0, _KILL),
-        (_LOAD, 0, 0, 0),  # which call
+        (_LOAD, 0, 0, 0),  # the number of the call
         *((test, most - place, 0, number) for place, (test, number) in enumerate(refused)),
         (_IF_EQUAL, 0, len(_FAMILIES) + 2, _SOCKET[machine]),
         (_LOAD, 0, 0, 16),  # its first argument

@@ -1,4 +1,4 @@
-"""How a program is kept apart, and how it can end. Read before each program, so it imports nothing heavy."""
+"""Isolation levels, and how a program can end. Imported before each program, so it imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from enum import Enum
 
 
 class Level(str, Enum):
-    """How a program is kept apart from the machine, the stronger first."""
+    """How a program is isolated from the machine, strongest first."""
 
     NAMESPACES = "namespaces"
-    """Its own users, processes, network and files: it sees the interpreter, system libraries and a scratch folder, can
-    write only into that, reaches nobody, and all it started ends with it."""
+    """Separate users, processes, network and files: the program sees the interpreter, system libraries and a scratch
+    folder, can write only to that folder, has no network, and all processes that it started end with it."""
     RLIMITS = "rlimits"
-    """Bounded in time, memory and processes, and killed with all it started. It runs as you, with your files and your
-    network: nothing is kept from a program that means harm."""
+    """Limits on time, memory and processes, and the program is killed with all it started. It runs as your user, with
+    your files and your network: no protection against a malicious program."""
 
 
 class Reason(str, Enum):
-    """Why a program ended. All of them are its own doing: a sandbox that cannot work raises SandboxError."""
+    """Why a program ended. All of these are due to the program; if the sandbox itself fails it raises SandboxError."""
 
     EXITED = "exited"
     SIGNALLED = "signalled"
     TIMED_OUT = "timed_out"
-    """Past `wall_s` or `cpu_s`."""
+    """`wall_s` or `cpu_s` was exceeded."""
     MEMORY = "memory"
-    """All its processes together. One process alone past the limit is refused memory, and may go on without."""
+    """All its processes together exceeded the limit. A single process above it is refused memory, and may continue."""
     PROCESSES = "processes"
-    """Where the kernel does not count them itself (`rlimits` as root)."""
+    """Too many processes, where the kernel itself does not count them (`rlimits` as root)."""
     OUTPUT = "output"

@@ -1,4 +1,4 @@
-"""What a program in the sandbox may use, and what became of it."""
+"""Resource limits of a program in the sandbox, and its outcome."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from asyncrl.sandbox.level import Reason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """All positive."""
+    """Resource limits, all positive."""
 
     wall_s: float = 10.0
     cpu_s: int = 10
-    """Of each process."""
+    """CPU seconds of each process."""
     memory_mb: int = 1024
-    """Address space of each process, and resident memory of all together."""
+    """Limit on the address space of each process, and on the resident memory of all together."""
     processes: int = 32
     """Threads count as processes."""
     file_mb: int = 64
-    """Each file; the scratch folder holds twice as much."""
+    """Size limit of each file; the scratch folder holds twice as much."""
     open_files: int = 128
     output_kb: int = 1024
-    """Each of standard output and standard error; past it the program is killed."""
+    """Limit on each of standard output and standard error; the program is killed when it exceeds one."""
 
     def __post_init__(self) -> None:
         """Raises SandboxError."""
@@ -35,12 +35,12 @@ class Limits:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     stdout: str
-    """As far as it came; bytes that are no UTF-8 are replaced."""
+    """What was written before the end; invalid UTF-8 is replaced."""
     stderr: str
     exit: int | None
-    """Exit code; None if it did not exit by itself."""
+    """Exit code; None if the program did not exit by itself."""
     signal: int = 0
-    """That ended it, where one did."""
+    """The signal that ended the program, if any."""
     reason: Reason
 
     @property
@@ -48,7 +48,7 @@ class Outcome:
         return self.exit == 0
 
     def told(self) -> str:
-        """In one line: `exit code 1: ValueError: ...`."""
+        """The outcome in one line: `exit code 1: ValueError: ...`."""
         how = f"exit code {self.exit}" if self.reason is Reason.EXITED else self.reason.value
         if self.signal:
             how += f" ({self.signal})"

@@ -1,8 +1,8 @@
-"""`run(program)`: the caller's side of the sandbox. It blocks; from asyncio use `asyncio.to_thread(run, program)`.
+"""`run(program)` runs a program in the sandbox. It blocks; from asyncio use `asyncio.to_thread(run, program)`.
 
 consumes:     a program, its input, its limits
-waits for:    the program's end, and the end of all that it started
-unblocked by: that, or by the deadline in its limits and the time it takes to kill
+waits for:    the end of the program and of all processes that it started
+unblocked by: that, or the deadline in its limits plus the time to kill it
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
     "PYTHONDONTWRITEBYTECODE": "1",
-    # A process per core for each matrix product would use up its processes.
+    # One thread per core for each matrix product would exhaust the process limit.
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
-"""All that a program sees of the caller's: none of its variables, in which keys stand."""
+"""The program's whole environment. It gets none of the caller's variables, which may contain keys."""
 GRACE_S = 30.0
-"""Past the deadline: for the watcher to come up on a busy machine, and to kill."""
+"""Seconds past the deadline, for the watcher to start on a busy machine and to kill the program."""
 CHUNK = 1 << 16
 
 
@@ -54,17 +54,16 @@ def run(
     files: Mapping[str, str] | None = None,
     readable: Sequence[str] = (),
 ) -> Outcome:
-    """Run `program` with nothing of the caller's: no variables, no open files, an empty folder to work in.
+    """Run `program` without anything of the caller's: no variables, no open files, an empty working folder.
 
     Args:
-        program: Python source, run by this interpreter with its packages; or a command with its arguments, the first
-            a path.
-        files: relative name -> text, put into its folder.
-        readable: paths that it may read beside the interpreter and the system's libraries; the programs of root are
-            another user's, so for those they must be readable for all. With `RLIMITS` it can read what you can.
+        program: Python source, run by this interpreter with its packages; or a command (a path) and its arguments.
+        files: relative name -> text, files to put into its folder.
+        readable: further paths that it may read, besides the interpreter and the system's libraries. Programs started
+            by root run as another user, so the paths must be readable for all. With `RLIMITS` it can read what you can.
 
     Raises:
-        SandboxError: it could not be run, or was not seen to end. What the program itself does wrong is an outcome.
+        SandboxError: the program could not be run, or did not end. Errors of the program itself are an outcome.
     """
     limits = limits or Limits()
     files = dict(files or {})
@@ -93,7 +92,7 @@ def run(
 
 @functools.cache
 def unavailable(level: Level = Level.NAMESPACES) -> str:
-    """Why this machine cannot run programs at `level`, found by running one; empty when it can."""
+    """Why this machine cannot run programs at `level`, found by running one; empty if it can."""
     try:
         outcome = run("print(6 * 7)", level=level, limits=Limits(wall_s=60.0, cpu_s=30))
     except SandboxError as error:
@@ -102,13 +101,13 @@ def unavailable(level: Level = Level.NAMESPACES) -> str:
 
 
 def chosen_level(isolation: str, who: str, setting: str) -> Level:
-    """The level that a setting names.
+    """Return the level that a setting names.
 
     Args:
-        who: wants to run programs, for the refusal.
+        who: what wants to run programs, for the error.
 
     Raises:
-        ConfigError: there is no such level, or this machine does not have it.
+        ConfigError: there is no such level, or this machine does not support it.
     """
     if isolation not in [level.value for level in Level]:
         raise ConfigError(
@@ -126,7 +125,7 @@ def chosen_level(isolation: str, who: str, setting: str) -> Level:
 
 @functools.cache
 def interpreter_folders() -> tuple[str, ...]:
-    """What this interpreter consists of, the packages of its environment included."""
+    """Folders of this interpreter, including the packages of its environment."""
     real = Path(sys.executable).resolve().parent.parent
     return tuple(dict.fromkeys((sys.prefix, sys.base_prefix, sys.exec_prefix, str(real))))
 
@@ -171,14 +170,14 @@ class _Run:
                 stderr=subprocess.PIPE,
                 pass_fds=fds,
                 env=ENVIRONMENT,
-                # Signals to the caller's group are for the caller: the watcher ends by the kernel's word.
+                # Signals to the caller's group are for the caller only; the watcher ends by its parent-death signal.
                 start_new_session=True,
             )
         except OSError as error:
             raise SandboxError(f"the sandbox's watcher cannot be started: {error}") from error
 
     def _talk(self, watcher: subprocess.Popen[bytes], stdin: bytes, deadline: float) -> None:
-        """Feed the input and take the output, until both streams end."""
+        """Write the input and read the output until both output streams end."""
         assert watcher.stdin and watcher.stdout and watcher.stderr
         left = memoryview(stdin)
         with selectors.DefaultSelector() as selector:
@@ -200,7 +199,7 @@ class _Run:
                         watcher.stdin.close()
 
     def _take(self, watcher: subprocess.Popen[bytes], fd: int, name: str) -> bool:
-        """False at the end of the stream."""
+        """Read from one stream. Returns False at its end."""
         data, taken = os.read(fd, CHUNK), self._taken[name]
         most = self._limits.output_kb << 10
         taken += data[: most - len(taken)]
@@ -240,7 +239,7 @@ def _pipes(process: subprocess.Popen[bytes]) -> Iterator[IO[bytes]]:
 
 
 def _processes_of_user() -> int:
-    """Threads that run as this user now: outside a user namespace a limit counts them all."""
+    """Number of threads that run as this user now: outside of a user namespace the process limit counts them all."""
     count = 0
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError):

@@ -1,10 +1,10 @@
-"""`main(SPEC_FD, STATUS_FD, PARENT)`: between the caller and the program. It starts the one, and ends it for the other.
+"""`main(SPEC_FD, STATUS_FD, PARENT)`: the process between caller and program. It starts the program and ends it.
 
-consumes:     what is to be run, as JSON on SPEC_FD
+consumes:     the program to run, as JSON on SPEC_FD
 waits for:    the end of the program, until its deadline
 unblocked by: the program's end, the deadline, SIGTERM from the caller, or from the kernel when the caller dies
 
-It ends only when nothing is left of the program; then STATUS_FD has how that ended.
+It ends only when no process of the program is left; then the outcome is on STATUS_FD.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from asyncrl.sandbox import jail, kernel
 from asyncrl.sandbox.level import Level, Reason
 
 LOOK_S = 0.05
-"""Between two looks at memory, processes and the clock."""
+"""Seconds between two checks of memory, processes and time."""
 KILL_S = 10.0
-"""For killed processes to be gone."""
+"""Seconds to wait for killed processes to end."""
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def main(spec_fd: int, status_fd: int, parent: int) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it died before the bond was made
+    if os.getppid() != parent:  # the parent died before the prctl took effect
         return
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     os.set_inheritable(status_fd, False)
@@ -50,7 +50,7 @@ class _Watch:
         self._result = -1
 
     def run(self) -> dict[str, Any]:
-        """`{"reason", "status"}`, or `{"failed": why the program did not run}`. Raises OSError."""
+        """Return `{"reason", "status"}`, or `{"failed": why the program did not run}`. Raises OSError."""
         started = time.monotonic()
         first, setup = self._start()
         with os.fdopen(setup, "rb") as file:
@@ -60,7 +60,7 @@ class _Watch:
         while True:
             found = signal.sigtimedwait({signal.SIGTERM, signal.SIGCHLD}, LOOK_S)
             if found is not None and found.si_signo == signal.SIGTERM:
-                return {"reason": None}  # whoever sent it knows why
+                return {"reason": None}  # the sender knows the reason
             while (ended := _reap()) is not None:
                 if ended[0] == first:
                     return self._ended(ended[1])
@@ -68,7 +68,7 @@ class _Watch:
                 return {"reason": reason}
 
     def _start(self) -> tuple[int, int]:
-        """(pid of the first process, descriptor that says what hindered it)."""
+        """Return (pid of the first process, descriptor on which it reports errors during setup)."""
         leash, held = os.pipe()
         setup, setup_end = os.pipe()
         self._result, result_end = os.pipe()
@@ -102,12 +102,12 @@ class _Watch:
         return {"reason": Reason.EXITED if os.WIFEXITED(status) else Reason.SIGNALLED, "status": status}
 
     def _beyond(self, for_s: float) -> Reason | None:
-        """Which limit on all together is passed."""
+        """The limit on all processes together that is exceeded, if any."""
         if for_s > self._limits["wall_s"]:
             return Reason.TIMED_OUT
         pids = _below(os.getpid())
-        # Of root's processes the kernel counts only those that gave up being root. Before memory: it is the many
-        # processes that fill it, and every one of them counts the pages that they share.
+        # For root the kernel counts only processes that dropped root. Checked before memory, because many processes may
+        # be what fills it, and each counts the pages that they share.
         if not self._apart and len(pids) > self._limits["processes"]:
             return Reason.PROCESSES
         return Reason.MEMORY if sum(map(_resident_bytes, pids)) > self._limits["memory_mb"] << 20 else None
@@ -121,7 +121,8 @@ def _reap() -> tuple[int, int] | None:
 
 
 def _end_all() -> None:
-    """Kill what is left of the program. Orphans come to this process, so none is missed; groups go at one blow."""
+    """Kill all remaining processes. Orphans become children of this process, so none is missed; groups are killed
+    whole."""
     deadline = time.monotonic() + KILL_S
     while (left := _below(os.getpid())) and time.monotonic() < deadline:
         groups = {group for pid in left if (group := _group(pid)) not in (0, os.getpgrp())}
@@ -142,7 +143,7 @@ def _group(pid: int) -> int:
 
 
 def _below(root: int) -> list[int]:
-    """The descendants of a process, those included that ended and were not asked for."""
+    """All descendants of a process, including those that have ended but were not reaped."""
     found: list[int] = []
     front = [root]
     while front:

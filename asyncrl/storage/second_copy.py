@@ -83,8 +83,7 @@ def _refuse_other(files: fsspec.AbstractFileSystem, target: str, run: str) -> No
 
 
 def _remove_files(files: fsspec.AbstractFileSystem, target: str, manifest: bytes, but: Collection[str]) -> None:
-    """Remove files that the old copy has and the new one does not, such as those of more ranks: none may be in
-    excess."""
+    """Remove files that the old copy has and the new one does not, such as those of more ranks: they do not belong."""
     # The old manifest may be cut short by a crash, or foreign: then it names nothing, or files outside of the folder.
     with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         for name in map(PurePosixPath, json.loads(manifest)["files"]):
