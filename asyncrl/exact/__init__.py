@@ -1,5 +1,6 @@
-"""Arithmetic whose result depends on its operands alone: on no order of sums, batch-mates, threads or vector units.
+"""Arithmetic whose results depend on the operands alone, not on summation order, batch composition, threads or SIMD.
 
-Where engine and learner both compute with it (`engine.exact`), the log-prob that is recorded when a token is drawn is
-bit for bit the one that the learner computes for it at the same version. Knows no room but the errors.
+If engine and learner both compute with it (`engine.exact`), the log-prob that is recorded when a token is sampled
+equals, bit for bit, the one that the learner computes for it at the same policy version. This package depends on no
+other package of asyncrl but the errors.
 """

@@ -1,4 +1,4 @@
-"""The operations of a decoder, each row of each a function of that row alone: forwards only, without gradient."""
+"""The operations of a decoder, each output row a function of its input row alone. Forward only, without gradient."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from asyncrl.exact.arithmetic import bits_for, exp, log, on_grid, power_below, to_units
 
 SCORES = 1 << 22
-"""Of attention, or logits, at once: 32 MiB in float64."""
+"""Number of attention scores, or logits, computed at a time: 32 MiB in float64."""
 _SUM_UNIT, _SHARE_UNIT, _VALUE_BITS = 2.0**-30, 2.0**-26, 24
-"""Attention adds up weights below 2 in units of 2^-30: exact up to 2^21 keys. Then shares, which are 1 together, in
-units of 2^-26, times values of 24 bits: 2^51 units at most, whatever the number of keys."""
+"""Attention sums weights below 2 in units of 2^-30, which is exact for up to 2^21 keys. Then it sums shares, which add
+up to 1, in units of 2^-26, times values of 24 bits: 2^51 units at most, for any number of keys."""
 
 
 def rounded_weight(weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
-    """What `linear` multiplies by, float64; the same until the weight changes."""
+    """The rounded weight, float64, that `linear` multiplies by. Valid until the weight changes."""
     return on_grid(weight, bits_for(weight.shape[-1]))
 
 
@@ -28,14 +28,14 @@ def linear(
     """float32 x W^T + b.
 
     Args:
-        weight: by `rounded_weight`.
+        weight: result of `rounded_weight`.
     """
     out = (on_grid(x, bits_for(x.shape[-1])) @ weight.t()).float()
     return out if bias is None else out.add_(bias)
 
 
 def rms_norm(x: Float[Tensor, "*rows n"], weight: Float[Tensor, " n"], epsilon: float) -> Float[Tensor, "*rows n"]:
-    """float32."""
+    """RMS norm in float32."""
     wide = on_grid(x, bits_for(x.shape[-1]))
     mean = (wide * wide).sum(-1, keepdim=True) / x.shape[-1]
     return weight * (x * (1.0 / (mean + epsilon).sqrt()).float())
@@ -48,9 +48,9 @@ def silu(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def logsumexp(logits: Float[Tensor, "*rows V"]) -> Float[Tensor, "*rows"]:
-    """float32."""
+    """Log-sum-exp in float32."""
     unit = 2.0 ** (math.ceil(math.log2(max(logits.shape[-1], 2))) - 51)
-    # Some rows at a time: of a large vocabulary the float64 copies of all would be gigabytes.
+    # In chunks of rows: with a large vocabulary the float64 copies of all rows would take gigabytes.
     rows = logits.reshape(-1, logits.shape[-1]).split(max(1, SCORES // logits.shape[-1]))
     return torch.cat([_logsumexp(some, unit) for some in rows]).view(logits.shape[:-1])
 
@@ -62,7 +62,7 @@ def _logsumexp(logits: Float[Tensor, "rows V"], unit: float) -> Float[Tensor, " 
 
 
 def log_softmax(logits: Float[Tensor, "*rows V"]) -> Float[Tensor, "*rows V"]:
-    """float32."""
+    """Log-softmax in float32."""
     return logits - logsumexp(logits)[..., None]
 
 
@@ -76,7 +76,7 @@ def attention(
     """float32 softmax(q k^T * scale) v.
 
     Args:
-        mask: true where a query sees a key; None is causal, with as many queries as keys.
+        mask: true where a query attends to a key; None for causal, with as many queries as keys.
     """
     queries, keys = query.shape[2], key.shape[2]
     query, key = on_grid(query, bits_for(query.shape[-1])), on_grid(key, bits_for(key.shape[-1]))
@@ -88,7 +88,7 @@ def attention(
     for start in range(0, queries, width):
         stop = min(start + width, queries)
         if mask is None:
-            # Keys after the last of these queries are seen by none of them.
+            # Keys after the last of these queries are masked for all of them.
             seen, seeable = torch.arange(stop)[None] <= torch.arange(start, stop)[:, None], stop
         else:
             seen, seeable = mask[:, :, None, start:stop], keys
@@ -106,10 +106,10 @@ def attention(
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, sizes: Tensor, scale: float, seen: Tensor) -> Tensor:
-    """Of some of the queries; `value` divided by the `sizes` [batch, kv_heads, 1, 1, keys]."""
+    """Attention for some of the queries; `value` is divided by the `sizes` [batch, kv_heads, 1, 1, keys]."""
     batch, heads, queries, width = query.shape
     shared = key.shape[1]
-    rows = query.reshape(batch, shared, -1, width)  # the query heads of a key head are rows of one product
+    rows = query.reshape(batch, shared, -1, width)  # the query heads that share a key head are rows of one product
     scores = (rows @ key.mT).view(batch, shared, heads // shared, queries, -1).mul_(scale)
     scores = scores.masked_fill_(~seen, -torch.inf)
     weights = to_units(exp(scores.sub_(scores.amax(-1, keepdim=True))), _SUM_UNIT)

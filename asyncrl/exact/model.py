@@ -1,4 +1,4 @@
-"""A Hugging Face decoder made to compute with the exact kernels; its gradients stay those of the ordinary ones."""
+"""Makes a Hugging Face decoder compute with the exact kernels; its gradients stay those of the ordinary operations."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from asyncrl.errors import ConfigError
 from asyncrl.exact import kernels
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""`model_type` of decoders that compute nothing but what is in `_REPLACED`, sums of two, and products."""
+"""`model_type` of decoders that compute only what `_replacement` covers, sums of two, and products."""
 ROPES = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary embedding whose frequencies do not follow the length of what is computed."""
+"""Types of rotary embedding whose frequencies do not depend on the sequence length."""
 EXACT_ATTENTION = "asyncrl_exact"
 
 
 def make_exact(model: PreTrainedModel, device: torch.device, *, keep: bool = False) -> Exact:
-    """Let `model` compute with the exact kernels, all but its attention (see `exact_attention`).
+    """Make `model` compute with the exact kernels, except its attention (see `exact_attention`).
 
     Args:
-        keep: the weights stay until `Exact.forget`; float64 copies of those of all linear layers are kept then.
+        keep: the weights stay fixed until `Exact.forget`, so float64 copies of those of all linear layers are kept.
 
     Raises:
-        ConfigError: it has parts that are not known to be computed exactly, or is not on a CPU.
+        ConfigError: the model has parts that are not known to be computed exactly, or is not on a CPU.
     """
     config = model.config.get_text_config(decoder=True)
     fault = f"it is on {device.type}, and the kernels were tried on CPUs alone" if device.type != "cpu" else ""
@@ -52,14 +52,14 @@ def make_exact(model: PreTrainedModel, device: torch.device, *, keep: bool = Fal
 
 
 class Exact:
-    """What the exact forwards of a model share: its rounded weights, if they are kept."""
+    """State shared by the exact forward functions of a model: its rounded weights, if they are kept."""
 
     def __init__(self, keep: bool) -> None:
         self._keep = keep
         self._rounded: dict[nn.Linear, Tensor] = {}
 
     def forget(self) -> None:
-        """The weights have changed."""
+        """Drop the rounded weights, because the weights have changed."""
         self._rounded.clear()
 
     def weight(self, layer: nn.Linear) -> Tensor:
@@ -82,7 +82,7 @@ class _Valued(torch.autograd.Function):
 
 
 def valued(plain: Callable[[], Tensor], exact: Callable[[], Tensor]) -> Tensor:
-    """The value of `exact()`, with the gradient of `plain()`, which is the same function but for rounding."""
+    """Return the value of `exact()` with the gradient of `plain()`, which is the same function up to rounding."""
     with torch.no_grad():
         value = exact()
     return _Valued.apply(plain(), value) if torch.is_grad_enabled() else value  # pyright: ignore[reportReturnType]
@@ -97,7 +97,7 @@ def exact_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """With the signature transformers calls; for models that are not trained. A mask has bools; None is causal."""
+    """Attention with the signature of transformers, for models that are not trained. Masks are bool; None is causal."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return kernels.attention(query, key, value, scale, attention_mask).transpose(1, 2), None
 
@@ -151,7 +151,7 @@ def _rotary(_: Exact, rotary: Any) -> Callable[[Tensor, Tensor], tuple[Tensor, T
 
 
 def _grown(rotary: Any, tables: dict[str, tuple[Tensor, Tensor]], positions: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [positions or more, head_dim], by the C library: ATen's depend on the place in a tensor."""
+    """Cosines and sines [positions or more, head_dim], by the C library: ATen's depend on the position in a tensor."""
     known = len(tables["both"][0]) if tables else 0
     if known < positions:
         angles = torch.arange(max(positions, 2 * known, 512)).float()[:, None] * rotary.inv_freq.cpu().float()

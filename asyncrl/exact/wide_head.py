@@ -1,7 +1,7 @@
-"""Logits in float32 of a model in half precision (`model.fp32_head`): the same product in the learner and the engine.
+"""float32 logits for a model in half precision (`model.fp32_head`), with the same product in learner and engine.
 
-The weights are those that the model holds, in its dtype; what is spared is rounding each logit to 8 bits, which moves
-log-probs of a large vocabulary by more than everything before it.
+The weights keep the model's dtype. What is avoided is rounding each logit to 8 bits, which changes the log-probs of a
+large vocabulary by more than everything before it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from asyncrl.errors import ConfigError
 
 
 def wide_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """float32 [..., out] of hidden [..., in] and weight [out, in] in any dtype, which float64 stays."""
+    """float32 [..., out], from hidden [..., in] and weight [out, in] of any dtype; float64 inputs stay float64."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return functional.linear(hidden.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
 
 
 def widen(head: nn.Module | None) -> None:
-    """Let `head` give its logits in float32.
+    """Make `head` return its logits in float32.
 
     Raises:
-        ConfigError: it is no linear layer.
+        ConfigError: it is not a linear layer.
     """
     if not isinstance(head, nn.Linear):
         raise ConfigError(
