@@ -1,4 +1,4 @@
-"""Which prompt comes next: pure functions of the settings, the seed, the place in the stream, and what the groups that
-came back have measured. The rollout workers (which rows are asked for) and the replay server (which are handed out)
-both hold these. Nothing here opens a file or knows a row's content.
+"""Decides which prompt comes next: pure functions of the settings, the seed, the position in the stream, and the pass
+rates measured on finished groups. Used by the rollout workers (which rows to read) and the replay server (which rows to
+hand out). Nothing here opens a file or knows the content of a row.
 """

@@ -1,12 +1,12 @@
-"""Which prompt comes next where that depends on how often the rows are solved (`data.curriculum=pass_rate`).
+"""Chooses the next prompt by how often the rows are solved (`data.curriculum=pass_rate`).
 
-The stream of prompts is the same as without a curriculum, and a prompt has the same place in it. What changes is that
-some are passed over: each source keeps how far it has come in its own part of the stream, and at its turn goes on to
-the next row that is worth a group. So a mixture keeps its shares, each epoch still comes to each row once, and
-where a run stands is one number per source.
+The stream of prompts is the same as without a curriculum, and each prompt keeps its position in it, but some are
+skipped: each source has its own position in its part of the stream, and at its turn advances to the next row that is
+worth a group. So a mixture keeps its shares, each epoch still visits each row once, and the state of a run is one
+number per source.
 
     worth a group    rows never measured, and those whose pass rate lies in the window
-    others           with the probability `explore`, by a coin that is a function of the seed and the place: a row that
+    others           with probability `explore`, by a coin that is a function of the seed and the position: a row that
                      was solved once, or is hopeless now, is measured again
 """
 
@@ -21,15 +21,15 @@ from asyncrl.drawing.pass_rates import PassRates
 from asyncrl.drawing.turns import Turns
 
 LONGEST_WALK = 100_000
-"""Prompts passed over for one draw; what comes then is taken. Reached by bad luck of e^-100 at `explore` 0.001."""
+"""Limit on the prompts skipped for one draw; the next one is taken. At `explore` 0.001 its probability is e^-100."""
 
 MOST_ROWS = 1 << 24
-"""That a curriculum is kept of: a byte each, and a permutation of each source at each epoch, made by the replay server
-between two requests (0.1 s for a million)."""
+"""Limit on the rows of a curriculum: it needs a byte per row, and a permutation of each source per epoch, which the
+replay server computes between two requests (0.1 s for a million rows)."""
 
 
 def too_many(rows: int) -> str:
-    """Why no curriculum is kept of so many; empty where one is."""
+    """Why there is no curriculum for this many rows; empty if there is one."""
     if rows <= MOST_ROWS:
         return ""
     return (
@@ -40,34 +40,34 @@ def too_many(rows: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curriculum:
-    """The settings. Other ones may be in force after a resume."""
+    """The settings of the curriculum. They may change at a resume."""
 
     low: float
     high: float
-    """Pass rates within these bounds, both included, are worth a group."""
+    """Pass rates from `low` to `high`, both included, are worth a group."""
     explore: float
-    """Share of the other rows that are drawn all the same when their turn comes; above 0."""
+    """Share of the other rows that are drawn anyway when their turn comes; above 0."""
     passes_at: float
-    """The least reward of a member that has passed."""
+    """Lowest reward of a completion that passes."""
     weights: tuple[float, ...]
-    """Of each source."""
+    """Weight of each source."""
     shuffle: bool
 
     def wants(self, rate: float | None) -> bool:
         return rate is None or self.low <= rate <= self.high
 
     def rate_of(self, rewards: Sequence[float]) -> float:
-        """The share of members that passed, of at least one."""
+        """The share of members that passed, for at least one member."""
         return sum(reward >= self.passes_at for reward in rewards) / len(rewards)
 
 
 class Draws:
-    """Where the stream stands and what is known of its rows. Changed by `take` and `measure` alone.
+    """Position in the stream, and what is known about its rows. Only `take` and `measure` change it.
 
     Args:
-        rows: of each source.
-        weights: of each source.
-        drawn: turns there were before a curriculum was kept.
+        rows: number of rows of each source.
+        weights: weight of each source.
+        drawn: number of turns taken before the curriculum began.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class Draws:
         self._starts = [sum(self.rows[:source]) for source in range(len(self.rows))]
         self.rates = PassRates(sum(self.rows))
         self.positions = self._turns.before(drawn)
-        """Of each source, prompts of it that were taken or passed over."""
+        """For each source, the number of its prompts that were taken or skipped."""
         self.passed_over = 0
 
     def next(self, turn: int, wanted: Curriculum | None) -> int:
-        """The prompt of this turn of the stream; without a curriculum (any more) the next one of its source."""
+        """The prompt for this turn of the stream; without a curriculum (any more) the next one of its source."""
         source, _ = self._turns[turn]
         first = self.positions[source]
         index = self._turns.index_of(source, first)
@@ -97,21 +97,21 @@ class Draws:
         return index
 
     def take(self, index: int) -> None:
-        """Prompt `index` was drawn: its source goes on behind it."""
+        """Record that prompt `index` was drawn: its source continues after it."""
         source, before = self._turns[index]
         self.passed_over += max(0, before - self.positions[source])
         self.positions[source] = max(self.positions[source], before + 1)
 
     def measure(self, index: int, rate: float) -> None:
-        """A group of prompt `index` passed at `rate`."""
+        """Record that a group of prompt `index` had pass rate `rate`."""
         self.rates.measure(self._row(*self._turns[index]), rate)
 
     def begun_at(self, drawn: int) -> Draws:
-        """The same rows, nothing known of them, after so many turns."""
+        """The same rows after `drawn` turns, with no pass rates known."""
         return Draws(self.rows, self.weights, seed=self.seed, shuffle=self.shuffle, drawn=drawn)
 
     def image(self) -> dict[str, Any]:
-        """msgpack-able; `load` makes the same of it."""
+        """The state as plain values for msgpack; `load` restores it."""
         return {
             "rows": list(self.rows),
             "weights": list(self.weights),
@@ -124,7 +124,7 @@ class Draws:
 
     @classmethod
     def load(cls, image: dict[str, Any]) -> Draws:
-        """Raises KeyError, TypeError or ValueError when it is no such image."""
+        """Raises KeyError, TypeError or ValueError if `image` is not valid."""
         draws = cls(image["rows"], image["weights"], seed=image["seed"], shuffle=image["shuffle"])
         if len(image["positions"]) != len(draws.rows):
             raise ValueError(f"{len(image['positions'])} positions of {len(draws.rows)} sources")
@@ -137,7 +137,7 @@ class Draws:
 
 
 def coin(seed: int, index: int) -> float:
-    """In [0, 1), the same for the same arguments for ever: the finalizer of SplitMix64 (Steele, Lea and Flood 2014)."""
+    """A number in [0, 1), fixed for given arguments: the finalizer of SplitMix64 (Steele, Lea and Flood 2014)."""
     bits = (seed ^ (index + 1) * 0x9E3779B97F4A7C15) % 2**64
     bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     bits = (bits ^ bits >> 27) * 0x94D049BB133111EB % 2**64

@@ -1,4 +1,4 @@
-"""Which row the i-th prompt is: a pure function of (rows, settings, seed, i), hence resumable with no state."""
+"""The row of the i-th prompt, as a pure function of (rows, settings, seed, i), so a resume needs no state."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from numpy.typing import NDArray
 from asyncrl.drawing.turns import Turns
 
 APART = 0x9E3779B97F4A7C15
-"""Between the seeds of two sources: with one seed two of the same length would be shuffled alike."""
+"""Distance between the seeds of two sources: with the same seed, sources of the same length would be shuffled alike."""
 
 
 class Drawn(NamedTuple):
     source: int
     epoch: int
-    """Of this source: how often each of its rows has come before."""
+    """Epoch of this source: how often each of its rows has come before."""
     row: int
-    """Among the rows of this source."""
+    """Row number within the source."""
 
 
 class DrawOrder:
     """In each epoch of a source each of its rows comes once.
 
     Args:
-        rows: of each source.
-        weights: of each source.
-        ranks: of each source, the place of each row in the order of `data.order_by`, [rows]; None where there is none.
-            Rows of one rank are shuffled among themselves.
+        rows: number of rows of each source.
+        weights: weight of each source.
+        ranks: for each source, the rank of each row by `data.order_by`, [rows]; None if it has no such order. Rows of
+            the same rank are shuffled among themselves.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class DrawOrder:
         return self.drawn(*self._turns[index])
 
     def drawn(self, source: int, before: int) -> Drawn:
-        """The row of `source` that comes after so many others of it."""
+        """The row of `source` that comes after `before` others of the same source."""
         epoch, place = divmod(before, self._rows[source])
         if not self._shuffle and self._ranks[source] is None:
             return Drawn(source, epoch, place)
@@ -59,7 +59,7 @@ class DrawOrder:
     def _order(self, source: int, epoch: int) -> NDArray[np.int64]:
         known = self._orders.get((source, epoch))
         if known is None:
-            while len(self._orders) >= 2 * len(self._rows):  # groups in flight straddle two epochs, rarely more
+            while len(self._orders) >= 2 * len(self._rows):  # groups in flight span at most two epochs, rarely more
                 del self._orders[next(iter(self._orders))]
             known = self._orders[source, epoch] = self._made(source, epoch)
         return known
@@ -73,9 +73,9 @@ class DrawOrder:
 def epoch_order(rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """A permutation of `range(rows)` for this epoch.
 
-    Built on the generator's raw stream, which numpy promises never to change: `Generator.permutation` may change
-    with the numpy version, and a run resumed after an upgrade would then repeat some rows and skip others.
+    Built on the generator's raw stream, which numpy guarantees never to change. `Generator.permutation` may change with
+    the numpy version, and a run resumed after an upgrade would then repeat some rows and skip others.
     """
-    # As a list, seeds from 2**63 up, that of every second source among them, would be rounded to floats.
+    # In a list, seeds of 2**63 and above (those of every second source) would be rounded to floats.
     keys = np.random.Philox(key=np.array([seed % 2**64, epoch], np.uint64)).random_raw(rows)
     return np.argsort(keys, kind="stable")

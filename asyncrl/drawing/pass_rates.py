@@ -1,6 +1,6 @@
-"""How often each row is solved, as far as groups have measured it: one byte a row, whole numbers alone.
+"""Pass rate of each row, as measured by groups: one byte per row, in integer arithmetic only.
 
-Whole numbers, so that a journal that is read again arrives at the same rates on any machine.
+Integers, so that replaying a journal gives the same rates on any machine.
 """
 
 from __future__ import annotations
@@ -10,29 +10,30 @@ import zlib
 import numpy as np
 
 STEPS = 254
-"""Rates are kept in so many steps: finer than any group can measure."""
+"""Resolution of the rates: finer than any group can measure."""
 
 
 class PassRates:
-    """Of `rows` rows; a byte of 0 is one that was never measured, `1 + r` one that passes at the rate r / STEPS."""
+    """Pass rates of `rows` rows. A byte is 0 if the row was never measured, else `1 + r` for the rate r / STEPS."""
 
     def __init__(self, rows: int) -> None:
         self._levels = np.zeros(rows, np.uint8)
         self._counts = np.zeros(STEPS + 2, np.int64)
-        """Rows at each level: what is said of all rows costs the same, however many there are."""
+        """Number of rows at each level, so that `summary` costs the same for any number of rows."""
         self._counts[0] = rows
 
     def __len__(self) -> int:
         return len(self._levels)
 
     def __getitem__(self, row: int) -> float | None:
-        """None: never measured."""
+        """None if the row was never measured."""
         level = int(self._levels[row])
         return None if level == 0 else (level - 1) / STEPS
 
     def measure(self, row: int, rate: float) -> None:
-        """A group of this row passed at `rate`. The first one stands; later ones count three quarters, what was known
-        before a quarter: the policy has changed since. Rounded towards the new one, so that it is reached."""
+        """Record that a group of this row had pass rate `rate`. The first rate is stored as it is. A later one has
+        weight three quarters, the stored rate one quarter, because the policy has changed. Rounded towards the new
+        rate, so that it can be reached."""
         before, new = int(self._levels[row]), 1 + round(min(max(rate, 0.0), 1.0) * STEPS)
         level = new if before == 0 else (before + 3 * new + (3 if new > before else 0)) // 4
         self._counts[before] -= 1
@@ -40,7 +41,8 @@ class PassRates:
         self._levels[row] = level
 
     def summary(self, low: float, high: float) -> dict[str, float]:
-        """`measured` is the share of all rows; `mean`, `below` and `above` (`low` and `high`) are of those."""
+        """`measured` is a share of all rows; `mean`, `below` and `above` (`low` and `high`) are over the measured
+        ones."""
         measured = int(self._counts[1:].sum())
         if not measured:
             return {"measured": 0.0}
@@ -54,12 +56,12 @@ class PassRates:
         }
 
     def image(self) -> bytes:
-        """Of a million rows a megabyte at most, while few are measured some thousand bytes."""
+        """At most a megabyte for a million rows; a few thousand bytes while few of them are measured."""
         return zlib.compress(self._levels.tobytes(), 1)
 
     @classmethod
     def load(cls, rows: int, image: bytes) -> PassRates:
-        """Raises ValueError when it is no image of so many rows."""
+        """Raises ValueError if `image` is not valid for `rows` rows."""
         try:
             decompressor = zlib.decompressobj()
             levels = np.frombuffer(decompressor.decompress(image, rows + 1), np.uint8)
