@@ -1,9 +1,9 @@
-"""Advantage estimators, as pure functions without gradient; see docs/losses.md.
+"""Advantage estimators, as pure functions without gradients; see docs/losses.md.
 
-Shapes: [N] one entry per sequence; [B, T] padded tokens, with `mask` true (or 1) on the tokens the policy sampled.
-Values at masked tokens are never read. float32 in, float32 out; float64 likewise.
+Shapes: [N] one entry per sequence; [B, T] padded tokens, with `mask` true (or 1) for tokens that the policy sampled.
+Values outside the mask are never read. float32 in, float32 out; float64 likewise.
 
-A sample that failed or was rejected must not be in the arrays: it would move its siblings' baseline.
+A sample that failed or was rejected must not be in the arrays: it would change its siblings' baseline.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Advantages of whole sequences, [N]: a reward against those of its siblings."""
+"""Advantages of whole sequences, [N]: the reward relative to the rewards of its group."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def group_advantages(
     lengths: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Float[Tensor, " N"]:
-    """Reward minus the group's baseline, optionally over a standard deviation; 0 for a sample without siblings.
+    """Reward minus the group's baseline, optionally divided by a standard deviation; 0 for a sample without siblings.
 
     With `baseline=none` a sample needs no siblings and keeps its reward, unless `std=group`.
 
     Args:
         rewards: [N] one per sequence.
-        group_ids: [N] which prompt; siblings need not be neighbours.
-        baseline: `mean` of the group (GRPO), `loo` mean of the others (RLOO), `opo` mean weighted by length, `none`.
-        std: divide by (standard deviation + eps) of the `group`'s rewards (GRPO) or of all rewards in the `batch`,
-            with ddof 1; `none` (Dr. GRPO) does not divide.
+        group_ids: [N] the prompt of each sequence; siblings need not be adjacent.
+        baseline: `mean` of the group (GRPO), `loo` mean of the others (RLOO), `opo` mean weighted by length, or `none`.
+        std: divide by (standard deviation + eps) of the rewards of the `group` (GRPO) or of the whole `batch`, with
+            ddof 1; `none` (Dr. GRPO) does not divide.
         lengths: [N] loss tokens of each sequence; only for `opo`.
-        eps: added to the standard deviation, outside the root.
+        eps: added to the standard deviation, outside the square root.
 
     Raises:
         ConfigError: unknown `baseline` or `std`, or `opo` without `lengths`.
@@ -67,7 +67,7 @@ def group_advantages(
 
 
 class Groups:
-    """Sums over siblings, given back to each of them."""
+    """Sums over siblings, returned for each of them."""
 
     def __init__(self, group_ids: Int[Tensor, " N"], like: Float[Tensor, " N"]) -> None:
         unique, self.index = torch.unique(group_ids, return_inverse=True)
@@ -85,7 +85,7 @@ def gdpo(
     weights: Float[Tensor, " K"] | None = None,
     eps: float = 1e-6,
 ) -> Float[Tensor, " N"]:
-    """GDPO (2601.05242): z-score each reward component within its group, add them weighted, whiten over the batch."""
+    """GDPO (2601.05242): z-score each reward component within its group, sum with `weights`, whiten over the batch."""
     columns = [group_advantages(column, group_ids, "mean", "group", eps=eps) for column in rewards.unbind(1)]
     stacked = torch.stack(columns, 1)
     total = stacked.sum(1) if weights is None else stacked @ weights.to(stacked.dtype)
@@ -95,10 +95,10 @@ def gdpo(
 
 
 def reward_components(rewards: Sequence[Mapping[str, float]], names: Sequence[str] = ()) -> Float[Tensor, "N K"]:
-    """The named components of each trajectory's reward as columns, for `gdpo`; all names of the first one by default.
+    """The named components of each trajectory's reward as columns, for `gdpo`; by default all names of the first one.
 
     Raises:
-        RewardError: a trajectory lacks a component. It must not count as 0: that would move its siblings' baseline.
+        RewardError: a trajectory lacks a component. It must not count as 0, which would change its siblings' baseline.
     """
     columns = list(names) or sorted(rewards[0]) if rewards else list(names)
     for index, parts in enumerate(rewards):

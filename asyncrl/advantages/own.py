@@ -1,9 +1,9 @@
-"""Advantages of the user's own (`advantage=own advantage.function=file.py:name`), and what is tried of them at start.
+"""User-defined advantages (`advantage=own advantage.function=file.py:name`), and their check at start.
 
     def my_advantages(inputs: AdvantageInputs, **args) -> Tensor [N], or Tensor [N, L]
 
-It sees the whole step, from the headers that every rank has: each rank calls it with the same numbers and takes its own
-trajectories' part, so no split over ranks and micro-batches can change it.
+The function sees the whole step, from the headers that every rank has. Each rank calls it with the same numbers and
+takes the part of its own trajectories, so the split over ranks and micro-batches cannot change the result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from asyncrl.own_code import called, with_args
 
 @runtime_checkable
 class OwnSettings(Protocol):
-    """What is read of the settings under `advantage`."""
+    """The settings under `advantage` that are read here."""
 
     function: str
     args: dict[str, Any]
@@ -35,30 +35,30 @@ class AdvantageInputs:
     """All N trajectories of a step, over all ranks, in the order of its groups. float64 on the CPU."""
 
     rewards: Float[Tensor, " N"]
-    """With `advantage.kl_coef` less the price of the trajectory's KL."""
+    """Rewards; with `advantage.kl_coef` minus the KL penalty of the trajectory."""
     group_ids: Int[Tensor, " N"]
-    """Which prompt, from 0."""
+    """Prompt number, from 0."""
     episode_ids: Int[Tensor, " N"]
-    """Which episode, from 0: the conversations of one episode (branches) share its reward, and are one sibling."""
+    """Episode number, from 0. The conversations of an episode (branches) share its reward and count as one sibling."""
     lengths: Int[Tensor, " N"]
-    """Sampled tokens."""
+    """Number of sampled tokens."""
     fresh: Int[Tensor, " N"]
-    """Of them the last so many, which are within `replay.max_staleness` and trained; the others are not."""
+    """The last `fresh` of them are within `replay.max_staleness` and trained on; the others are not."""
     prompt_lengths: Int[Tensor, " N"]
     truncated: Bool[Tensor, " N"]
-    """Ended at the length limit."""
+    """Whether the trajectory ended at the length limit."""
     reward_parts: Mapping[str, Float[Tensor, " N"]] = field(default_factory=dict)
-    """Named components that every trajectory of the step has, as the reward function returned them."""
+    """Named components that all trajectories of the step have, as the reward function returned them."""
 
 
 _LOADED: dict[tuple[str, str], Callable[..., Any]] = {}
 
 
 def load_own_advantages(config: OwnSettings) -> Callable[[AdvantageInputs], Any]:
-    """The function, or the object of the class, with `advantage.args`; loaded once per process.
+    """Load the function, or construct an object of the class, with `advantage.args`; once per process.
 
     Raises:
-        ConfigError: it cannot be loaded, or does not take these arguments.
+        ConfigError: it cannot be loaded, or does not accept these arguments.
     """
     key = config.function, repr(config.args)
     if key not in _LOADED:
@@ -68,13 +68,13 @@ def load_own_advantages(config: OwnSettings) -> Callable[[AdvantageInputs], Any]
 
 @torch.no_grad()
 def own_advantages(inputs: AdvantageInputs, config: OwnSettings) -> Float[Tensor, "N L"]:
-    """Of each sampled token of each trajectory; one column where all tokens of a trajectory have the same.
+    """The advantage of each sampled token of each trajectory; one column if all tokens of a trajectory share one.
 
     Raises:
-        OwnCodeError: the function raised, or returned what are no advantages.
+        OwnCodeError: the function raised, or its result is not a valid tensor of advantages.
     """
     named = f"advantage.function={config.function}"
-    # Its own, to write into: lengths say below which tokens its numbers are of.
+    # A copy that the function may modify: `inputs.lengths` is still needed below.
     found = called(load_own_advantages(config), named, copy.deepcopy(inputs))
     count, longest = len(inputs.rewards), int(inputs.lengths.max()) if len(inputs.lengths) else 0
     shapes = ((count,), (count, longest))
@@ -97,11 +97,10 @@ def own_advantages(inputs: AdvantageInputs, config: OwnSettings) -> Float[Tensor
 
 
 def try_advantages(config: OwnSettings) -> None:
-    """Call the function twice on a made-up step, of which one group has rewards that are all the same.
+    """Call the function twice on a synthetic step, in which all rewards of one group are the same.
 
     Raises:
-        ConfigError: it cannot be loaded. OwnCodeError: it raises, returns what are no advantages, or not the same each
-            time.
+        ConfigError: it cannot be loaded. OwnCodeError: it raises, or its results are invalid or differ.
     """
     inputs = made_up(config.components)
     first, second = own_advantages(inputs, config), own_advantages(inputs, config)
@@ -113,7 +112,7 @@ def try_advantages(config: OwnSettings) -> None:
 
 
 def made_up(parts: Mapping[str, float]) -> AdvantageInputs:
-    """Three groups of two, one trajectory of them truncated, one with a part that is too old."""
+    """A synthetic step: three groups of two; one trajectory is truncated, and one has a part that is too old."""
     rewards = torch.tensor([1.0, 0.0, 0.5, 0.5, -1.0, 2.0], dtype=torch.float64)
     lengths = torch.tensor([3, 7, 1, 4, 5, 2])
     return AdvantageInputs(

@@ -1,4 +1,4 @@
-"""Rewards per token, and REINFORCE++: whitened returns without a critic. [B, T] padded tokens."""
+"""Rewards per token, and REINFORCE++, which whitens returns and needs no critic. [B, T] padded tokens."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from asyncrl.advantages.whitening import masked_whiten
 
 @torch.no_grad()
 def returns_to_go(token_rewards: Float[Tensor, "B T"], mask: Tensor, gamma: float = 1.0) -> Float[Tensor, "B T"]:
-    """Discounted sum of this and the later rewards of the sequence, over sampled tokens; 0 outside the mask.
+    """Discounted sum of this and later rewards of the sequence, over sampled tokens; 0 outside the mask.
 
-    Observation tokens carry no reward and no discount.
+    Observation tokens have no reward and no discount.
     """
 
     def of_rows(rows: slice, columns: Columns) -> tuple[Tensor]:
@@ -35,11 +35,11 @@ def reinforce_plus_plus(
     """REINFORCE++ (2501.03262): whitened returns-to-go. With `group_ids`, REINFORCE++-baseline.
 
     Args:
-        token_rewards: [B, T] the KL in the reward included (`token_rewards`).
+        token_rewards: [B, T] including the KL penalty, if any (see `token_rewards`).
         mask: [B, T].
         gamma: discount per sampled token.
-        group_ids: [B] given: each sequence's summed reward minus its group's mean goes to all its tokens instead
-            (`gamma` is then unused), so long sequences weigh more in the whitening, as in the authors' code.
+        group_ids: [B] if given, each sequence's summed reward minus its group's mean goes to all its tokens instead
+            (`gamma` is then unused). So long sequences weigh more in the whitening, as in the authors' code.
 
     Returns:
         [B, T] advantages, whitened over the mask (`masked_whiten`, `ddof0`), 0 outside it.
@@ -56,7 +56,7 @@ def reinforce_plus_plus(
 def token_rewards(
     rewards: Float[Tensor, " B"], mask: Tensor, penalty: Float[Tensor, "B T"] | None = None
 ) -> Float[Tensor, "B T"]:
-    """Minus `penalty` at every sampled token, plus the sequence's reward at its last one; 0 outside the mask.
+    """The negative `penalty` at every sampled token, plus the sequence's reward at its last one; 0 outside the mask.
 
     A sequence without a sampled token gets nothing.
     """
@@ -77,8 +77,8 @@ def kl_in_reward(
     mask: Tensor,
     coefficient: float,
 ) -> Float[Tensor, "B T"]:
-    """`token_rewards` charged with coefficient * (learner - ref), the k1 estimate, at every sampled token.
+    """`token_rewards` with the penalty coefficient * (learner - ref), the k1 estimate, at every sampled token.
 
-    Another estimator: `token_rewards(rewards, mask, coefficient * kl_estimate(learner, ref, kind))`.
+    For another estimator: `token_rewards(rewards, mask, coefficient * kl_estimate(learner, ref, kind))`.
     """
     return token_rewards(rewards, mask, coefficient * (learner_logprobs - ref_logprobs))

@@ -10,11 +10,11 @@ from asyncrl.advantages.scan import Columns, by_rows, following, scan
 from asyncrl.errors import ConfigError
 
 LOG_RATIO_LIMIT = 20.0
-"""|log-ratio| allowed into `exp`."""
+"""Limit on |log-ratio| before `exp`."""
 
 
 def length_adaptive_lambda(mask: Tensor, alpha: float = 1.5) -> Float[Tensor, " B"]:
-    """lambda = 1 - 1/(alpha |y|) of each sequence (VAPO; SAO uses alpha 1.5), for the policy's `gae`; at least 0."""
+    """lambda = 1 - 1/(alpha |y|) for each sequence (VAPO; SAO uses alpha 1.5), for the policy's `gae`; at least 0."""
     if alpha <= 0:
         raise ConfigError(f"alpha of the length-adaptive lambda must be above 0; got {alpha}")
     lengths = mask.bool().sum(1).float()
@@ -29,15 +29,15 @@ def gae(
     gamma: float = 1.0,
     lam: float | Float[Tensor, " B"] = 0.95,
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
-    """Generalised advantage estimation that jumps over observation tokens; no whitening.
+    """Generalised advantage estimation that skips observation tokens; no whitening.
 
-    The last token of an action looks at the value of the first token of the next action. The value after the last
-    sampled token is 0.
+    The last token of an action is followed by the first token of the next action. The value after the last sampled
+    token is 0.
 
     Args:
         rewards, values, mask: [B, T].
         gamma: discount per sampled token.
-        lam: one number, or one per sequence (`length_adaptive_lambda`).
+        lam: one number, or one per sequence (see `length_adaptive_lambda`).
 
     Returns:
         (advantages, returns = advantages + values), [B, T]; both 0 outside the mask.
@@ -73,7 +73,7 @@ def vtrace(
     pg_rho_bar: float = 1.0,
     trace_log_ratio: Float[Tensor, "B T"] | None = None,
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
-    """V-trace (1802.01561) over sampled tokens, jumping over observation tokens; bootstraps 0 after the last one.
+    """V-trace (1802.01561) over sampled tokens, skipping observation tokens; the value after the last token is 0.
 
     min(1, ratio) is one-sided, so noise of rms s in the log-ratio shortens the trace to about 2.5/s tokens. `c_bar`
     above 1 lengthens it again.
@@ -83,10 +83,10 @@ def vtrace(
         log_ratio: [B, T] log(learner/behavior).
         mask: [B, T].
         gamma, lam: discount and trace decay per sampled token.
-        rho_bar, c_bar, pg_rho_bar: caps of the ratio in the temporal difference (which fixed point), in the trace (how
-            far credit travels) and in front of the policy gradient.
-        trace_log_ratio: [B, T] what cuts the trace in place of `log_ratio`; `segment_log_ratio` of it for traces cut
-            once per turn. The two other ratios are always the token's own.
+        rho_bar, c_bar, pg_rho_bar: caps of the ratio in the temporal difference (determines the fixed point), in the
+            trace (how far credit propagates) and in front of the policy gradient.
+        trace_log_ratio: [B, T] cuts the trace in place of `log_ratio`; use `segment_log_ratio` of it to cut traces once
+            per turn. The two other ratios are always the token's own.
 
     Returns:
         (advantages, value_targets), [B, T], 0 outside the mask. With every ratio 1 the targets are GAE(lam)'s returns;
@@ -120,19 +120,19 @@ def retrace(
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
     """Retrace(lambda) (1606.02647) with V in place of Q: GAE whose lambda at the next token is lam min(c_bar, ratio).
 
-    A_t = delta_t + gamma c_{t+1} A_{t+1}, c = lam min(c_bar, learner/behavior). The ratio at t itself is not in A_t, so
-    the policy loss brings its own (`ppo`, `dppo_tv`, `cispo`...), unlike after `vtrace`.
+    A_t = delta_t + gamma c_{t+1} A_{t+1}, c = lam min(c_bar, learner/behavior). Unlike with `vtrace`, the ratio at t
+    itself is not part of A_t; the policy loss applies its own (`ppo`, `dppo_tv`, `cispo`...).
 
     Args:
         rewards, values, mask: [B, T].
         log_ratio: [B, T] log(learner/behavior).
-        gamma, lam: discount and trace decay per sampled token; `lam` also one per sequence.
-        c_bar: cap of the ratio in the trace; above 1 credit travels further (see `vtrace`).
-        trace_log_ratio: [B, T] what cuts the trace in place of `log_ratio` (see `vtrace`).
+        gamma, lam: discount and trace decay per sampled token; `lam` may be one per sequence.
+        c_bar: cap of the ratio in the trace; above 1 credit propagates further (see `vtrace`).
+        trace_log_ratio: [B, T] cuts the trace in place of `log_ratio` (see `vtrace`).
 
     Returns:
-        (advantages, value_targets), [B, T], 0 outside the mask; the targets are V_t + min(c_bar, ratio_t) A_t, with the
-        token's own ratio; those of V-trace with rho_bar = c_bar, unless the trace has ratios of its own.
+        (advantages, value_targets), [B, T], 0 outside the mask. The targets are V_t + min(c_bar, ratio_t) A_t, with the
+            token's own ratio; they equal those of V-trace with rho_bar = c_bar, unless the trace has ratios of its own.
     """
 
     def of_rows(rows: slice, columns: Columns) -> tuple[Tensor, Tensor]:
@@ -150,14 +150,14 @@ def retrace(
 def segment_log_ratio(
     log_ratio: Float[Tensor, "B T"], mask: Tensor, segment_ids: Int[Tensor, "B T"] | None = None
 ) -> Float[Tensor, "B T"]:
-    """Each sampled token's log-ratio replaced by the mean over its segment: `trace_log_ratio` by turn.
+    """Replace each sampled token's log-ratio by the mean over its segment: a `trace_log_ratio` by turn.
 
-    The product of min(1, mean ratio) over a segment is min(1, the segment's ratio): the trace is cut once per turn, by
-    what the turn as a whole became less likely, and not at every token whose noise is below 0.
+    The product of min(1, mean ratio) over a segment is min(1, the segment's ratio). So the trace is cut once per turn,
+    by how much less likely the whole turn became, and not at every token whose noise is below 0.
 
     Args:
         log_ratio, mask: [B, T].
-        segment_ids: [B, T] any integers; None takes the turns, unbroken runs of sampled tokens.
+        segment_ids: [B, T] any integers; None uses the turns, that is, contiguous runs of sampled tokens.
 
     Returns:
         [B, T], 0 outside the mask.

@@ -1,4 +1,4 @@
-"""Advantages of turns, [N, K]: what a turn and the later ones earned, against turns of its siblings."""
+"""Advantages of turns, [N, K]: the return from a turn on, relative to turns of its siblings."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ def turn_advantages(
     same_number: bool = False,
     eps: float = 1e-6,
 ) -> Float[Tensor, "N K"]:
-    """Each turn's discounted return against the turns that it is compared with.
+    """Each turn's discounted return relative to the turns that it is compared with.
 
         R_{i,k} = sum_{j>=k} gamma^(j-k) r_{i,j}      A_{i,k} = (R_{i,k} - mean) / (std + eps)
 
-    Mean and std are those of all turns of all siblings, as in Kevin (2507.11948, gamma 0.4: every turn is a sample of
-    its own); with `same_number` those of the siblings' turns k, as MT-GRPO (2505.11821) compares them.
+    Mean and std are over all turns of all siblings, as in Kevin (2507.11948, gamma 0.4: every turn is a sample of its
+    own); with `same_number` they are over turn k of the siblings, as in MT-GRPO (2505.11821).
 
     Args:
-        rewards: [N, K] what each turn earned, what came for the whole at the last.
-        mask: [N, K] true at the turns that were.
-        group_ids: [N] which prompt.
+        rewards: [N, K] the reward of each turn; a reward for the whole is at the last turn.
+        mask: [N, K] true for turns that exist.
+        group_ids: [N] the prompt of each sequence.
         gamma: discount per turn.
-        baseline, std: as in `group_advantages`; there a turn that is compared with no other has an advantage of 0.
+        baseline, std: as in `group_advantages`; a turn that is compared with no other has advantage 0.
 
     Returns:
         [N, K], 0 outside the mask.

@@ -1,4 +1,4 @@
-"""Whitening over the sampled tokens, by the conventions of other projects, and over several ranks at once."""
+"""Whitening over the sampled tokens, in the conventions of several projects, also over several ranks."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ WHITENINGS = {
 
 @torch.no_grad()
 def whitening_moments(values: Float[Tensor, "B T"], mask: Tensor) -> Float[Tensor, " moments"]:
-    """(count, sum, sum of squares) over the mask, float64. Add those of all ranks, then `masked_whiten` with the sum.
+    """(count, sum, sum of squares) over the mask, float64. Sum them over all ranks, then pass them to `masked_whiten`.
 
-    float64, because the variance is a difference of the last two: in float32 it would vanish beside a large mean.
+    float64, because the variance is a difference of the last two: in float32 it would be lost next to a large mean.
     """
     inside = mask.bool()
     kept = torch.where(inside, values, torch.zeros_like(values)).double()
@@ -50,11 +50,11 @@ def masked_whiten(
     convention: str = "ddof0",
     moments: Float[Tensor, " moments"] | None = None,
 ) -> Float[Tensor, "B T"]:
-    """Zero mean and unit variance over the masked-in tokens; 0 outside the mask.
+    """Zero mean and unit variance over the tokens in the mask; 0 outside it.
 
     Args:
         values, mask: [B, T].
-        convention: one of `WHITENINGS`. With too few tokens for a variance all are 0.
+        convention: one of `WHITENINGS`. With too few tokens for a variance all results are 0.
         moments: `whitening_moments` summed over ranks; None uses those of `values`.
 
     Raises:

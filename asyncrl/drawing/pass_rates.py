@@ -41,7 +41,7 @@ class PassRates:
         self._levels[row] = level
 
     def summary(self, low: float, high: float) -> dict[str, float]:
-        """`measured` is a share of all rows; `mean`, `below` and `above` (`low` and `high`) are over the measured
+        """`measured` is a share of all rows; `mean`, `below` and `above` (`low` and `high`) are of the measured
         ones."""
         measured = int(self._counts[1:].sum())
         if not measured:
