@@ -41,8 +41,7 @@ class PassRates:
         self._levels[row] = level
 
     def summary(self, low: float, high: float) -> dict[str, float]:
-        """`measured` is a share of all rows; `mean`, `below` and `above` (`low` and `high`) are of the measured
-        ones."""
+        """`measured` is a share of all rows; the others, with the bounds `low` and `high`, are of the measured ones."""
         measured = int(self._counts[1:].sum())
         if not measured:
             return {"measured": 0.0}

@@ -1,5 +1,5 @@
-"""`asyncrl sft`: supervised fine-tuning by the learner's own models, packing, optimizer, checkpoints and export.
+"""`asyncrl sft`: supervised fine-tuning with the learner's models, packing, optimizer, checkpoints and export.
 
-Here is what differs from reinforcement learning: its settings, rows with the answers in them, the order they come in
-(no replay, nobody generates), the loss, and the loop. No engine, socket or environment has a place here.
+This package contains what differs from reinforcement learning: the settings, rows that include the answers, their order
+(there is no replay, and nothing is generated), the loss and the loop. It uses no engine, socket or environment.
 """

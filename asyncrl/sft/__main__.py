@@ -44,13 +44,13 @@ def main(overrides: Sequence[str], failed: Callable[[AsyncRLError], None] | None
         failed: called with the error that ended training, before anything is closed.
 
     Raises:
-        AsyncRLError: a refused setting or row, or what ended training.
+        AsyncRLError: a setting or row was refused, or training failed.
     """
     return to_the_end(lambda opened: work(overrides, opened), failed)
 
 
 def work(overrides: Sequence[str], opened: ExitStack) -> None:
-    """Join the other ranks and train; what has to be closed goes into `opened`."""
+    """Join the other ranks and train. Resources to be closed are added to `opened`."""
     given = load_sft(overrides)
     overrides = (*overrides, *kept_dtypes(given, overrides))
     given = load_sft(overrides)
@@ -86,14 +86,14 @@ def work(overrides: Sequence[str], opened: ExitStack) -> None:
 
 
 def open_log(given: SftConfig, run_dir: Path, start: Start) -> PrintingLog:
-    """The metrics files of the run, cut back to the checkpoint that training resumes from."""
-    if start.step == 0:  # a start that saved nothing measured the weights it began with: they are measured again
+    """Open the metrics files of the run, truncated to the checkpoint that training resumes from."""
+    if start.step == 0:  # a start that saved nothing evaluated the first weights: this is repeated
         (run_dir / METRICS_FILE).unlink(missing_ok=True)
     return PrintingLog.of(given, run_dir, start.step)
 
 
 def rank_main(overrides: Sequence[str]) -> int:
-    """`main` as a process of its own: an error is said, and exit code 1."""
+    """Run `main` as a process: print an error and return exit code 1 if it fails."""
     return as_rank(lambda failed: main(overrides, failed), "asyncrl.sft")
 
 

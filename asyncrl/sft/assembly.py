@@ -1,4 +1,4 @@
-"""The composition root of supervised fine-tuning: here alone its parts are made and put together."""
+"""The composition root of supervised fine-tuning: the only place where its parts are constructed and connected."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ClosableLog(RowLog, Protocol):
 
 
 class NoLog:
-    """What the ranks other than 0 write to."""
+    """The log of ranks other than 0, which write nothing."""
 
     def write(self, step: int, policy_version: int | None, row: dict[str, float]) -> None:
         return
@@ -56,11 +56,11 @@ def assemble(
     log: Callable[[Start], ClosableLog],
     verify: Verify = sealed.verify,
 ) -> SftTraining:
-    """Open the rows, build the model, go to where training begins, then open the log. Collective.
+    """Open the rows, build the model, resume if there is a checkpoint, then open the log. Collective.
 
     Args:
-        opened: closes rows and log.
-        backend: of the ranks; None for one that shards nothing (tests).
+        opened: receives what has to be closed.
+        backend: of the ranks; None if nothing is sharded (tests).
         log: called on rank 0 alone.
         verify: see `open_checkpoints`.
 
@@ -103,7 +103,7 @@ def assemble(
 
 
 def order_of(given: SftConfig, data: Dataset) -> DrawOrder:
-    """Of the draws of a run."""
+    """The order of the draws of a run."""
     return DrawOrder(
         [len(part) for part in data.parts],
         [part.source.weight for part in data.parts],
@@ -114,7 +114,7 @@ def order_of(given: SftConfig, data: Dataset) -> DrawOrder:
 
 
 def held_out_examples(given: SftConfig, encoder: Encoder) -> Sequence[Example]:
-    """Of `eval.path`, in its order, without those that are dropped for their length; empty where nothing is evaluated.
+    """The examples of `eval.path`, in order, without those dropped as overlong; empty if nothing is evaluated.
 
     Raises:
         DataError: a row cannot be used, or all are too long.

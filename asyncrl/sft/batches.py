@@ -1,6 +1,6 @@
-"""Batches of rows in the shape that the learner packs: each row a group of one trajectory, all of it sampled.
+"""Batches of rows in the form that the learner packs: each row is a group of one trajectory.
 
-Which rows a step has follows from the settings, the seed and where the run stood; nothing is drawn at random here.
+The rows of a step follow from the settings, the seed and the position of the run; no other randomness is used.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from asyncrl.storage.checkpoints import REPLAY_FILE, SUPERVISED
 from asyncrl.types import NO_VERSION, GroupHeader, StepPlan, Trajectory, TrajectoryHeader
 
 VERSION = 0
-"""Of every learned token: there is but one policy."""
+"""Policy version of every trained token; there is only one policy."""
 
 
 def snapshot_of(draws: int) -> dict[str, Any]:
-    """What a checkpoint keeps of the rows: how many were drawn before it."""
+    """The part of a checkpoint about the rows: the number of draws before it."""
     return {"schema": SUPERVISED, "draw": draws}
 
 
 def draws_before(checkpoint: Path | None) -> int:
-    """The `draws` of its snapshot; 0 of none.
+    """The number of draws in a checkpoint's snapshot; 0 for None.
 
     Raises:
-        CheckpointDamagedError: it does not say. CheckpointMismatchError: reinforcement learning saved it.
+        CheckpointDamagedError: it cannot be read. CheckpointMismatchError: reinforcement learning saved it.
     """
     if checkpoint is None:
         return 0
@@ -58,64 +58,64 @@ def draws_before(checkpoint: Path | None) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """Which draws each step of a run takes, from where it was resumed."""
+    """The draws of each step of a run, from the position where it was resumed."""
 
     rows: int
-    """Of one epoch."""
+    """Number of rows in an epoch."""
     rows_per_step: int
     draws: int
-    """Of the whole run."""
+    """Number of draws in the whole run."""
     first_step: int = 0
-    """The step that this start of the run begins with..."""
+    """First step of this start of the run."""
     first_draw: int = 0
-    """... and the draws that were taken before it."""
+    """Number of draws taken before `first_step`."""
 
     @classmethod
     def of(cls, rows: int, rows_per_step: int, epochs: float, steps: int, *, step: int = 0, draw: int = 0) -> Course:
         """
         Args:
-            epochs, steps: as the settings; `steps` above 0 counts, and epochs else.
-            step, draw: where it was left.
+            epochs, steps: as in the settings; if `steps` is above 0 it replaces epochs.
+            step, draw: position from which the run resumes.
         """
         draws = draw + max(0, steps - step) * rows_per_step if steps else max(1, math.ceil(epochs * rows))
         return cls(rows=rows, rows_per_step=rows_per_step, draws=draws, first_step=step, first_draw=draw)
 
     @property
     def steps(self) -> int:
-        """Of the whole run."""
+        """Number of steps in the whole run."""
         return self.first_step + max(0, -(-(self.draws - self.first_draw) // self.rows_per_step))
 
     def window(self, step: int) -> range:
-        """Of draws; the last one may be shorter."""
+        """The draws of a step; the last step may have fewer."""
         start = self.first_draw + (step - self.first_step) * self.rows_per_step
         return range(start, min(start + self.rows_per_step, self.draws))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """What became of the rows of a step."""
+    """Statistics of the rows of a step."""
 
     rows: int
-    """That are trained."""
+    """Number of rows that are trained on."""
     dropped: int
-    """For their length."""
+    """Number of rows dropped as overlong."""
     cut: int
     tokens: int
     epoch: float
-    """How often each row has come, this step included."""
+    """Passes over the data, including this step."""
     digest: str
-    """Of all its tokens, and which are learned: the same on every rank."""
+    """Digest of all tokens and loss masks, equal on every rank."""
 
 
 class RowBatches:
-    """Implements `prefetch.Leases`: the same for every rank, and whenever a step is asked for again."""
+    """Implements `prefetch.Leases`. Gives the same batch to every rank, and again if a step is requested again."""
 
     def __init__(self, examples: Examples, order: DrawOrder, course: Course) -> None:
         self._examples, self._order, self.course = examples, order, course
         self._drawn: dict[int, Drawn] = {}
 
     def lease(self, *, step: int, rank: int, world: int, wait_s: float) -> Lease:
-        """This rank's part of `step`. Raises DataError of a row that cannot be used."""
+        """This rank's part of `step`. Raises DataError if a row cannot be used."""
         found: list[Example] = []
         dropped = 0
         window = self.course.window(step)
@@ -136,12 +136,12 @@ class RowBatches:
         return lease_of(step, found, rank=rank, world=world)
 
     def told(self, step: int) -> Drawn:
-        """About a step that was leased; once."""
+        """Return the statistics of a leased step, once."""
         return self._drawn.pop(step)
 
 
 def digest_of(examples: Iterable[Example]) -> str:
-    """16 hex digits."""
+    """Digest of the examples, as 16 hex digits."""
     digest = xxhash.xxh3_64()
     for each in examples:
         digest.update(len(each.token_ids).to_bytes(8, "little"))
@@ -151,7 +151,7 @@ def digest_of(examples: Iterable[Example]) -> str:
 
 
 def lease_of(step: int, examples: Sequence[Example], *, rank: int, world: int) -> Lease:
-    """As a replay would lease them: balanced over the ranks by their tokens."""
+    """A lease as a replay would make it: balanced over the ranks by tokens."""
     headers = tuple(
         GroupHeader(group_id=place, prompt_index=place, attempt=0, worker="", trajectories=(_header(each),))
         for place, each in enumerate(examples)

@@ -1,4 +1,4 @@
-"""Rows as token ids with a loss mask: rendered, cut where they are too long, and kept for the next epoch."""
+"""Rows as token ids with a loss mask: rendered, cut if too long, and cached for the next epoch."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from asyncrl.sft.rows import Conversation, SftRows, Texts
 from asyncrl.sft.settings import SftConfig, SftDataConfig
 
 KEPT_TOKENS = 1 << 26
-"""Of rendered rows in memory, 5 bytes each: the tokenizer would otherwise run once per epoch."""
+"""Limit on the cached tokens of rendered rows, 5 bytes each; without the cache every epoch would tokenize again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """One row, ready to be trained on."""
+    """One row, ready for training."""
 
     token_ids: NDArray[np.int32]
     """[T]"""
     loss_mask: NDArray[np.bool_]
-    """[T] never true of the first token, which nothing precedes; true of at least one."""
+    """[T] Always false for the first token, which nothing precedes; true for at least one token."""
     rendered: int
-    """Tokens before it was cut."""
+    """Number of tokens before cutting."""
     as_asked: bool = True
     """See `Supervised`."""
 
@@ -41,7 +41,7 @@ class Example:
 
 
 class Encoder:
-    """From a row's form to its tokens, by the tokenizer and renderer of the model."""
+    """Converts the form of a row to tokens, with the model's tokenizer and renderer."""
 
     def __init__(self, tokenizer: Any, chat: RendererChat, data: SftDataConfig, vocabulary: int) -> None:
         self.tokenizer, self.chat, self._data, self._vocabulary = tokenizer, chat, data, vocabulary
@@ -57,10 +57,10 @@ class Encoder:
         return self.fitted(self.whole(form, where), where)
 
     def whole(self, form: Conversation | Texts, where: str) -> Example:
-        """However long it is.
+        """Encode a row of any length.
 
         Raises:
-            DataError: it cannot be rendered, or no token of it carries loss.
+            DataError: it cannot be rendered, or none of its tokens has a loss.
         """
         try:
             found = self._rendered(form)
@@ -79,10 +79,10 @@ class Encoder:
         return Example(token_ids=ids, loss_mask=mask, rendered=len(ids), as_asked=found.as_asked)
 
     def fitted(self, whole: Example, where: str) -> Example:
-        """As `data.overlong` says, where it has more than `data.max_tokens`.
+        """Apply `data.overlong` if the row has more than `data.max_tokens` tokens.
 
         Raises:
-            OverlongError: it is to be dropped. DataError: such a length is an error.
+            OverlongError: the row is to be dropped. DataError: its length is an error.
         """
         limit, rule = self._data.max_tokens, self._data.overlong
         if whole.rendered <= limit:
@@ -100,7 +100,7 @@ class Encoder:
         return replace(whole, token_ids=whole.token_ids[kept], loss_mask=mask)
 
     def decode(self, token_ids: Sequence[int], *, begins: bool = True) -> str:
-        """`begins`: no tokens stand before these."""
+        """`begins`: whether no tokens precede these."""
         return self.chat.decode(list(token_ids)) if begins else self.chat.seam.decode(token_ids, special=True)
 
     def _rendered(self, form: Conversation | Texts) -> Supervised:
@@ -109,14 +109,14 @@ class Encoder:
         end = self.tokenizer.eos_token_id
         if end is None:
             raise ChatError("the tokenizer has no EOS, so nothing would teach the model to stop. Give it an eos_token")
-        # Apart, as they are in a rollout: the completion is sampled behind the prompt's own ids.
+        # Encoded separately, as in a rollout: the completion is sampled after the prompt's own ids.
         before = ids_to_go_on_from(self.chat, form.prompt)
         after = [*self.chat.seam.encode(form.completion, behind=form.prompt), int(end)]
         return Supervised(token_ids=(*before, *after), loss_mask=(*([False] * len(before)), *([True] * len(after))))
 
 
 def open_encoder(given: SftConfig) -> Encoder:
-    """Raises ConfigError: the model's folder has no tokenizer that fits it, or the renderer does not."""
+    """Raises ConfigError if the model's folder has no suitable tokenizer, or the renderer does not fit it."""
     tokenizer = load_tokenizer(given.model.path)
     vocabulary = check_vocabulary(given.model.path, tokenizer)
     chat = open_chat(tokenizer, given.model.path, given.model.renderer, given.model.chat)
@@ -124,19 +124,19 @@ def open_encoder(given: SftConfig) -> Encoder:
 
 
 class Examples:
-    """Those of some rows, by the number of the row, rendered once."""
+    """The examples of some rows, by row number; rendered once and cached."""
 
     def __init__(self, rows: Sequence[SftRows], encoder: Encoder, kept_tokens: int = KEPT_TOKENS) -> None:
         self._parts, self._encoder, self._left = rows, encoder, kept_tokens
         self._known: dict[tuple[int, int], Example] = {}
 
     def example(self, part: int, row: int) -> Example:
-        """Of row `row` of source `part`. Raises DataError and OverlongError as `Encoder.example`."""
+        """The example for row `row` of source `part`. Raises DataError and OverlongError as `Encoder.example`."""
         known = self._known.get((part, row))
         if known is None:
             rows = self._parts[part]
             known = self._encoder.example(rows.form(row), rows.where(row))
-            if len(known.token_ids) <= self._left:  # later ones are rendered each time: the order is another each epoch
+            if len(known.token_ids) <= self._left:  # once full, the others are rendered each time
                 self._left -= len(known.token_ids)
                 self._known[part, row] = known
         return known

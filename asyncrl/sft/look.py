@@ -1,4 +1,4 @@
-"""What is looked at before anything is started: the form of every row, the rendering of some."""
+"""Checks before anything is started: the form of every row, and the rendering of some."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from asyncrl.sft.rows import SftRows, eval_source, train_sources
 from asyncrl.sft.settings import SftConfig
 
 FIRST, SAMPLED, LONGEST = 4, 256, 64
-"""Rows that are rendered and counted: the first ones, random ones, and the longest by their text."""
+"""Numbers of rows that are rendered and counted: the first, random ones, and those with the longest text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Looked:
-    """What was found in one source."""
+    """The result for one source."""
 
     title: str
     rows: int
     unfiltered: int
-    """Rows there are, `data.where` or not."""
+    """Number of rows before `data.where`."""
     tokens: tuple[int, ...]
-    """Of the rows that were rendered, before any cut."""
+    """Length of each rendered row, before cutting."""
     loss_tokens: tuple[int, ...]
-    """Of those that are trained."""
+    """Loss tokens of those that are trained on."""
     overlong: tuple[str, ...]
-    """Where those over the limit are, the longest first."""
+    """Locations of the overlong rows, the longest first."""
     begun_otherwise: int
-    """Rows with a turn that does not begin where a rollout's does; see `Supervised.as_asked`."""
+    """Number of rows with a turn that does not begin as in a rollout; see `Supervised.as_asked`."""
     first: Example | None
     """The first row that is not dropped."""
     first_at: str
 
 
 def look(given: SftConfig, encoder: Encoder) -> list[Looked]:
-    """At the training sources, then at what is evaluated.
+    """Check the training sources, then the evaluation source.
 
     Raises:
-        DataError: a row has no usable form or cannot be rendered, or all rows of a source are too long.
+        DataError: a row is malformed or cannot be rendered, or all rows of a source are too long.
     """
     trained, held_out = train_sources(given), eval_source(given)
     found = [SftRows(source, given.data) for source in (*trained, *([held_out] if held_out else []))]
@@ -87,7 +87,7 @@ def _looked(rows: SftRows, encoder: Encoder, given: SftConfig) -> Looked:
 
 
 def chosen(rows: SftRows) -> Sequence[int]:
-    """Rows to look at, in order; the same ones each time."""
+    """The rows to render, in order; the same ones each time."""
     count = len(rows)
     sampled = random.Random(0).sample(range(count), min(SAMPLED, count))
     longest = np.argsort(-rows.text_sizes(), kind="stable")[:LONGEST].tolist()
@@ -95,7 +95,7 @@ def chosen(rows: SftRows) -> Sequence[int]:
 
 
 def lines(looked: Sequence[Looked], given: SftConfig) -> Iterator[str]:
-    """For people, before a start."""
+    """The result as lines for people, before a start."""
     for each in looked:
         kept = f" of {each.unfiltered:,}" if each.rows < each.unfiltered else ""
         share = sum(each.loss_tokens) / max(1, len(each.loss_tokens))
@@ -119,7 +119,7 @@ def lines(looked: Sequence[Looked], given: SftConfig) -> Iterator[str]:
 
 
 def runs(example: Example) -> Iterator[tuple[list[int], bool]]:
-    """Tokens in a row that are all given, or all learned, in order."""
+    """Split into runs of tokens that are all context, or all trained on, in order."""
     start = 0
     for place in range(1, len(example.token_ids) + 1):
         if place == len(example.token_ids) or example.loss_mask[place] != example.loss_mask[start]:

@@ -1,4 +1,4 @@
-"""What a row of supervised data is: a conversation with the turns that are learned, or two texts."""
+"""The forms of supervised rows: a conversation, with the turns to train on, or a prompt and a completion in text."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from asyncrl.errors import DataError
 from asyncrl.sft.settings import SftConfig, SftDataConfig
 
 COMPLETIONS = ("completion", "response")
-"""Columns of what the model is to write, as TRL and verl call them."""
+"""Columns with the completion, as named by TRL and verl."""
 ASSISTANT = "assistant"
 SHAREGPT, SYSTEM = "conversations", "system"
-"""Columns of ShareGPT's rows: messages of `from` and `value`, and at times the system's words beside them."""
+"""Columns of ShareGPT's rows: messages with `from` and `value`, sometimes with a separate system message."""
 ROLES = {"human": "user", "user": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, ASSISTANT: ASSISTANT, SYSTEM: SYSTEM}
-"""What `from` may be there."""
+"""Possible values of `from` in ShareGPT's rows, and the roles that they mean."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
     messages: tuple[Message, ...]
     learned: tuple[bool, ...]
-    """Of each message; true for at least one."""
+    """For each message, whether it is trained on; true for at least one."""
     tools: tuple[ToolSpec, ...] = ()
 
 
@@ -42,22 +42,22 @@ class Texts:
 
 
 def train_sources(given: SftConfig) -> tuple[Source, ...]:
-    """Raises ConfigError: an entry cannot be understood."""
+    """Raises ConfigError if an entry cannot be understood."""
     return sources(given.data)
 
 
 def eval_source(given: SftConfig) -> Source | None:
-    """None where nothing is evaluated. Filters and orders are of the training rows alone. Raises ConfigError."""
+    """None if nothing is evaluated. Filters and orders apply to the training rows only. Raises ConfigError."""
     if not given.eval.path:
         return None
     return sources(replace(given.data, path=given.eval.path, mixture={}, where={}, order_by=""), "eval.path")[0]
 
 
 class SftRows(SourceRows):
-    """The rows of one source; all of them have the form of the first.
+    """The rows of one source, all of which have the form of the first.
 
     Raises:
-        DataError: the first row is of no known form, or no row fits `where`.
+        DataError: the form of the first row is unknown, or no row passes `where`.
     """
 
     def __init__(self, source: Source, data: SftDataConfig) -> None:
@@ -72,22 +72,22 @@ class SftRows(SourceRows):
 
     @property
     def text_column(self) -> str:
-        """Where most of the text of a row is."""
+        """The column with most of the text of a row."""
         data = self._data
         if self._talks_in:
             return self._talks_in
         return (data.completion_column or next((name for name in COMPLETIONS if name in self[0]), "")).partition(".")[0]
 
     def form(self, row: int) -> Conversation | Texts:
-        """Raises DataError naming the row, and what is wrong in it."""
+        """Raises DataError naming the row and what is wrong with it."""
         return self._form(self[row], row)
 
     def text_sizes(self) -> NDArray[np.int64]:
-        """About how long each row is, [rows]."""
+        """Approximate length of the text of each row, [rows]."""
         return self.sizes(self.text_column)
 
     def check(self) -> None:
-        """Look at every row. Raises DataError naming the first bad one."""
+        """Check every row. Raises DataError naming the first bad one."""
         data = self._data
         wanted = {data.messages_column, self.source.prompt_column, data.completion_column, TOOLS, *COMPLETIONS}
         wanted |= {SHAREGPT, SYSTEM} if self._talks_in == SHAREGPT else set()
@@ -109,7 +109,7 @@ class SftRows(SourceRows):
         return self._answered(columns, tools, row)
 
     def _answered(self, columns: Row, tools: tuple[ToolSpec, ...], row: int) -> Conversation | Texts:
-        """Of a prompt and a completion."""
+        """The form of a row with a prompt and a completion."""
         data, where = self._data, self.where(row)
         prompt = dug(columns, self.source.prompt_column.split("."))
         names = (data.completion_column,) if data.completion_column else COMPLETIONS
@@ -132,7 +132,7 @@ class SftRows(SourceRows):
     ) -> Conversation:
         """
         Args:
-            first: of the messages that may be learned.
+            first: number of the first message that may be trained on.
         """
         turns = [
             number
@@ -179,7 +179,7 @@ def _as_messages(given: Any, role: str) -> Any:
 
 
 def _messages(given: Any, column: str, where: str) -> list[Message]:
-    """As `messages_of`, of ShareGPT's form too."""
+    """As `messages_of`, but also accepts ShareGPT's form."""
     if isinstance(given, list):
         given = [_of_sharegpt(each, where) if isinstance(each, Mapping) else each for each in given]
     found = messages_of(given, column, where)
@@ -190,8 +190,7 @@ def _messages(given: Any, column: str, where: str) -> list[Message]:
 
 
 def _of_sharegpt(message: Mapping[str, Any], where: str) -> Message:
-    """`from` and `value` as `role` and `content`, of a message that has them; a call of a tool has no form there that
-    is known to all."""
+    """Convert `from` and `value` to `role` and `content`, if present. ShareGPT has no one form of tool calls."""
     if message.get("from") is None or message.get("role") is not None:
         return dict(message)
     role = ROLES.get(str(message["from"]))

@@ -1,4 +1,4 @@
-"""How settings of `asyncrl sft` are loaded, and which are refused: the rule, the value, the way out."""
+"""Loads the settings of `asyncrl sft` and checks them. An error names the rule, the value and a way out."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from asyncrl.sft.rows import eval_source, train_sources
 from asyncrl.sft.settings import SftConfig, learner_config
 
 FILE = "sft"
-"""In `configs/`."""
+"""Name of the file in `configs/`."""
 
 
 def load_sft(overrides: Sequence[str] = ()) -> SftConfig:
-    """`configs/sft.yaml` with `overrides`, checked whole.
+    """Load `configs/sft.yaml` with `overrides`, and check all settings.
 
     Raises:
-        ConfigError: an unknown key, a missing one, or a refused value.
+        ConfigError: a key is unknown or missing, or a value is refused.
     """
     given = compose_settings(SftConfig, FILE, overrides, not_needed=_not_needed)
     problems = [problem for rule in RULES for problem in rule(given)]
@@ -58,7 +58,7 @@ def _not_needed(node: Any) -> Iterator[str]:
 
 
 FIGURES = ("loss", "token_accuracy")
-"""Of an evaluation."""
+"""Metrics of an evaluation."""
 KEYS = config_keys(SftConfig)
 ABOVE_ZERO = [*(key for key in values.ABOVE_ZERO if key in KEYS), "learner.epochs"]
 WORDS = {key: each for key, each in values.WORDS.items() if key in KEYS} | {"data.learn": ("every", "last")}
@@ -69,13 +69,13 @@ SMALLEST = {key: least for key, least in values.SMALLEST.items() if key in KEYS 
     "learner.max_tokens_per_microbatch": 1,
     "eval.rows": 0,
 }
-"""As of a run, where that has them too."""
+"""Smallest values; as in a run of reinforcement learning for the settings that it has, too."""
 SAID = {"learner.device": "auto, cpu, cuda, cuda:N", "learner.beta2": "above 0, below 1"}
-"""What the other rules allow, in words."""
+"""Descriptions of what the other rules allow."""
 
 
 def allowed() -> dict[str, str]:
-    """Key -> what it may be, for the settings whose own value is judged by a rule."""
+    """Map each setting whose own value is checked by a rule to a description of its allowed values."""
     return values.in_words(WORDS, SMALLEST, ABOVE_ZERO) | SAID
 
 
@@ -144,13 +144,13 @@ RULES = (
 
 
 def check_sft_machine(given: SftConfig, *, alone: bool) -> None:
-    """Model, rows, extras and devices that are needed here.
+    """Check the model, rows, extras and devices that this machine needs.
 
     Args:
-        alone: this process is to start the ranks; else it is one of them.
+        alone: whether this process will start the ranks; else it is one of them.
 
     Raises:
-        ConfigError: with everything that is missing.
+        ConfigError: listing everything that is missing.
     """
     config = learner_config(given)
     problems = [*missing_model("model.path", given.model.path), *_too_long(given)]

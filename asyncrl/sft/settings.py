@@ -1,4 +1,4 @@
-"""Every setting of `asyncrl sft`. The groups `run` and `model` are those of a run of reinforcement learning."""
+"""Settings of `asyncrl sft`. The groups `run` and `model` are those of reinforcement learning."""
 
 from __future__ import annotations
 
@@ -169,14 +169,14 @@ class SftConfig:
 
 
 OURS_ALONE = ("rows_per_step", "epochs")
-"""Settings of the learner that the learner of reinforcement learning has not got."""
+"""Settings of this learner that the one of reinforcement learning does not have."""
 
 
 def learner_config(given: SftConfig, steps: int = 1) -> Config:
-    """What the learner's pieces read: the settings that they share, the defaults elsewhere.
+    """The settings as the learner's parts read them: the shared ones, and defaults for the others.
 
     Args:
-        steps: of the whole run, at whose end a schedule ends.
+        steps: number of steps of the whole run, at which the schedule ends.
     """
     shared: dict[str, Any] = {each.name: getattr(given.learner, each.name) for each in fields(given.learner)}
     learner: dict[str, Any] = {key: value for key, value in shared.items() if key not in OURS_ALONE}
@@ -187,10 +187,10 @@ def learner_config(given: SftConfig, steps: int = 1) -> Config:
         overwrite=given.overwrite,
         run=given.run,
         model=given.model,
-        # The longest sequence there is: layers with a window are asked by it whether they can be packed.
+        # The longest possible sequence, which decides whether layers with sliding windows can be packed.
         data=DataConfig(path="", max_prompt_tokens=given.data.max_tokens),
         rollout=RolloutConfig(max_new_tokens=0),
-        engine=EngineConfig(device="cpu"),  # there are none: every GPU may be a rank's
+        engine=EngineConfig(device="cpu"),  # there are no engines, so every GPU can be used by a rank
         learner=LearnerConfig(**learner),
         telemetry=TelemetryConfig(**asdict(given.telemetry)),
     )

@@ -1,5 +1,5 @@
-"""One train step on rows: pack, forward, cross entropy of the learned tokens, backward, update. And the same without
-gradient on held-out rows."""
+"""One train step on rows: pack, forward, cross entropy of the trained tokens, backward, update; and the evaluation of
+held-out rows without gradients."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from asyncrl.sft.examples import Example
 from asyncrl.spans import span
 
 CHUNK_ROWS = 512
-"""Held-out rows that are planned together."""
+"""Number of held-out rows that are planned at a time."""
 
 
 def sft_step(
@@ -44,12 +44,12 @@ def sft_step(
     world: int,
     device: torch.device,
 ) -> Measured:
-    """One optimizer step on the mean loss of all learned tokens of the batch; collective over the ranks.
+    """One optimizer step on the mean loss over all trained tokens of the batch; collective over the ranks.
 
-    loss = -1/N * sum of log p(token), N the learned tokens over all ranks and micro-batches.
+    loss = -1/N * sum of log p(token), with N the number of trained tokens over all ranks and micro-batches.
 
     Returns:
-        This rank's numbers; what is the same on every rank is counted on rank 0 only.
+        This rank's statistics; those that are equal on every rank are counted on rank 0 only.
 
     Raises:
         NonFiniteError: too many steps in a row were skipped.
@@ -77,8 +77,9 @@ def sft_step(
 
 
 def agree_on_rows(step: int, digest: str, device: torch.device) -> None:
-    """Every rank draws by itself. Other rows than those of rank 0 would be other denominators, or a rank that waits for
-    micro-batches that nobody has, or rows that are trained twice and others never. Collective. Raises DataError."""
+    """Check that all ranks drew the same rows, since each draws by itself. Otherwise denominators would differ, a rank
+    could wait for micro-batches that no other has, or rows could be trained twice or never. Collective. Raises
+    DataError."""
     if text_of_rank_zero(digest, device) != digest:
         raise DataError(
             f"step {step}: this rank drew other rows than rank 0. Give all machines the same files; a class "
@@ -89,7 +90,7 @@ def agree_on_rows(step: int, digest: str, device: torch.device) -> None:
 def micro_batches(
     config: Config, policy: PolicyModel, lease: Lease, rank: int, device: torch.device
 ) -> tuple[list[MicroBatch], float]:
-    """This rank's, as many as every rank has, and the learned tokens of the whole batch."""
+    """This rank's micro-batches, the same number on every rank, and the number of trained tokens of the whole batch."""
     planned = plan_minibatches(
         lease.plan,
         rank=rank,
@@ -102,10 +103,10 @@ def micro_batches(
 
 
 def accumulate(model: PolicyModel, batches: Sequence[MicroBatch], tokens: float, world: int) -> tuple[Tensor, Measured]:
-    """Add up the gradients of all micro-batches; ranks are summed with the last one.
+    """Accumulate the gradients of all micro-batches; with the last one they are summed over the ranks.
 
     Returns:
-        This rank's share of the loss, and its numbers.
+        This rank's share of the loss, and its statistics.
     """
     total = torch.zeros((), device=batches[0].input_ids.device)
     told: list[Told] = []
@@ -115,7 +116,7 @@ def accumulate(model: PolicyModel, batches: Sequence[MicroBatch], tokens: float,
             logprobs, entropy = model(
                 batch.input_ids, batch.position_ids, batch.loss_positions, batch.predictors, batch.packing, 1.0
             )
-            loss = -logprobs.sum() / tokens  # 0 at all others
+            loss = -logprobs.sum() / tokens  # the log-prob is 0 at all other positions
         with span("backward"):
             backward(loss, world)
         total = total + loss.detach()
@@ -127,8 +128,8 @@ def accumulate(model: PolicyModel, batches: Sequence[MicroBatch], tokens: float,
 def evaluate(
     config: Config, policy: PolicyModel, examples: Sequence[Example], *, rank: int, world: int, device: torch.device
 ) -> dict[str, float]:
-    """Mean loss per learned token of held-out rows, and the share of tokens that greedy decoding would have written
-    after the right ones before them, with intervals over the rows. Collective; the same on every rank."""
+    """Mean loss per trained token of held-out rows, and the share of tokens that greedy decoding would predict given
+    the correct preceding tokens, with intervals over the rows. Collective; the same result on every rank."""
     sums = torch.zeros((len(examples), 3), dtype=torch.float64, device=device)
     for start, lease in _chunks(examples, rank, world):
         batches, _ = micro_batches(config, policy, lease, rank, device)

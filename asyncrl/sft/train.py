@@ -1,4 +1,4 @@
-"""The loop of supervised fine-tuning: draw, train, evaluate now and then, checkpoint, report."""
+"""The loop of supervised fine-tuning: draw, train, evaluate periodically, checkpoint, report."""
 
 from __future__ import annotations
 
@@ -33,34 +33,34 @@ log = logging.getLogger(__name__)
 
 
 class RowLog(Protocol):
-    """Where rank 0 writes rows (`asyncrl.telemetry.metrics.log.MetricsLog`)."""
+    """The log that rank 0 writes rows to (`asyncrl.telemetry.metrics.log.MetricsLog`)."""
 
     def write(self, step: int, policy_version: int | None, row: dict[str, float]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Where training begins; equal on all ranks."""
+    """The position where training begins; equal on all ranks."""
 
     step: int = 0
-    """As many were trained before."""
+    """Number of steps trained before."""
     draw: int = 0
-    """As many rows were drawn before."""
+    """Number of rows drawn before."""
     skipped_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftTraining:
-    """What one rank trains with."""
+    """Everything that one rank trains with."""
 
     config: Config
-    """As the learner's pieces read it; `learner.steps` are those of the whole run."""
+    """The settings as the learner's parts read them; `learner.steps` is that of the whole run."""
     eval: SftEvalConfig
     roles: Roles
-    """Already those of `start`."""
+    """Already restored to `start`."""
     checkpoints: Checkpoints
     best: BestCheckpoint
-    """The one of `checkpoints`."""
+    """The best checkpoint of `checkpoints`."""
     start: Start
     batches: RowBatches
     held_out: Sequence[Example]
@@ -72,7 +72,7 @@ class SftTraining:
 
     @property
     def shard(self) -> int:
-        """Which part of the rows is this rank's, of `shards`."""
+        """Which of the `shards` parts of the rows is this rank's."""
         return ParallelDims.of(self.config.learner, self.world).data_rank(self.rank)
 
     @property
@@ -81,7 +81,7 @@ class SftTraining:
 
 
 def resumed(checkpoints: Checkpoints, roles: Roles, path: Path | None) -> Start:
-    """Fill `roles` from the checkpoint, if there is one. Collective.
+    """Restore `roles` from the checkpoint, if there is one. Collective.
 
     Raises:
         CheckpointError: see `Checkpoints.load`. CheckpointMismatchError: reinforcement learning saved it.
@@ -95,11 +95,11 @@ def resumed(checkpoints: Checkpoints, roles: Roles, path: Path | None) -> Start:
 
 
 def train_rows(parts: SftTraining, asked: Asked = never) -> None:
-    """Train from `parts.start` to the last step, or until `asked`: then what is trained is saved first.
+    """Train from `parts.start` to the last step, or until `asked` is true; then trained steps are saved first.
 
-    Consumes: batches of rows, drawn and rendered one step ahead of training by a thread.
-    Waits for: that thread; the other ranks, in every step; the disk.
-    Unblocked by: its end or failure; the process group's timeout; the patience with a full disk.
+    consumes:     batches of rows, drawn and rendered one step ahead of training by a thread
+    waits for:    that thread; the other ranks, in every step; the disk
+    unblocked by: its end or failure; the process group's timeout; the patience with a full disk
 
     Raises:
         DataError: a row cannot be used, or ranks drew different ones. NonFiniteError, CheckpointError, DiskFullError.
@@ -130,14 +130,14 @@ def train_rows(parts: SftTraining, asked: Asked = never) -> None:
         measured = over_ranks(measured, parts.device)
         clock.lap("train")
         row = step_row(measured, drawn, clock.next()) | parts.checkpoints.timings()
-        parts.checkpoints.saved()  # or that the one under way has failed
+        parts.checkpoints.saved()  # raises if the running save has failed
         if parts.rank == 0:
             parts.log.write(trained, None, row)
         clock.lap("log")
         if trained == steps or due(trained, parts.eval.every, last):
             row |= measure(parts, trained)
             clock.lap("evaluate")
-        # After its rows: of a step that is never trained again, a death in between would leave none for good.
+        # After the step's rows are logged: a crash in between would lose them, as the step is never trained again.
         if due(trained, settings.save_every, last):
             begin_save(parts, step, guard.skipped)
             clock.lap("checkpoint")
@@ -155,7 +155,7 @@ def train_rows(parts: SftTraining, asked: Asked = never) -> None:
 
 
 def measure(parts: SftTraining, trained: int) -> dict[str, float]:
-    """Held-out rows with the weights after so many steps, as a row of the log; nothing where there are none."""
+    """Evaluate the held-out rows after `trained` steps, as a row of the log; empty if there are none."""
     if not parts.held_out:
         return {}
     found = evaluate(
@@ -168,7 +168,7 @@ def measure(parts: SftTraining, trained: int) -> dict[str, float]:
 
 
 def step_row(measured: Measured, drawn: Drawn, times: dict[str, float]) -> dict[str, float]:
-    """Everything known about a step, by metric name."""
+    """All metrics of a step, by name."""
     row = measured.row() | times
     row |= {
         "data/rows": float(drawn.rows),
@@ -184,13 +184,13 @@ def step_row(measured: Measured, drawn: Drawn, times: dict[str, float]) -> dict[
 
 
 def begin_save(parts: SftTraining, step: int, skipped: int) -> None:
-    """Start the checkpoint after `step`: collective. It is whole now, or while later steps are trained."""
+    """Start saving the checkpoint after `step`: collective. It is complete now, or while later steps are trained."""
     state = LearnerState(step=step, policy_version=step + 1, skipped_steps=skipped)
     parts.checkpoints.begin(state, parts.roles, snapshot_of(parts.batches.course.window(step).stop))
 
 
 def save_before_end(parts: SftTraining, step: int, skipped: int) -> None:
-    """What is trained but not saved yet when the run stops before `step`. Collective."""
+    """Save what is trained but not yet saved when the run stops before `step`. Collective."""
     if step > parts.start.step and not due(step, parts.config.learner.save_every, last=False):
         begin_save(parts, step - 1, skipped)
     parts.checkpoints.finish()
