@@ -1,3 +1,4 @@
-"""What makes groups: `pool` keeps workers alive, `worker` is one of them, `groups` is what it makes, `rewards` whom it
-asks for scores; `host` and `luggage` are what both sides of a start know. What is done with a group is nothing to it.
+"""Generates groups: `pool` keeps workers alive, `worker` is one worker, `groups` makes the groups, and `rewards` gets
+their scores. `host` and `luggage` are shared by both sides of a worker's start. Nothing here knows what is done with a
+group.
 """

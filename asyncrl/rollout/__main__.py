@@ -1,7 +1,7 @@
-"""`python -m asyncrl.rollout key=value …`: the pool of rollout workers, until the run is over. What `asyncrl local` and
-`asyncrl rollout` start: they have looked at machine and rows.
+"""`python -m asyncrl.rollout key=value …`: the pool of rollout workers, until the run is over. Started by `asyncrl
+local` and `asyncrl rollout`, which have checked machine and rows.
 
-`--worker` alone is internal: one worker, its spec as a line of JSON on standard input (see `pool.process_host`).
+`--worker` alone is internal: one worker, with its spec as a line of JSON on standard input (`pool.process_host`).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from asyncrl.telemetry.folder.resumed import kept_dtypes
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code: that of the pool, or 2 with the reason when a setting was refused."""
+    """Return the exit code: the pool's, or 2 with the reason if a setting was refused."""
     if arguments == ["--worker"]:
-        die_with_parent(os.getppid())  # stopped, it would not see the pipe of a dead pool
+        die_with_parent(os.getppid())  # a worker in SIGSTOP would not notice the closed pipe of a dead pool
         spec = _read_spec()
         threading.Thread(target=_exit_with_pool, daemon=True).start()
         code = run_worker_here(spec)
         sys.stdout.flush()
         sys.stderr.flush()
-        # Not by return: that waits for every thread, and one that is stuck in an engine that died would keep this
-        # process for ever, which its pool would take for a worker at work.
+        # `return` would wait for every thread. One that is stuck in a dead engine would keep this process alive for
+        # ever, and its pool would take it for a working worker.
         os._exit(code)
     keep_logging()
     try:
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
 
 def _read_spec() -> WorkerSpec:
     line = bytearray()
-    # Straight from the descriptor: a buffered reader would be locked by the thread below when the process ends.
+    # Straight from the descriptor: the thread below would hold the lock of a buffered reader when the process ends.
     while not line.endswith(b"\n"):
         data = os.read(0, 1 << 16)
         if not data:
@@ -54,7 +54,7 @@ def _read_spec() -> WorkerSpec:
 
 
 def _exit_with_pool() -> None:
-    """waits for: the pool, for the life of the worker; unblocked by: its death, which closes the pipe."""
+    """waits for: the pool, for the lifetime of the worker; unblocked by: its death, which closes the pipe."""
     while os.read(0, 1):
         pass
     os._exit(EXIT_FAILED)

@@ -1,4 +1,4 @@
-"""The seam between the pool and what its workers run in: plain child processes, or Ray actors."""
+"""The interface between the pool and what its workers run in: plain child processes, or Ray actors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from asyncrl.collector import load
 from asyncrl.errors import AsyncRLError
 
 EXIT_STOPPED, EXIT_FAILED, EXIT_REFUSED = 0, 1, 2
-"""Ended as it should; failed, so that a restart may help; refused by a rule that a restart will not change."""
+"""Ended normally; failed, so a restart may help; refused by a rule, so a restart cannot help."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """All a worker process is told. Plain values: it crosses as JSON, or in Ray's own transport."""
+    """Everything that a worker process receives, as plain values: sent as JSON, or by Ray."""
 
     name: str
     restart: int
@@ -25,29 +25,29 @@ class WorkerSpec:
     log_path: str
     run_digest: str
     config: dict[str, Any]
-    """As from `config_to_dict`, local paths made absolute."""
+    """From `config_to_dict`, with local paths made absolute."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables that must stand before torch is imported."""
+    """Environment variables that must be set before torch is imported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerExit:
     name: str
     code: int
-    """EXIT_*; any other end of the process is EXIT_FAILED."""
+    """One of EXIT_*; any other exit of the process is EXIT_FAILED."""
     how: str
-    """`exit code 1`, `signal SIGKILL`, what Ray says of a dead actor."""
+    """`exit code 1`, `signal SIGKILL`, or Ray's description of a dead actor."""
     said: str = ""
-    """The last line of its log, where that may lie on another machine; empty: look for it."""
+    """The last line of its log, if the log may be on another machine; if empty, read it from the log."""
     log: tuple[str, ...] = ()
-    """The last lines of one that does."""
+    """The last lines of a log on another machine."""
 
 
 class HostLostError(AsyncRLError, ConnectionError):
-    """What the workers run on is gone.
+    """What the workers run on is lost.
 
     Args:
-        mendable: it was started by this pool, which can start it again.
+        mendable: whether this pool started it, and so can start it again.
     """
 
     def __init__(self, said: str, *, mendable: bool) -> None:
@@ -61,23 +61,23 @@ class WorkerHost(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> list[WorkerExit]:
-        """Workers that ended since the last call; waits up to `timeout_s` for the first.
+        """Return the workers that ended since the last call; wait up to `timeout_s` for the first.
 
         Raises:
-            HostLostError: none of them can be heard of or started any more.
+            HostLostError: no worker can be observed or started any more.
         """
         ...
 
     def close(self) -> None:
-        """Stop every worker and what the host started for itself. Bounded; kills what does not stop."""
+        """Stop all workers, and what the host started for itself. Bounded in time; kills what does not stop."""
         ...
 
 
 def run_worker_here(spec: WorkerSpec) -> int:
-    """`run_worker_process` in this process; its exit code.
+    """Run `run_worker_process` in this process and return its exit code.
 
-    What cannot be imported is told in the worker's log, which nothing else has opened yet: Ray passes on the last line
-    of a traceback alone, without the file that asked. A package that is not there is not there for the next start.
+    A failed import is written to the worker's log, which nothing has opened yet: Ray reports only the last line of a
+    traceback, without the file that imported. A missing package will still be missing at the next start.
     """
     try:
         process = late_import("worker.process")
@@ -91,9 +91,9 @@ def run_worker_here(spec: WorkerSpec) -> int:
 
 
 def late_import(module: str) -> ModuleType:
-    """`asyncrl.rollout.<module>`, imported now.
+    """Import `asyncrl.rollout.<module>` on demand.
 
-    The one dynamic import: a run on plain processes must not load Ray (0.5 s, 60 MB), and neither the pool nor a Ray
-    actor may load torch before the worker's environment variables are set.
+    This is the one dynamic import: a run on plain processes must not load Ray (0.5 s, 60 MB), and neither the pool nor
+    a Ray actor may load torch before the worker's environment variables are set.
     """
     return load(f"asyncrl.rollout.{module}")

@@ -1,9 +1,10 @@
-"""What a worker on another machine is given of this one: the user's code by path, the keys of its role, variables.
+"""What a worker on another machine receives from this one: the user's code by path, its role's keys, variables.
 
-    pack(config) here -> the call that starts the worker -> `unpacked` there, in a folder that ends with the worker
+    pack(config) here -> the call that starts the worker -> `unpacked` there, in a folder that is removed with the
+    worker
 
-It goes with the call and never in Ray's runtime_env: that stands in Ray's logs and in what `ray list` shows, where
-everybody who reaches the cluster reads keys and tokens.
+It is sent with the call, and never in Ray's runtime_env, which appears in Ray's logs and in the output of `ray list`,
+where everybody with access to the cluster could read keys and tokens.
 """
 
 from __future__ import annotations
@@ -24,33 +25,33 @@ from asyncrl.storage.held import held_folder
 
 TRAVELLING = ("HF_*", "NCCL_*", "VLLM_*")
 OF_ONE_MACHINE = ("VLLM_HOST_IP",)
-"""Its address, which is no other's."""
+"""The address of one machine, which holds for no other."""
 KEYS = ("*.key", "worker.key_secret")
-"""Of `replay.keys`, what a worker needs."""
+"""The files in `replay.keys` that a worker needs."""
 WITH_PATHS = ("model", "data", "eval", "reward", "environment", "rollout")
-"""Settings that name files of a worker."""
+"""Groups of settings that name files of a worker."""
 MOST_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Luggage:
-    """Contents are in no repr: what holds this may be logged."""
+    """The contents are not in the repr, so that objects holding this can be logged."""
 
     files: dict[str, bytes] = field(default_factory=dict, repr=False)
-    """By their absolute path here."""
+    """Contents by absolute path on this machine."""
     keys: dict[str, bytes] = field(default_factory=dict, repr=False)
-    """By their name in `replay.keys`."""
+    """Contents by file name in `replay.keys`."""
     environment: dict[str, str] = field(default_factory=dict, repr=False)
 
 
 def pack(config: Config, settings: Mapping[str, Any], environment: Mapping[str, str]) -> Luggage:
     """
     Args:
-        settings: those of `config`, local paths absolute (`pool.specs`).
-        environment: variables of this process.
+        settings: the settings of `config` with absolute local paths (`pool.specs`).
+        environment: environment variables of this process.
 
     Raises:
-        ConfigError: the code is larger than what a call carries; or see `travelling`.
+        ConfigError: the code is larger than a call may carry; or see `travelling`.
     """
     files: dict[str, bytes] = {}
     for _, text in texts_of({group: settings[group] for group in WITH_PATHS}):
@@ -69,7 +70,7 @@ def pack(config: Config, settings: Mapping[str, Any], environment: Mapping[str, 
 
 
 def travelling(named: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that go along. Raises ConfigError: one that was named is not set."""
+    """The variables to send. Raises ConfigError if a named one is not set."""
     chosen = {
         name: value
         for name, value in environment.items()
@@ -86,7 +87,7 @@ def travelling(named: Sequence[str], environment: Mapping[str, str]) -> dict[str
 
 
 def texts_of(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted key, text) of all texts in settings."""
+    """Yield (dotted key, text) for all texts in settings."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, Mapping):
@@ -98,32 +99,32 @@ def texts_of(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def code_of(file: Path) -> dict[str, bytes]:
-    """A file, and what it imports from beside it, and what that imports: by absolute path."""
+    """A file and everything that it imports, directly or indirectly, from its folder, by absolute path."""
     return {str(each): code for each, code in with_imports(file, _beside).items()}
 
 
 def _beside(folder: Path, module: tuple[str, ...]) -> Iterable[Path]:
-    """Of a package all files: it may load any of them by a name that it makes up."""
+    """All files of a package, because it may load any of them by a computed name."""
     name = module[0]
     alone = folder / f"{name}.py"
     return [alone] if alone.is_file() else sorted(each for each in (folder / name).rglob("*.py") if each.is_file())
 
 
 def local_paths(settings: Mapping[str, Any]) -> dict[str, str]:
-    """path -> the setting that names it: model and data, absolute, that lie here and do not travel."""
+    """path -> the setting that names it, for absolute paths of models and data that exist here and are not sent."""
     named = texts_of({group: settings[group] for group in WITH_PATHS})
     return {text: key for key, text in named if os.path.isabs(text) and there(text)}
 
 
 def there(path: str) -> bool:
-    """Whether something is at this path, or glob, on this machine."""
+    """Whether something exists at this path, or glob, on this machine."""
     return os.path.exists(path) or bool(glob.glob(path))
 
 
 @contextlib.contextmanager
 def unpacked(luggage: Luggage, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The settings with paths of this machine. What lies at its own path here, the same, is used there: beside it may
-    be files that it reads."""
+    """Yield the settings with paths of this machine. If the same files already exist here at the same paths, those are
+    used, because there may be files next to them that they read."""
     given = settings.get("replay", {}).get("keys", "")
     files = {} if _lie_here(luggage.files) else luggage.files
     keys = {} if _lie_here({f"{given}/{key}": data for key, data in luggage.keys.items()}) else luggage.keys

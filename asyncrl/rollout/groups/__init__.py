@@ -1,2 +1,2 @@
-"""From an assignment to a finished group, and from rows to be evaluated to their scores; which groups are dropped
-before they travel, and what is shown of those. No socket and no engine by name."""
+"""Turns assignments into finished groups, and evaluation rows into scores; drops unwanted groups before they are sent,
+and reports some of these. Uses no socket, and no particular engine."""

@@ -1,4 +1,4 @@
-"""What a worker shows of groups that it gives up, and of members that a group lacks: one, now and then."""
+"""Samples of dropped groups, and of members missing from a group, for the log; rate-limited."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from asyncrl.replay.protocol import MEMBER, DroppedSample
 from asyncrl.types import NO_VERSION, Assignment, DropReason, Prompt, TrajectoryGroup
 
 EVERY_S = 1.0
-"""One of each reason: a filter may drop most of what is made, and none of that is to travel."""
+"""Seconds between two samples of the same reason: a filter may drop most groups, and those should not be sent."""
 
 
 def reason_of(error: Exception) -> DropReason:
-    """Of an episode that failed."""
+    """The reason for an episode that failed."""
     if isinstance(error, GenerationError):
         return DropReason.FAILED_GENERATION
     return DropReason.FAILED_REWARD if isinstance(error, RewardError) else DropReason.FAILED_ENVIRONMENT
@@ -29,7 +29,7 @@ class DroppedSamples:
     def of(
         self, assignment: Assignment, prompt: Prompt, reason: str, detail: str, group: TrajectoryGroup | None = None
     ) -> DroppedSample | None:
-        """None where one of this reason was told less than `EVERY_S` ago. `group`: where one was made."""
+        """Return None if a sample of this reason was reported less than `EVERY_S` ago. `group`: if one was made."""
         now = self._clock()
         if now - self._told.get(reason, -math.inf) < EVERY_S:
             return None
@@ -40,7 +40,7 @@ class DroppedSamples:
     def of_member(
         self, assignment: Assignment, prompt: Prompt, group: TrajectoryGroup, size: int
     ) -> DroppedSample | None:
-        """The last of those without which a group of `size` members was closed; None where it has all, or as `of`."""
+        """A sample of the last failure among a group's missing members; None if all `size` are there, or as `of`."""
         if group.lost is None:
             return None
         lost = size - sum(not trajectory.branch for trajectory in group.trajectories)

@@ -1,4 +1,4 @@
-"""What is evaluated beside the training: rows, and how often and how each is sampled."""
+"""The evaluation sets during training: their rows, and how and how often each row is sampled."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from asyncrl.evaluation.table import RowScores, figures_of
 from asyncrl.types import Prompt, SamplingParams, members_of
 
 MOST_SOURCES = 16
-"""Of a set, that have means of their own: where each row has another `data_source` there would be a metric per row."""
+"""Limit on the sources of a set that have means of their own, so that there is no metric per row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatedSet:
     rows: PromptSource
-    """In the order of the file."""
+    """The rows, in the order of the file."""
     sampling: SamplingParams
     samples: int = 1
-    """Of each row."""
+    """Completions per row."""
     pass_score: float = 1.0
     answer: str = "none"
-    """As `eval.answer`."""
+    """As the setting `eval.answer`."""
     sources: tuple[str, ...] = ()
-    """The `data_source` of each row that is evaluated, as in `told_apart`."""
+    """The `data_source` of each evaluated row, as made by `told_apart`."""
     kept: frozenset[int] = frozenset()
-    """Rows whose first sample can be read in `eval_samples.jsonl`."""
+    """Rows whose first sample is written to `eval_samples.jsonl`."""
 
     def figures(self, made: Sequence[Episodes], first: int = 0) -> dict[str, tuple[float | None, ...]]:
-        """Of rows from `first` on, as in `EvalResult.figures`: those of several samples, and `DATA_SOURCE/mean`."""
+        """Metrics of rows from `first` on, as in `EvalResult.figures`: of several samples, and `DATA_SOURCE/mean`."""
         found: list[dict[str, float]] = []
         for row, episodes in enumerate(made):
             if not episodes.trajectories:
@@ -50,7 +50,7 @@ class EvaluatedSet:
         return {name: tuple(of_row.get(name) for of_row in found) for name in names}
 
     def samples_kept(self, made: Sequence[Episodes], first: int = 0) -> tuple[Sample, ...]:
-        """Of rows from `first` on, one of each in `kept`: the first that has a score, or why there is none."""
+        """Samples of rows from `first` on, one for each row in `kept`: its first with a score, else its failure."""
         found: list[Sample] = []
         for row, episodes in enumerate(made, start=first):
             if row in self.kept:
@@ -65,7 +65,7 @@ class EvaluatedSet:
     def _prompt(self, row: int) -> Prompt | None:
         try:
             return self.rows[row]
-        except DataError:  # a row that cannot be used: its episodes say why
+        except DataError:  # an unusable row: its episodes say why
             return None
 
     def _of_row(self, row: int, episodes: Episodes) -> dict[str, float]:
@@ -77,7 +77,7 @@ class EvaluatedSet:
 
 
 def told_apart(sources: Iterable[str], rows: int) -> tuple[str, ...]:
-    """`EvaluatedSet.sources` of the first `rows` (0: all), as names of metrics have them; empty of one, or too many."""
+    """`EvaluatedSet.sources` of the first `rows` rows (0: all), as metric names; empty for one source or too many."""
     given = tuple(itertools.islice(sources, rows or None))
     found, names = dict.fromkeys(given), dict[str, str]()
     if not 1 < len(found) <= MOST_SOURCES:
@@ -91,10 +91,10 @@ def told_apart(sources: Iterable[str], rows: int) -> tuple[str, ...]:
 
 
 def samples_of(row: int, prompt: Prompt | None, made: Episodes) -> list[Sample]:
-    """Of one row: what came to its end, then what failed.
+    """Samples of one row: finished completions first, then failures.
 
     Args:
-        prompt: None where the row cannot be used.
+        prompt: None if the row cannot be used.
     """
     text = "" if prompt is None else prompt.text
     source = "" if prompt is None else prompt.columns.get("data_source", "")

@@ -1,7 +1,7 @@
-"""Groups that are not worth training on, dropped where they are made: no byte of them travels.
+"""Drops groups that are not worth training on, on the worker, so that they are never sent.
 
 A dropped group is counted with its reason and makes room for exactly one new prompt, so batches stay full (dynamic
-sampling as in DAPO). The user's own filters (`rollout.filters`) come after the built-in ones.
+sampling as in DAPO). The user's own filters (`rollout.filters`) run after the built-in ones.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from asyncrl.schema import RolloutConfig
 from asyncrl.types import DropReason, Prompt, TrajectoryGroup, members_of
 
 SHOWN = 400
-"""Characters of the last failure."""
+"""Limit on the characters shown of the last failure."""
 GroupFilter = Callable[[TrajectoryGroup], bool]
-"""True: the group is to be dropped."""
+"""Returns True if the group is to be dropped."""
 
 
 def zero_variance(group: TrajectoryGroup) -> bool:
-    """All rewards are the same: with a group baseline every advantage is 0."""
+    """All rewards are equal: with a group baseline every advantage is 0."""
     return len({trajectory.reward for trajectory in group.trajectories}) < 2
 
 
@@ -45,29 +45,29 @@ BuiltIn = Sequence[tuple[DropReason, GroupFilter]]
 class Unwanted:
     reason: DropReason
     detail: str
-    """Which filter, and what it said."""
+    """Which filter, and its reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """In the order they are tried."""
+    """The filters, in the order in which they are applied."""
 
     built_in: BuiltIn = ()
     own: Sequence[FilterPool] = ()
-    """Of the user."""
+    """The user's filters."""
     max_failure_share: float = 1.0
-    """`reward.max_failure_share`: groups that a filter fails for are dropped for ever, and no step is ever trained."""
+    """`reward.max_failure_share`: groups that a filter fails for are dropped, and if all are, no step is trained."""
     where: Callable[[int], str] = str
     """File and line of a row."""
     _shares: dict[int, FailureShare] = field(default_factory=dict)
-    """By place in `own`: one that works says nothing of another."""
+    """By position in `own`: failures of one filter say nothing about another."""
 
     async def why_dropped(self, group: TrajectoryGroup, prompt: Prompt) -> Unwanted | None:
-        """What the first filter says that wants the group dropped.
+        """The result of the first filter that wants to drop the group.
 
         Raises:
-            FilterError: one of the user's failed. The group is then neither kept nor dropped by it.
-            HopelessFilterError: one fails so often that the run could not go on for long.
+            FilterError: one of the user's filters failed, so the group is neither kept nor dropped by it.
+            HopelessFilterError: a filter fails so often that the run cannot make progress.
         """
         for reason, unwanted in self.built_in:
             if unwanted(group):
@@ -96,7 +96,7 @@ class Filters:
 
 
 def finished(group: TrajectoryGroup, prompt: Prompt) -> FinishedGroup:
-    """What the user's filters see of it: of each episode its first conversation."""
+    """The group as the user's filters see it: the first conversation of each episode."""
     firsts = members_of(group.trajectories)
     members = [group.trajectories[first] for first in firsts]
     return FinishedGroup(
@@ -110,7 +110,7 @@ def finished(group: TrajectoryGroup, prompt: Prompt) -> FinishedGroup:
 
 
 def built_in_filters(config: RolloutConfig) -> BuiltIn:
-    """Those that the settings ask for."""
+    """The built-in filters that the settings ask for."""
     filters: list[tuple[DropReason, GroupFilter]] = []
     truncated = TRUNCATED[config.drop_truncated]
     if truncated is not None:

@@ -1,2 +1,2 @@
-"""Workers kept alive until the run is over, as plain processes or under Ray, here or on the nodes of a cluster. No
-torch: what a worker does is no matter here."""
+"""Keeps workers alive until the run is over, as plain processes or under Ray, on this machine or on the nodes of a
+cluster. Free of torch, and independent of what a worker does."""

@@ -1,8 +1,8 @@
-"""The nodes of a Ray cluster that somebody else started: what each has to have, asked before the run, and what a
-worker there said last.
+"""Queries the nodes of an existing Ray cluster: before the run whether each has what a worker needs, and later for the
+last log lines of a worker there.
 
-waits for:    an answer of every node on which a worker may be put
-unblocked by: it, or LOOK_S
+waits for:    an answer of every node on which a worker may be placed
+unblocked by: the answers, or LOOK_S
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from asyncrl.rollout.luggage import there
 from asyncrl.rollout.pool.log_tail import last_lines
 
 LOOK_S = 120.0
-"""A node's first process of a run has to be started."""
+"""Limit in seconds. The node has to start the first process of the run."""
 TAIL_S = 10.0
 
 
 def lacking(paths: list[str]) -> list[str]:
-    """Those at which nothing is, on the node that runs this."""
+    """The paths at which nothing exists, on the node that runs this."""
     return [path for path in paths if not there(path)]
 
 
 def refuse_lacking_nodes(paths: Mapping[str, str], gpus: float) -> None:
     """
     Args:
-        paths: with the setting that names each.
-        gpus: of a worker; nodes with fewer get none.
+        paths: paths that workers need, with the setting that names each.
+        gpus: GPUs per worker; nodes with fewer get no worker.
 
     Raises:
-        ConfigError: with a sentence for every node that lacks one, or gives no answer.
+        ConfigError: with a sentence for every node that lacks a path or does not answer.
     """
     nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU", 0.0) >= gpus]
     asked = {_on(node["NodeID"], lacking).remote(list(paths)): node for node in nodes}
@@ -54,18 +54,18 @@ def _problems(answer: Any, answered: bool, node: str, paths: Mapping[str, str]) 
         return [f"{node} gave no answer in {LOOK_S:g} s"]
     try:
         return [f"{node} has nothing at {path} ({paths[path]})" for path in ray.get(answer)]
-    except RayError as error:  # asyncrl is not there, or of another Python
+    except RayError as error:  # asyncrl is missing there, or is for another Python
         lines = lines_of(error)
         return [f"on {node} asyncrl cannot be run: {lines[-1] if lines else error!r:.300}"]
 
 
 def lines_of(error: RayError) -> list[str]:
-    """Those that say something. The last is the error itself where Python code raised one."""
+    """The lines that are not blank. The last one is the error itself, if Python code raised one."""
     return [line.strip() for line in str(error).splitlines() if line.strip()]
 
 
 def lines_on(node: str, log_path: str) -> list[str]:
-    """The last lines of a log that lies on this node; nothing if the node is gone too, or silent for TAIL_S."""
+    """The last lines of a log on this node; empty if the node is gone or does not answer within TAIL_S."""
     try:
         return ray.get(_on(node, last_lines).remote(log_path), timeout=TAIL_S)
     except RayError:

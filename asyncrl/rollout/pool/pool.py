@@ -1,5 +1,5 @@
-"""Keeps `rollout.workers` workers alive until the run is over. Any number of pools may serve a run, join it and leave:
-`asyncrl rollout` with the same settings adds one, SIGTERM takes it away.
+"""Keeps `rollout.workers` workers alive until the run is over. Any number of pools may serve a run, and join or leave
+it: `asyncrl rollout` with the same settings adds one, SIGTERM removes it.
 
 consumes:     ends of workers
 waits for:    any worker to end, without a deadline: workers run as long as the run does, and end by themselves when
@@ -47,16 +47,16 @@ from asyncrl.telemetry.live.pool_words import marked
 HOST_MODULES = {"ray": "pool.ray_host", "process": "pool.process_host"}
 TURN_S = 0.5
 STEADY_S = 60.0
-"""A worker that lived this long is restarted at once; one that dies young waits, longer each time."""
+"""A worker that lived this many seconds is restarted at once; earlier deaths are followed by growing delays."""
 MAX_DELAY_S = 10.0
 REAP_S = 5.0
 BEGUN = "ASYNCRL_POOL_BEGUN"
-"""Environment variable: when this pool was started anew because its own Ray was lost, in monotonic seconds."""
+"""Environment variable: the times, in monotonic seconds, at which this pool restarted because its own Ray was lost."""
 
 
 @dataclass(slots=True)
 class _Slot:
-    """One place in the pool, held by one worker after another."""
+    """A place in the pool, held by one worker after another."""
 
     spec: WorkerSpec
     restarts: Restarts
@@ -68,16 +68,16 @@ class RolloutPool:
         self._host = host
         self._slots = {spec.name: _Slot(spec, Restarts(max_restarts)) for spec in specs}
         self._due: list[tuple[float, str]] = []
-        """Heap of `(monotonic time, worker)`: restarts to come."""
+        """Heap of pending restarts: `(monotonic time, worker)`."""
         self._signal = 0
         self.family = Family(os.getpid())
         self._standstills = Standstills()
 
     def run(self) -> int:
-        """Exit code: 0 when every worker stopped as it should, 1 when one failed for good, 128 + a signal's number.
+        """Return the exit code: 0 if all workers stopped normally, 1 if one failed for good, 128 + a signal's number.
 
         Raises:
-            HostLostError: the workers run on something that is gone; they have been stopped.
+            HostLostError: what the workers run on is lost; they have been stopped.
         """
         try:
             for name, slot in self._slots.items():
@@ -99,7 +99,7 @@ class RolloutPool:
             self._host.close()
 
     def stop(self, number: int, _frame: FrameType | None = None) -> None:
-        """Signal handler: `run` ends within a turn."""
+        """Signal handler: `run` ends within one turn."""
         self._signal = number
 
     def _start(self, name: str) -> None:
@@ -112,7 +112,7 @@ class RolloutPool:
             self._start(heapq.heappop(self._due)[1])
 
     def _may_restart(self, ended: WorkerExit) -> bool:
-        """Plan the restart of a worker that died, or say why there is none."""
+        """Schedule the restart of a worker that died, or report why there is none."""
         slot = self._slots[ended.name]
         lived_s = time.monotonic() - slot.started_at
         last = ended.said or last_line(slot.spec.log_path)
@@ -136,18 +136,18 @@ class RolloutPool:
 
 
 def restart_delay_s(restarts: int, lived_s: float) -> float:
-    """Without it a worker that cannot start would spin through all its restarts in seconds."""
+    """Delay before a restart. Without it a worker that cannot start would use up all its restarts in seconds."""
     return 0.0 if lived_s > STEADY_S else min(MAX_DELAY_S, 0.25 * 2**restarts)
 
 
 @contextlib.contextmanager
 def pool_number(log_dir: Path) -> Iterator[int]:
-    """0 for the first pool with this run folder, and the next free number for each that joins while others run."""
+    """Yield 0 for the first pool with this run folder, and the next free number for each that joins later."""
     log_dir.mkdir(parents=True, exist_ok=True)
     for number in itertools.count():
         with (log_dir / f"pool-{number}.lock").open("w") as file:
             try:
-                # Held for as long as the file is open, hence freed however this process ends.
+                # Held while the file is open, so it is released however this process ends.
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 continue
@@ -156,11 +156,11 @@ def pool_number(log_dir: Path) -> Iterator[int]:
 
 
 def run_pool(config: Config) -> int:
-    """Start the workers and see them through. Returns the exit code of `RolloutPool.run`. The rows were looked at by
-    the command that started this (`asyncrl.cli.starting.preflight`); a worker refuses one that it cannot use.
+    """Start the workers and supervise them to the end. Returns the exit code of `RolloutPool.run`. The command that
+    started this has checked the rows (`asyncrl.cli.starting.preflight`); a worker refuses a row that it cannot use.
 
     Raises:
-        ConfigError: `rollout.host` is unknown, or the run's keys are not safe.
+        ConfigError: `rollout.host` is unknown, or the keys of the run are not safe.
     """
     if config.rollout.host not in HOST_MODULES:
         raise ConfigError(f"rollout.host={config.rollout.host!r} is unknown. Choose from: {', '.join(HOST_MODULES)}")
@@ -171,7 +171,7 @@ def run_pool(config: Config) -> int:
         hold_ray_to_loopback(config, os.environ)
         host = late_import(HOST_MODULES[config.rollout.host]).make_host(config)
         pool = RolloutPool(specs, host, max_restarts=config.rollout.max_worker_restarts)
-        # After the host is up: Ray installs handlers of its own, and these have to win.
+        # After the host has started: Ray installs signal handlers, which these must override.
         for ending in (signal.SIGTERM, signal.SIGINT):
             signal.signal(ending, pool.stop)
         try:
@@ -185,8 +185,8 @@ def run_pool(config: Config) -> int:
 
 
 def _begin_again(lost: HostLostError, config: Config, family: Family) -> int:
-    """Start this process anew, with the same number and arguments, if that mends the loss: Ray cannot be shut down
-    safely once a part of it is gone. Returns the exit code if it does not."""
+    """Restart this process with the same number and arguments, if that repairs the loss: Ray cannot be shut down safely
+    once a part of it is gone. Returns the exit code if it does not."""
     limit = config.rollout.max_worker_restarts
     begun = Restarts(limit, [float(each) for each in os.environ.get(BEGUN, "").split()])
     _tell(f"{lost}")
@@ -203,23 +203,23 @@ def _begin_again(lost: HostLostError, config: Config, family: Family) -> int:
 
 
 def _reap_children(limit_s: float) -> None:
-    """Whoever this process becomes does not know of them: they would stay in the process table."""
+    """Reap children before the exec: the new program does not know them, and they would remain zombies."""
     deadline = time.monotonic() + limit_s
-    with contextlib.suppress(ChildProcessError):  # there is none left
+    with contextlib.suppress(ChildProcessError):  # no child is left
         while time.monotonic() < deadline:
             if os.waitpid(-1, os.WNOHANG) == (0, 0):
                 time.sleep(0.05)
 
 
 def hold_ray_to_loopback(config: Config, environment: MutableMapping[str, str]) -> None:
-    """Before Ray is imported: where Ray starts no cluster its processes listen on 127.0.0.1, else on every interface.
-    The variable says "cluster" of two systems and is read on all."""
+    """Called before Ray is imported. If Ray does not start a cluster, its processes listen on 127.0.0.1, else on every
+    interface. The variable is named for two operating systems but is read on all."""
     if config.rollout.host == "ray" and not config.ray.address:
         environment.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
 
 def _tell(message: str) -> None:
-    """To the user too, through `asyncrl local`."""
+    """Log a message that `asyncrl local` also shows to the user."""
     _say(marked(message))
 
 

@@ -1,4 +1,4 @@
-"""Workers as plain child processes: `python -m asyncrl.rollout --worker`, its spec on standard input."""
+"""Runs workers as plain child processes: `python -m asyncrl.rollout --worker`, with the spec on standard input."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ProcessHost:
             [sys.executable, "-m", "asyncrl.rollout", "--worker"],
             stdin=subprocess.PIPE,
             env={**os.environ, **spec.environment},
-            # Ctrl-C reaches the pool alone, which then stops its workers in order.
+            # Ctrl-C reaches only the pool, which then stops its workers in order.
             start_new_session=True,
         )
         self._processes[spec.name] = process
@@ -40,10 +40,10 @@ class ProcessHost:
         reaper.start()
         assert process.stdin is not None
         try:
-            # The pipe stays open: its end is how a worker learns that the pool died.
+            # The pipe stays open: a worker learns from its end that the pool died.
             process.stdin.write(json.dumps(asdict(spec)).encode() + b"\n")
             process.stdin.flush()
-        except BrokenPipeError:  # died at once: reported by its reaper
+        except BrokenPipeError:  # died at once: its reaper reports it
             pass
 
     def wait(self, timeout_s: float) -> list[WorkerExit]:
@@ -69,7 +69,7 @@ class ProcessHost:
 
     def _reap(self, name: str, process: subprocess.Popen[bytes]) -> None:
         """consumes: nothing; waits for: the end of this process, however long the run is; unblocked by: its end."""
-        # Before its number is free: what an environment started in its group is not to outlive it.
+        # Before the pid is reaped: processes that an environment started in its group must not outlive it.
         with contextlib.suppress(ChildProcessError, ProcessLookupError, PermissionError):
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
             os.killpg(process.pid, signal.SIGKILL)

@@ -1,9 +1,9 @@
-"""Whether the Ray that the workers run on is there. Ray itself does not tell: when a raylet dies its actors go on and
-new ones are waited for without a word, and when the head dies it ends the process that asks, after a minute.
+"""Detects the loss of the Ray that the workers run on. Ray does not report it: if a raylet dies its actors continue,
+and new actors wait silently; if the head dies, Ray ends the calling process after a minute.
 
-consumes:     the list of nodes, asked for in a thread; the processes of a Ray that was started here
-waits for:    Ray's answer, in the thread alone
-unblocked by: it; `SILENCE_S` without one is a loss
+consumes:     the list of nodes, requested in a thread; the processes of a Ray that was started here
+waits for:    Ray's answer, in the thread only
+unblocked by: the answer; `SILENCE_S` without one counts as a loss
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from asyncrl.rollout.host import HostLostError
 
 ASK_S = 2.0
 SILENCE_S = 30.0
-"""Ray ends a process whose questions were not answered for 60 s, and says so in words of its own."""
+"""Ray itself ends a process whose requests were not answered for 60 s, with a message of its own."""
 SERVERS = ("gcs_server", "raylet")
-"""Programs without which a Ray does nothing."""
+"""Programs without which Ray does not work."""
 
 
 class RayHealth:
     """Args:
-    address: `ray.address`; empty: this process has started Ray, and its servers are children.
+    address: `ray.address`; empty if this process started Ray, whose servers are then its descendants.
     """
 
     def __init__(self, address: str) -> None:
@@ -44,13 +44,13 @@ class RayHealth:
         self._thread.start()
 
     def check(self) -> None:
-        """To be called about once a second. Raises HostLostError."""
+        """Check for a loss; to be called about once a second. Raises HostLostError."""
         for process, name in self._servers.items():
             if process.state() in ("", *ENDED):
                 raise self._lost(f"{name} (pid {process.pid}) of the Ray that this pool had started is gone")
         now = time.monotonic()
         with self._lock:
-            if now - self._looked_at > SILENCE_S / 2:  # this process did not run: Ray could not answer it
+            if now - self._looked_at > SILENCE_S / 2:  # this process was suspended, so it received no answers
                 self._answered_at = now
             self._looked_at = now
             silent_s, dead = now - self._answered_at, self._dead
@@ -60,13 +60,13 @@ class RayHealth:
             raise self._lost(f"the head of the Ray cluster (gcs_server) has not answered for {silent_s:.0f} s")
 
     def news(self) -> list[str]:
-        """Of a cluster: nodes that came or went since this was asked last."""
+        """On a cluster: nodes that joined or were lost since the last call."""
         with self._lock:
             news, self._news = self._news, []
         return news if self._address else []
 
     def close(self) -> None:
-        """Before Ray is shut down: a question to one that is not there would start another."""
+        """Called before Ray is shut down: a request without a running Ray would start another one."""
         self._closed.set()
         self._thread.join(ASK_S)
 
@@ -74,7 +74,7 @@ class RayHealth:
         while not self._closed.wait(ASK_S):
             try:
                 nodes = ray.nodes()
-            # The boundary of a thread that Ray's own end reaches as whatever it likes: silence is what counts.
+            # The boundary of a thread, in which the end of Ray can appear as any exception; only the silence counts.
             except Exception:
                 continue
             with self._lock:
@@ -85,7 +85,7 @@ class RayHealth:
                 self._dead = f"every node of the Ray cluster is dead ({', '.join(gone)})" if none_left else ""
 
     def _changed(self, nodes: list[dict[str, Any]]) -> list[str]:
-        """Those that are there at the first look, or dead since before it, are no news."""
+        """Nodes present at the first check, and nodes that died before it, are not news."""
         before, lines = self._nodes, []
         self._nodes = {str(node.get("NodeID")): bool(node.get("Alive")) for node in nodes}
         for node in nodes if before else []:

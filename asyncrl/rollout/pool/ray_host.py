@@ -1,4 +1,4 @@
-"""Workers as Ray actors, on a local Ray started here or on an existing cluster (`ray.address`)."""
+"""Runs workers as Ray actors, on a local Ray started here or on an existing cluster (`ray.address`)."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ from asyncrl.schema import Config
 
 NAMESPACE = "asyncrl"
 OBJECT_STORE_BYTES = 80 << 20
-"""Near Ray's minimum: trajectories and weights never go through it."""
+"""Near Ray's minimum: trajectories and weights do not use the object store."""
 RAY_SOCKET = len("/ray/session_YYYY-MM-DD_HH-MM-SS_ffffff_PIDOFIT/sockets/plasma_store")
 STOP_TIMEOUT_S = 10.0
 PLACE_TOLD_S = 30.0
-"""So often it is said that Ray has not found a place for a worker, or not started its process."""
+"""Seconds between two messages about a worker that Ray has not placed, or whose process has not started."""
 
 
 class RolloutWorkerActor:
-    """One worker; a fresh actor, hence a fresh process, for every start."""
+    """One worker. Every start uses a new actor, and so a new process."""
 
     def placed(self) -> tuple[str, int]:
-        """The node it is on, and its process there."""
+        """Return the node that the actor is on, and its pid there."""
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
     def run(self, payload: dict[str, Any], luggage: Luggage) -> tuple[int, list[str]]:
-        """Blocks for the life of the worker; returns its exit code, and what it said last in its log here."""
+        """Block for the lifetime of the worker; return its exit code and the last lines of its log here."""
         spec = WorkerSpec(**payload)
         os.environ.update(luggage.environment | spec.environment)
-        die_with_parent(os.getppid())  # of a raylet that is killed Ray leaves the actors running
+        die_with_parent(os.getppid())  # when a raylet is killed, Ray leaves its actors running
         with unpacked(luggage, spec.config) as settings:
             code = run_worker_here(replace(spec, config=settings))
         try:
@@ -67,7 +67,7 @@ class _Started:
     name: str
     actor: Any
     placed: Any
-    """Reference that is ready, with the node, once the actor's process runs; None after it was."""
+    """Reference that is ready, with the node, once the actor's process runs; None afterwards."""
     started_at: float
     told_at: float
     log_path: str
@@ -79,13 +79,13 @@ class RayHost:
     """Implements `host.WorkerHost`.
 
     Args:
-        gpus: of the local Ray; None lets Ray count them.
-        gpus_per_worker: GPUs that Ray keeps for each, asked with how many it has.
-        processes_per_worker: `engine.tensor_parallel`. Above 1 every worker has a place of its own, reserved at its
-            first start and kept through its restarts: so many CPUs and its GPUs, all on one machine. An engine that
-            gave its GPUs back when it died might not get as many again.
-        patience_s: longest time without a single worker that runs.
-        luggage: what workers on other nodes are given of this one.
+        gpus: GPUs of the local Ray; None lets Ray count them.
+        gpus_per_worker: returns the GPUs that Ray reserves per worker, given how many it has.
+        processes_per_worker: `engine.tensor_parallel`. Above 1 every worker has a reservation of its own, made at its
+            first start and kept through its restarts: this many CPUs and its GPUs, all on one machine. Otherwise an
+            engine that released its GPUs when it died might not get them all again.
+        patience_s: limit in seconds on the time without any running worker.
+        luggage: what workers on other nodes receive from this one.
     """
 
     def __init__(
@@ -111,10 +111,10 @@ class RayHost:
                     "RAY_AUTH_MODE=token, and the token in RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"
                 ) from error
         else:
-            # Ray's own, 15, starves the engines where the learner or anything else wants the same cores.
+            # Ray's default, 15, starves the engines when the learner or another process competes for the cores.
             os.environ.setdefault("RAY_worker_niceness", "0")
             os.environ.setdefault("RAY_TMPDIR", socket_folder(RAY_SOCKET))
-            # One logical CPU per worker: Ray pre-starts that many processes, and each worker finds one waiting.
+            # One logical CPU per worker: Ray pre-starts this many processes, so each worker finds one ready.
             options |= {"num_cpus": workers * processes_per_worker, "num_gpus": gpus, "include_dashboard": False}
             try:
                 ray.init(address="local", object_store_memory=OBJECT_STORE_BYTES, **options)
@@ -124,7 +124,7 @@ class RayHost:
                     "and sockets"
                 ) from error
         self._gpus, self._processes = gpus_per_worker(int(ray.cluster_resources().get("GPU", 0))), processes_per_worker
-        # No CPUs are reserved: with more workers than cores Ray would otherwise leave some waiting for ever.
+        # No CPUs are reserved: with more workers than cores Ray would otherwise let some wait for ever.
         self._actor_class = ray.remote(num_cpus=0, num_gpus=self._gpus, max_restarts=0, scheduling_strategy="SPREAD")(
             RolloutWorkerActor
         )
@@ -137,7 +137,7 @@ class RayHost:
         self._patience_s, self._some_ran_at = patience_s, time.monotonic()
 
     def serve_rewards(self, reward: dict[str, Any], environment: dict[str, str], of_set: str = "") -> None:
-        """Start a reward service that the workers will look for; see `rewards.service`."""
+        """Start a reward service for the workers; see `rewards.service`."""
         self._services.append(start_service(reward, environment, of_set, self._luggage))
 
     @property
@@ -166,7 +166,7 @@ class RayHost:
         return [self._collect(reference) for reference in done] + self._unplaced()
 
     def close(self) -> None:
-        if self._lost:  # each of the calls below would wait for what is gone
+        if self._lost:  # each call below would wait for what is gone
             return
         self._health.close()
         self._end_in_order()
@@ -180,7 +180,7 @@ class RayHost:
         ray.shutdown()
 
     def _end_in_order(self) -> None:
-        """Of the workers on this machine: an engine that Ray kills leaves sockets and shared memory behind."""
+        """Stop the workers on this machine: an engine that Ray kills leaves sockets and shared memory behind."""
         ending = []
         for run, started in self._running.items():
             self._note_place(started)
@@ -192,13 +192,12 @@ class RayHost:
             ray.wait(ending, num_returns=len(ending), timeout=STOP_TIMEOUT_S)
 
     def _place(self, name: str) -> dict[str, Any]:
-        """Options of this worker's actor, on top of those all have. Its place may still be waited for by Ray."""
+        """Options of this worker's actor, in addition to the common ones. Ray may not have made the reservation yet."""
         if self._processes == 1:
             return {}
         resources = {"CPU": float(self._processes)} | ({"GPU": self._gpus} if self._gpus else {})
         if name not in self._places:
-            # One bundle, not one per process: an actor has to fit into a single one, and vLLM's processes are its
-            # children, on its machine.
+            # One bundle, not one per process: an actor has to fit into one, and vLLM's processes are its children.
             self._places[name] = placement_group([resources], strategy="STRICT_PACK", name=name)
         strategy = PlacementGroupSchedulingStrategy(self._places[name], placement_group_bundle_index=0)
         return {"num_cpus": self._processes, "scheduling_strategy": strategy}
@@ -217,14 +216,14 @@ class RayHost:
         return WorkerExit(name=started.name, code=code, how=how, said=said[-1].strip() if said else "", log=elsewhere)
 
     def _note_place(self, started: _Started) -> None:
-        """Where its process is, if it came so far."""
+        """Record where the worker's process is, if it has started."""
         if started.placed is not None and ray.wait([started.placed], timeout=0)[0]:
             with contextlib.suppress(RayError):
                 started.node, started.pid = ray.get(started.placed)
             started.placed = None
 
     def _unplaced(self) -> list[WorkerExit]:
-        """Say who waits for a place; give up when nobody has had one for `patience_s`."""
+        """Report workers that wait to be placed; give up when no worker has run for `patience_s`."""
         now = time.monotonic()
         for started in self._running.values():
             self._note_place(started)
@@ -255,13 +254,13 @@ class RayHost:
 
 
 def _summary(error: RayError) -> str:
-    """First and last line: what Ray says happened, and the error itself where Python code raised one."""
+    """The first and last line: Ray's description, and the error itself if Python code raised one."""
     lines = lines_of(error)
     return " ... ".join(dict.fromkeys(line[:200] for line in (lines[:1] + lines[-1:])))
 
 
 def make_host(config: Config) -> RayHost:
-    """Raises ConfigError: there is no such cluster, or one of its nodes lacks what workers need there."""
+    """Raises ConfigError if there is no such cluster, or one of its nodes lacks what workers need."""
     visible, settings = visible_gpus(), absolute_paths(config_to_dict(config))
     host = RayHost(
         address=config.ray.address,

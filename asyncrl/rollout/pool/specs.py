@@ -1,4 +1,4 @@
-"""What each worker of a pool is told: its name, its log, its variables, and settings that hold wherever it runs."""
+"""Builds the spec of each worker of a pool: name, log, variables, and settings that hold wherever it runs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from asyncrl.schema import Config
 
 
 def worker_specs(config: Config, pool: int = 0) -> list[WorkerSpec]:
-    """One spec per worker. Its name holds the machine and the process of its pool: pools must not fence each other.
+    """One spec per worker. Names contain the machine and the process of the pool: pools must not fence each other.
 
     Args:
-        pool: which of the pools that share a run folder this is (see `pool_number`): each has logs of its own.
+        pool: number of this pool among those that share the run folder (see `pool_number`); each has logs of its own.
     """
     plain = absolute_paths(config_to_dict(config))
     environment = worker_environment(config)
@@ -42,7 +42,7 @@ def worker_specs(config: Config, pool: int = 0) -> list[WorkerSpec]:
 
 
 def worker_environment(config: Config) -> dict[str, str]:
-    """Variables that must stand in a worker's process before it imports anything."""
+    """Variables that must be set in a worker's process before it imports anything."""
     return {
         "OMP_NUM_THREADS": str(config.engine.threads),
         "TOKENIZERS_PARALLELISM": "false",
@@ -52,7 +52,7 @@ def worker_environment(config: Config) -> dict[str, str]:
 
 
 def absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
-    """Make what names a local file absolute: a Ray actor does not run in the directory of the command."""
+    """Make the paths of local files absolute: a Ray actor does not run in the command's working directory."""
     for group, key in (("run", "dir"), ("replay", "keys")):
         if config[group][key]:
             config[group][key] = str(Path(config[group][key]).resolve())
@@ -71,13 +71,13 @@ def absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _absolute_set(entry: Any) -> Any:
-    """One of `eval.sets`."""
+    """Make the paths in one entry of `eval.sets` absolute."""
     parts = {"path": _absolute_rows, "reward": _absolute_reward, "environment": _absolute_environment}
     return _each_absolute(entry, parts) if isinstance(entry, dict) else _absolute_rows(entry)
 
 
 def _absolute_reward(entry: Any) -> Any:
-    """Settings of a reward, or its function alone."""
+    """Make the paths of a reward absolute, given its settings or only its function."""
     if isinstance(entry, str):
         return _absolute_function(entry)
     found = _each_absolute(entry, {"function": _absolute_function, "model": _absolute_folder})
@@ -87,7 +87,7 @@ def _absolute_reward(entry: Any) -> Any:
 
 
 def _absolute_environment(entry: Any) -> Any:
-    """Settings of an environment, or its name alone."""
+    """Make the paths of an environment absolute, given its settings or only its name."""
     if isinstance(entry, str):
         return _absolute_function(entry)
     args = {
@@ -102,7 +102,7 @@ def _absolute_environment(entry: Any) -> Any:
 
 
 def _each_absolute(entry: dict[str, Any], parts: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
-    """`entry` with these of its values absolute; what is not given, or is empty, stays so."""
+    """Apply `parts` to these values of `entry`, unless they are missing or empty."""
     return entry | {key: absolute(entry[key]) for key, absolute in parts.items() if entry.get(key)}
 
 
@@ -111,12 +111,12 @@ def _absolute_file(given: str) -> str:
 
 
 def _absolute_folder(given: str) -> str:
-    """A name on the hub is none."""
+    """A name on the hub is returned unchanged."""
     return str(Path(given).resolve()) if given and Path(given).is_dir() else given
 
 
 def _absolute_rows(given: Any) -> Any:
-    """Of a path of rows, or of each in a list: files, folders and globs; names on the hub and classes are none."""
+    """Make a path of rows, or each in a list, absolute: files, folders and globs; not names on the hub and classes."""
     if isinstance(given, list | tuple):
         return [_absolute_rows(each) for each in given]
     if not given or given.startswith(HUB):
@@ -129,7 +129,7 @@ def _absolute_functions(specs: list[str]) -> list[str]:
 
 
 def _absolute_commands(commands: list[str]) -> list[str]:
-    """Those of servers: the files that they name."""
+    """Make the files named in the commands of MCP servers absolute."""
     return [
         shlex.join(str(Path(word).resolve()) if Path(word).is_file() else word for word in shlex.split(command))
         for command in commands
@@ -137,6 +137,6 @@ def _absolute_commands(commands: list[str]) -> list[str]:
 
 
 def _absolute_function(spec: str) -> str:
-    """Of `file.py:name` the file; `package.module:name` is left as it is."""
+    """Make the file of `file.py:name` absolute; `package.module:name` is returned unchanged."""
     place, _, name = spec.rpartition(":")
     return f"{Path(place).resolve()}:{name}" if place.endswith(".py") else spec

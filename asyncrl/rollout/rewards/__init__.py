@@ -1,2 +1,2 @@
-"""Scores of completions for a worker: whom it asks, what a trajectory has to have, and when a run whose reward never
-works is ended. How a reward is computed is `asyncrl.rewards`."""
+"""Scores of completions for a worker: where they come from, what a trajectory must contain, and when a run whose reward
+never works is ended. Rewards themselves are in `asyncrl.rewards`."""

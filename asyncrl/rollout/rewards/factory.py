@@ -1,4 +1,4 @@
-"""Where a worker's rewards come from: processes of its own, or the service that all workers share."""
+"""Creates the source of a worker's rewards: processes of its own, or the service that all workers share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Rewards(Protocol):
 
 
 class NoRewards(AbstractAsyncContextManager["NoRewards"]):
-    """Of an environment that scores by itself."""
+    """For an environment that computes its own rewards."""
 
     async def __aexit__(self, *_: object) -> None: ...
 
@@ -37,10 +37,10 @@ class NoRewards(AbstractAsyncContextManager["NoRewards"]):
 
 
 def make_rewards(config: Config, *, of_set: str = "") -> AbstractAsyncContextManager[Rewards]:
-    """Ready once entered; raises ConfigError then if the reward cannot be loaded.
+    """Ready once entered, which raises ConfigError if the reward cannot be loaded.
 
     Args:
-        of_set: the evaluated set that these settings are of, where they are not those of the training.
+        of_set: the evaluation set that these settings belong to, if they differ from those of training.
     """
     terms = reward_terms(config.reward)
     if not terms:

@@ -1,15 +1,15 @@
-"""The rule of `reward.max_failure_share`, for all code of the user that judges completions: rewards and filters."""
+"""The rule of `reward.max_failure_share`, for user code that judges completions: rewards and filters."""
 
 from __future__ import annotations
 
 from collections import deque
 
 WINDOW = 200
-"""Completions that the share is taken over."""
+"""Number of last completions that the share is computed over."""
 
 
 class FailureShare:
-    """Which of the last completions failed.
+    """Tracks which of the last completions failed.
 
     Args:
         most: `reward.max_failure_share`.
@@ -20,11 +20,11 @@ class FailureShare:
         self._failed: deque[bool] = deque(maxlen=WINDOW)
 
     def add(self, good: int, failed: int) -> str:
-        """Of completions that were judged: so many are well, so many failed.
+        """Record `good` successful and `failed` failed completions.
 
         Returns:
-            Empty, or by how much the failures are more than the settings allow: as soon as successes could no longer
-            bring the share of 200 below.
+            Empty, or a text saying that failures exceed the limit: as soon as successes can no longer bring the share
+                of 200 completions below it.
         """
         self._failed.extend([False] * good + [True] * failed)
         count = sum(self._failed)

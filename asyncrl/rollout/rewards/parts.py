@@ -1,7 +1,7 @@
-"""What the learner's settings ask of a trajectory: named parts of the reward, log-probs of the reference.
+"""Checks that a trajectory has what the learner's settings require: named reward components, reference log-probs.
 
-They are found missing here, where the attempt can still fail: at the learner a missing one could only end the run, or
-pass for a 0 that moves its siblings' baseline.
+Checked on the worker, where the attempt can still fail. At the learner, a missing part could only end the run, or count
+as a 0 that changes its siblings' baseline.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from asyncrl.types import GREEDY_REWARD, SamplingParams, Trajectory, turns_in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardParts:
-    """What every trajectory brings beside its reward."""
+    """What every trajectory must have in addition to its reward."""
 
     required: tuple[str, ...] = ()
-    """From the reward function."""
+    """Reward components required of the reward function."""
     greedy: SamplingParams | None = None
-    """How the one completion per attempt is sampled whose reward is the baseline (ReMax); None: no such baseline."""
+    """Sampling of the one completion per attempt whose reward is the baseline (ReMax); None for no such baseline."""
     reference: bool = False
     """Whether the environment attaches the reference's log-probs (`reference.path=rollout`)."""
     turns: bool = False
-    """Whether it is to be known what each turn earned: the last one all, where nobody said."""
+    """Whether rewards per turn are needed; if none are given the last turn has the whole reward."""
     support: bool = False
-    """Whether sampling is truncated: the engine records what each token was drawn from."""
+    """Whether sampling is truncated: the engine then records the set that each token was sampled from."""
 
     topk: bool = False
-    """Whether the engine records the likeliest tokens of each step (`engine.record_topk`)."""
+    """Whether the engine records the most likely tokens of each step (`engine.record_topk`)."""
     routing: bool = False
-    """Whether it records the experts of each token (`learner.router_replay`)."""
+    """Whether the engine records the experts of each token (`learner.router_replay`)."""
 
     @classmethod
     def of(cls, config: AdvantageConfig, sampling: SamplingParams, *, reference: bool = False) -> RewardParts:
@@ -53,7 +53,7 @@ class RewardParts:
         )
 
     def _asked(self) -> list[tuple[Callable[[Trajectory], str], str]]:
-        """What is wrong with a trajectory that lacks what is asked of it, and who has to bring that."""
+        """For each requirement, a function that returns what is wrong with a trajectory, and who must provide it."""
         known = (
             (
                 self.reference,
@@ -83,11 +83,11 @@ class RewardParts:
         return [(fault_of, why) for is_asked, fault_of, why in known if is_asked]
 
     def complete(self, trajectories: Sequence[Trajectory], greedy: Episodes | None) -> tuple[Trajectory, ...]:
-        """The trajectories with the greedy completion's reward among their parts.
+        """Check the trajectories, and add the greedy completion's reward to their components.
 
         Raises:
-            RewardError: the reward function left a part out, or gave one the name of the baseline.
-            EpisodeError: the environment did not attach the reference's log-probs, or not what the engine recorded.
+            RewardError: the reward function omitted a component, or returned one with the name of the baseline.
+            EpisodeError: the environment did not attach the reference's log-probs, or the engine's records.
         """
         asked = self._asked()
         for place, trajectory in enumerate(trajectories):

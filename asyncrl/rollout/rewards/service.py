@@ -1,7 +1,7 @@
-"""One reward pool for all rollout workers of this machine's pool: a Ray actor, so that a reward model is loaded once.
+"""One reward pool for all workers of a rollout pool: a Ray actor, so that a reward model is loaded once.
 
-Started by the Ray host beside the workers. Its own processes do the scoring, so deadlines, crashes and errors are those
-of any other reward.
+The Ray host starts it next to the workers. Its own processes compute the scores, so deadlines, crashes and errors are
+handled as for any other reward.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from asyncrl.schema import RewardConfig
 from asyncrl.types import Completion
 
 CONCURRENT_CALLS = 1000
-"""Groups in the service at once; more wait in Ray."""
+"""Limit on the groups in the service at once; more wait in Ray."""
 RESTARTS = 10
-"""Of the actor, after its process was lost; calls made meanwhile wait for the next one."""
+"""Restarts of the actor after its process was lost; calls made meanwhile wait for the next one."""
 
 Scores = list[tuple[float, dict[str, float], tuple[float, ...]] | tuple[str, str]]
-"""Per completion its score, parts and rewards of turns, or the reason and why it has none."""
+"""For each completion its score, components and rewards of turns; or the reason and message of its failure."""
 
 
 class RewardService:
-    """The actor. Its methods run on one event loop."""
+    """The Ray actor. Its methods run on one event loop."""
 
     def __init__(self, reward: dict[str, Any], environment: dict[str, str], luggage: Luggage) -> None:
         os.environ.update(luggage.environment | environment)
-        self._unpacked = contextlib.ExitStack()  # for as long as this process lives
+        self._unpacked = contextlib.ExitStack()  # until this process ends
         settings = RewardConfig(**self._unpacked.enter_context(unpacked(luggage, {"reward": reward}))["reward"])
         terms = reward_terms(settings)
         self._make_pool = partial(
@@ -49,7 +49,7 @@ class RewardService:
         self._starting: asyncio.Task[None] | None = None
 
     async def ready(self) -> str:
-        """Wait for the pool's start. Returns why it was refused; empty when it was not."""
+        """Wait until the pool has started. Returns why it was refused; empty if it was not."""
         try:
             await self._started()
         except ConfigError as error:
@@ -68,20 +68,20 @@ class RewardService:
         return [(o.value, o.parts, o.turns) if isinstance(o, RewardScore) else (o.reason, str(o)) for o in outcomes]
 
     async def _started(self) -> None:
-        # The first call after each start of the actor's process starts the pool, for all that wait.
+        # The first call after each start of the actor's process starts the pool, for all waiting calls.
         if self._starting is not None and self._starting.done() and self._starting.exception() is not None:
-            self._pool, self._starting = self._make_pool(), None  # a pool that could not start in time is closed
+            self._pool, self._starting = self._make_pool(), None  # a pool that did not start in time is closed
         if self._starting is None:
             self._starting = asyncio.create_task(self._pool.start())
         await asyncio.shield(self._starting)
 
 
 class SharedRewards:
-    """The service as one worker sees it; `async with` waits until it is ready.
+    """A worker's client of the service; `async with` waits until the service is ready.
 
     Args:
-        of_set: the evaluated set that has rewards of its own; empty is that of the training.
-        wait_s: longest wait for the answer to one call, the queue before it included.
+        of_set: the evaluation set that has rewards of its own; empty for training.
+        wait_s: limit in seconds on the answer to one call, including its time in the queue.
     """
 
     def __init__(self, of_set: str = "", *, wait_s: float) -> None:
@@ -100,7 +100,7 @@ class SharedRewards:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """The service lives as long as the pool of workers."""
+        """Does nothing: the service lives as long as the pool of workers."""
 
     async def score(
         self,
@@ -110,7 +110,7 @@ class SharedRewards:
         sampled: Sequence[Completion] | None = None,
         turns: Sequence[list[str]] | None = None,
     ) -> list[Outcome]:
-        """Raises RewardError: the call failed there, was not answered in time, or the service is lost."""
+        """Raises RewardError if the call failed, was not answered in time, or the service is lost."""
         self._counts["reward_calls"] += 1
         try:
             asked = self._actor.score.remote(completions, row, sampled, turns)
@@ -145,20 +145,20 @@ def _outcome(score: tuple[Any, ...]) -> Outcome:
 
 
 def service_name(of_set: str = "") -> str:
-    """Workers run in the Ray job of the pool that started the service, so the job names it on a shared cluster too."""
+    """The actor's name, with the Ray job, because a cluster may be shared; the workers run in the job of their pool."""
     return f"reward-{ray.get_runtime_context().get_job_id()}{'-' * bool(of_set)}{of_set}"
 
 
 def start_service(reward: dict[str, Any], environment: dict[str, str], of_set: str, luggage: Luggage) -> Any:
-    """Start the actor in this Ray job; returns its handle before it is up.
+    """Start the actor in this Ray job; returns its handle before it is ready.
 
     Args:
-        reward: the fields of `RewardConfig`, local paths absolute.
-        environment: variables that must stand before its processes import anything.
+        reward: the fields of `RewardConfig`, with absolute local paths.
+        environment: variables that must be set before its processes import anything.
         of_set: see `SharedRewards`.
-        luggage: for its node; its keys are not needed there.
+        luggage: files and variables for its node; it does not need the keys.
     """
-    # No CPUs are reserved, as for the workers. Scoring twice does no harm, so a lost call is simply made again.
+    # No CPUs are reserved, as for the workers. Scoring twice is harmless, so a lost call is repeated.
     options: dict[str, Any] = {"num_cpus": 0, "num_gpus": reward["gpus"], "max_concurrency": CONCURRENT_CALLS}
     actor_class = ray.remote(max_restarts=RESTARTS, max_task_retries=-1, **options)(RewardService)
     return actor_class.options(name=service_name(of_set)).remote(reward, environment, replace(luggage, keys={}))

@@ -1,6 +1,6 @@
-"""Ends a run whose reward can never work: groups that all fail are dropped for ever, and no step is ever trained.
+"""Ends a run whose reward can never work: groups that all fail are dropped, and no step would ever be trained.
 
-consumes: what became of each completion that was made to be trained on · waits for: nothing
+consumes: the result of each completion made for training · waits for: nothing
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from asyncrl.errors import AsyncRLError, EpisodeError, HopelessRewardError, Rewa
 from asyncrl.rollout.rewards.failure_share import FailureShare
 
 SHOWN = 400
-"""Characters of the last failure."""
+"""Limit on the characters shown of the last failure."""
 
 
 class RewardWatch:
-    """Counts completions without a reward, by reason. Evaluations are not seen here, groups that a filter drops have
-    their rewards, and a failed generation is no fault of the reward.
+    """Counts completions without a reward, by reason. Evaluations are not counted; groups that a filter drops do have
+    rewards; and a failed generation is not a fault of the reward.
 
     Args:
         max_share: `reward.max_failure_share`.
@@ -29,7 +29,7 @@ class RewardWatch:
         self._scored, self._reasons = 0, Counter[str]()
 
     def saw(self, row: int, scored: int, failures: Sequence[AsyncRLError]) -> None:
-        """Of completions of one row: so many have a reward, the others failed.
+        """Record the completions of one row: `scored` have a reward, the others failed.
 
         Raises:
             HopelessRewardError: more than `max_share` of the last 200 have failed.
@@ -46,7 +46,7 @@ class RewardWatch:
             )
 
     def stats(self) -> dict[str, float]:
-        """Completions so far."""
+        """Counts of completions so far."""
         by_reason = {f"rewards_failed_{reason}": float(count) for reason, count in self._reasons.items()}
         return {"rewards_scored": float(self._scored), "rewards_failed": float(self._reasons.total())} | by_reason
 

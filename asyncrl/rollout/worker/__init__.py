@@ -1,2 +1,2 @@
-"""One rollout worker: its process, what it is made of, its loop, and what ends it when it stands still. How a group is
-made is said in `groups`; other workers are nothing to it."""
+"""One rollout worker: its process, its parts, its loop, and the watchdogs that end it when it hangs. How a group is
+made is in `groups`; a worker does not know about other workers."""

@@ -1,4 +1,4 @@
-"""What every machine has its own copy of, held against the learner's."""
+"""Compares this machine's copies of tokenizer, rows and code with the learner's."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ log = logging.getLogger(__name__)
 
 
 class SameCopies:
-    """A `SubscriberRendezvous` that lets through no weights of a learner with another tokenizer or other rows: a worker
-    has none of its weights then, and is given no work. Other code of the user's is told: a file that was changed
-    while a worker was started again is no mistake of that machine.
+    """A `SubscriberRendezvous` that passes on no weights of a learner with a different tokenizer or different rows; the
+    worker then has no weights and is given no work. Differences in other user code are only logged: a file that was
+    changed while a worker was restarted is not a mistake of that machine.
     """
 
     def __init__(self, rendezvous: SubscriberRendezvous, config: Config, tokenizer: str) -> None:
         """
         Args:
-            tokenizer: `tokenizer_digest`.
+            tokenizer: this machine's `tokenizer_digest`.
         """
         self._rendezvous = rendezvous
         data = "data.mixture" if config.data.mixture else f"data.path={config.data.path}"
@@ -45,7 +45,7 @@ class SameCopies:
         self.served = rendezvous.served
 
     def watch(self, revision: int, wait_s: float) -> Any:
-        """Raises ConfigError."""
+        """Raises ConfigError if the learner's tokenizer or rows differ."""
         board = self._rendezvous.watch(revision, wait_s)
         for name, (own, said) in self._own.items():
             theirs = board.values.get(name)
@@ -58,7 +58,7 @@ class SameCopies:
         return {OTHER_CODE: float(bool(self._other))}
 
     def _hold_code(self, theirs: Any) -> None:
-        """Against what the learner announces; said once of each difference."""
+        """Compare with the code that the learner announces; each difference is logged once."""
         known = theirs if isinstance(theirs, dict) else {}
         other = tuple((key, own, known[key]) for key, own in self._code.items() if known.get(key, own) != own)
         for key, own, there in other if other != self._other else ():

@@ -1,10 +1,10 @@
-"""Ends the process of a worker whose loop has ended and that does not come to its end by itself: a thread that an
-environment left behind (`asyncio.to_thread` of a call without a deadline) is waited for without one, and its pool would
-take the process for a worker at work.
+"""Ends the process of a worker whose loop has ended but that does not exit: a thread that an environment left behind
+(`asyncio.to_thread` of a call without a deadline) is waited for without limit, and the pool would take the process for
+a working worker.
 
 consumes:     the end of the worker's loop
-waits for:    the end of everything around it: engine, rewards, connections, event loop
-unblocked by: it, or `limit_s` without: then what still runs is printed and the process ends
+waits for:    the end of everything else: engine, rewards, connections, event loop
+unblocked by: that, or `limit_s` without it: then the stacks of running threads are printed and the process exits
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from asyncrl.rollout.host import EXIT_FAILED, EXIT_STOPPED
 from asyncrl.rollout.worker.loop_watch import end_process
 
 ENDING_S = 60.0
-"""With half of `replay.wait_timeout_s` before it, less than the learner waits."""
+"""Together with half of `replay.wait_timeout_s` before it, less than the learner waits."""
 
 
 class EndWatch:
-    """`with watch: ...` around the loop; `watch.over()` when the rest has ended too.
+    """`with watch: ...` around the loop; call `watch.over()` when everything else has ended too.
 
     Args:
-        end: called with what is to be said and the exit code, from another thread.
+        end: called with the message and the exit code, from another thread.
     """
 
     def __init__(self, *, limit_s: float = ENDING_S, end: Callable[[str, int], None] = end_process) -> None:
@@ -48,7 +48,7 @@ class EndWatch:
 
     def _late(self, error: BaseException | None) -> None:
         said = [f"the worker's loop ended {self._limit_s:.0f} s ago, and this still runs:\n", *_stacks()]
-        # Its error last: that line is what the pool shows. A restart finds out whether it is one that cannot help.
+        # Its error comes last, because the pool shows the last line. A restart finds out whether it can help.
         said += traceback.format_exception(error) if error is not None else ()
         self._end("".join(said), EXIT_STOPPED if error is None else EXIT_FAILED)
 

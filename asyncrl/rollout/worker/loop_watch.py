@@ -1,9 +1,9 @@
-"""Ends a worker whose event loop stands still: its heartbeats come from another thread, and would go on for ever.
+"""Ends a worker whose event loop hangs: its heartbeats come from another thread, and would continue for ever.
 
 consumes:     turns of the loop
-waits for:    the next one
-unblocked by: it, or `limit_s` without any: then the stack of whoever holds the loop is printed and the process ends,
-              which its pool answers with another worker
+waits for:    the next turn
+unblocked by: a turn, or `limit_s` without any: then the stack of the loop's thread is printed and the process exits,
+              and its pool starts another worker
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 TURN_S = 1.0
 WARN_S = 10.0
-"""Standstill after which the log says who holds the loop."""
+"""Seconds without a turn after which the stack of the loop's thread is logged."""
 
 
 def end_process(said: str, code: int = EXIT_FAILED) -> None:
@@ -35,8 +35,8 @@ class LoopWatch:
     """`with LoopWatch(limit_s=150): ...` in the thread of a running loop.
 
     Args:
-        limit_s: longest standstill. Counted in turns of the watching thread: none pass while the process is stopped.
-        end: called with what is to be said, from the watching thread.
+        limit_s: limit on the seconds without a turn, as counted by the watching thread (not while stopped).
+        end: called with the message, from the watching thread.
     """
 
     def __init__(self, *, limit_s: float, turn_s: float = TURN_S, end: Callable[[str], None] = end_process) -> None:

@@ -1,6 +1,6 @@
-"""What a worker process does around the worker, the same under every host: log file, threads, signals, exit code.
+"""The process around a worker, the same under every host: log file, threads, signals, exit code.
 
-0  the server said stop      1  failed, or ended by a signal: worth a restart      2  refused: a restart cannot help
+0  stopped by the server      1  failed, or ended by a signal: restart      2  refused: a restart cannot help
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ REFUSALS = (
     OtherVersionError,
     RefusedPeerError,
 )
-"""A restart cannot help."""
+"""Errors for which a restart cannot help."""
 SWITCH_S = 0.0005
-"""For so long one thread of a worker computes while another waits for Python's lock. With Python's 5 ms the engine's
-thread, which lets go of it in every call of torch, waits that long for it again after each."""
+"""Python's switch interval in seconds: how long a thread waits for another to release the lock. With the default of 5
+ms, the engine's thread, which releases it in every call of torch, would wait that long after each."""
 
 
 def run_worker_process(spec: WorkerSpec) -> int:
-    """Run one worker to its end in this process, whose output goes to the worker's log from here on."""
+    """Run one worker to its end in this process, whose output goes to the worker's log from now on."""
     redirect_output(Path(spec.log_path))
-    make_streams_plain()  # a Ray actor has not come through our own `__main__`
+    make_streams_plain()  # a Ray actor was not started by our own `__main__`
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    keep_heap()  # groups leave through it, tens of MB/s
+    keep_heap()  # finished groups are built in it, tens of MB/s
     sys.setswitchinterval(SWITCH_S)
     ending = EndWatch()
     print(
@@ -71,23 +71,23 @@ def run_worker_process(spec: WorkerSpec) -> int:
         config = config_from_dict(spec.config)
         begin_trace(config, spec.name)
         torch.set_num_threads(config.engine.threads)
-        # Ray puts uvloop in place where it is installed; a worker has the same loop under every host.
+        # Ray installs uvloop if available; a worker has the same loop under every host.
         asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())
         with lived_in(config.run.dir), watched_supervisors():
             asyncio.run(_run_until_signal(config, spec, ending))
     except asyncio.CancelledError:
-        # Not EXIT_STOPPED: when the pool sent it, the pool is closing and asks for no code; from anybody else (a node
-        # being drained, a memory guard) it would be a worker lost for the rest of the run without a word.
+        # Not EXIT_STOPPED: if the pool sent the signal, it is closing and ignores the code; from anyone else (a node
+        # being drained, a memory guard) the worker would silently be lost for the rest of the run.
         print("ended by a signal", flush=True)
         return EXIT_FAILED
     except REFUSALS as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         return EXIT_REFUSED
     except SystemExit:
-        # `sys.exit` in a task that an environment started: its code would tell the pool of a stop, or of a refusal.
+        # `sys.exit` in a task that an environment started; its code could look like a stop, or a refusal.
         traceback.print_exc()
         return EXIT_FAILED
-    except Exception as error:  # the end of the process: the log gets the whole story, the pool the exit code
+    except Exception as error:  # the end of the process: the full traceback goes to the log, the exit code to the pool
         traceback.print_exc()
         print(f"{type(error).__name__}: {error}", flush=True)
         return EXIT_FAILED
@@ -106,7 +106,7 @@ async def _run_until_signal(config: Config, spec: WorkerSpec, ending: EndWatch) 
 
 
 def redirect_output(path: Path) -> None:
-    """Standard output and error of this process, C libraries and children included, to the end of `path`."""
+    """Append the standard output and error of this process, including C libraries and children, to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()

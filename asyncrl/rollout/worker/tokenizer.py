@@ -1,4 +1,4 @@
-"""The model's tokenizer as a worker uses it."""
+"""Loads the model's tokenizer for a worker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 def load_tokenizer(model_path: str, own: LocalTokenizer | None = None) -> Any:
     """
     Args:
-        own: `own_tokenizer`, where that was read already.
+        own: the result of `own_tokenizer`, if already loaded.
 
     Raises:
         ConfigError: `model.path` has no tokenizer.
@@ -42,13 +42,13 @@ def load_tokenizer(model_path: str, own: LocalTokenizer | None = None) -> Any:
 
 
 def check_vocabulary(model_path: str, tokenizer: Any) -> int:
-    """Is the tokenizer that of the model beside it? Returns how many token ids the model knows.
+    """Check that the tokenizer belongs to the model next to it. Returns the number of token ids that the model knows.
 
-    Tokens added to a tokenizer may lie beyond the model's embeddings and never come up; its own ones, and the one that
-    ends a text, may not.
+    Tokens added to a tokenizer may lie beyond the model's embeddings and never be used, but not its original tokens,
+    nor the one that ends a text.
 
     Raises:
-        ConfigError: the model has no such tokens, or no config.
+        ConfigError: the model does not have these tokens, or has no config.
     """
     try:
         model = AutoConfig.from_pretrained(model_path, trust_remote_code=False).get_text_config(decoder=True)
@@ -65,10 +65,10 @@ def check_vocabulary(model_path: str, tokenizer: Any) -> int:
 
 
 def stop_token_ids(model_path: str, tokenizer: Any, turn_ends: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """The ids that end a completion: the tokenizer's EOS, `turn_ends` and those of the model's own files.
+    """The ids that end a completion: the tokenizer's EOS, `turn_ends`, and those in the model's own files.
 
-    Chat models end a turn with another token than their tokenizer's EOS; missing it, every completion would run on
-    to `rollout.max_new_tokens`.
+    Chat models end a turn with another token than their tokenizer's EOS; without it completions would run to
+    `rollout.max_new_tokens`.
     """
     ids = {tokenizer.eos_token_id, *turn_ends, *ends_of(model_path)} - {None}
     if not ids:
