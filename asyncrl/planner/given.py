@@ -1,4 +1,4 @@
-"""Costs that are given by hand: `cost.NAME=VALUE` of `asyncrl plan`."""
+"""Costs given by hand: `cost.NAME=VALUE` of `asyncrl plan`."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ from asyncrl.errors import ConfigError
 from asyncrl.planner.costs import Costs, Decode, LogNormal
 
 MOST = {"_per_s": math.inf, "_s": 7 * 86400.0, "_sigma": 10.0, "turns": 1000.0}
-"""By how a name ends: of more no simulation comes to an end that says anything."""
+"""Upper limits by the suffix of a name: with larger values no simulation would end with a useful result."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Given:
-    """`cost.*` by name; 0 is nothing, or not given."""
+    """The `cost.*` by name; 0 means none, or not given."""
 
     tokens_per_s: str = ""
-    """Of one engine, by the sequences that it decodes together: `1:60,32:1500,256:6000`."""
+    """Tokens/s of one engine, by the number of sequences that it decodes together: `1:60,32:1500,256:6000`."""
     length_mean: float = 0.0
-    """Sampled tokens of a completion."""
+    """Mean of the sampled tokens per completion."""
     length_sigma: float = 0.7
-    """Standard deviation of their logarithm."""
+    """Standard deviation of the logarithm of that number."""
     train_tokens_per_s: float = 0.0
-    """Sampled tokens that one learner rank trains."""
+    """Sampled tokens per second that one learner rank trains."""
     step_s: float = 0.0
-    """Of a train step, beside that."""
+    """Seconds per train step in addition to that."""
     step_sigma: float = 0.0
-    """Standard deviation of the logarithm of a step's time."""
+    """Standard deviation of the logarithm of the time of a step."""
     sync_s: float = 0.0
-    """From the publication of a version until all engines serve it."""
+    """Seconds from the publication of a version until all engines serve it."""
     stall_s: float = 0.0
-    """For which an engine stands still to load it."""
+    """Seconds that an engine pauses to load a version."""
     turns: int = 1
-    """In which a completion is sampled."""
+    """Number of turns in which a completion is sampled."""
     environment_s: float = 0.0
-    """Of the environment's answer, or the reward, after each turn."""
+    """Seconds until the environment's response, or the reward, after each turn."""
     environment_sigma: float = 0.0
-    """Standard deviation of its logarithm."""
+    """Standard deviation of the logarithm of that time."""
     prefill_s: float = 0.0
-    """From a free place until the first token of a group."""
+    """Seconds from a free slot until the first token of a group."""
     deliver_s: float = 0.0
-    """From the last reward of a group until the replay has it."""
+    """Seconds from the last reward of a group until the replay has the group."""
     gpu_gb: float = 0.0
-    """Memory of a GPU: splits whose models do not fit are left out. 0 asks nothing."""
+    """Memory of a GPU in GB. Splits whose models do not fit are left out; 0 checks nothing."""
 
     @classmethod
     def of(cls, values: Mapping[str, str]) -> Given:
-        """Raises ConfigError: a name or a value is none."""
+        """Raises ConfigError if a name is unknown or a value is not valid."""
         known = {each.name: each.type for each in fields(cls)}
         found = cls()
         for name, text in values.items():
@@ -71,11 +71,11 @@ class Given:
 
     def costs(self, longest: int, *, measured: bool) -> Costs:
         """Args:
-            longest: completion.
-            measured: runs will say what these do not.
+            longest: limit on the length of a completion.
+            measured: whether measured runs will supply what is missing here.
 
         Raises:
-            ConfigError: what nobody says.
+            ConfigError: a cost is missing and nothing will supply it.
         """
         missing = [
             name
@@ -109,7 +109,7 @@ class Given:
 
 
 def rates_of(text: str) -> list[tuple[int, float]]:
-    """`1:60,32:1500` as pairs. Raises ConfigError."""
+    """Parse `1:60,32:1500` into pairs. Raises ConfigError."""
     try:
         return [(int(batch), float(rate)) for batch, rate in (part.split(":") for part in text.split(","))]
     except ValueError:

@@ -1,4 +1,4 @@
-"""What a simulated run came to, in the words of the metrics of a real one."""
+"""The result of a simulated run, in terms of the metrics of a real one."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from asyncrl.planner.simulation import Setup, Simulation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a run, real or simulated, is judged by; of the steps after its warm-up."""
+    """Metrics by which a run, real or simulated, is judged, over the steps after its warm-up."""
 
     step_s: float
     tokens_per_s: float
-    """Loss tokens trained."""
+    """Loss tokens trained per second."""
     learner_idle: float
-    """Share of the time that the learner waited for a batch."""
+    """Share of the time in which the learner waited for a batch."""
     rollout_idle: float
-    """Share of the time that a worker had no group, mean over the workers."""
+    """Share of the time in which a worker had no group, averaged over the workers."""
     staleness_mean: float
-    """Of the tokens trained, in versions."""
+    """Mean staleness of the trained tokens, in versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome(Measured):
-    """Of a simulation."""
+    """The result of a simulation."""
 
     staleness_max: int
     staleness: dict[int, float]
-    """Share of the trained tokens by age."""
+    """Share of the trained tokens by staleness."""
     goodput: float
-    """Tokens trained over tokens sampled of the groups whose fate is known, since the start of the run."""
+    """Tokens trained over tokens sampled, of groups whose fate is known, since the start of the run."""
 
     def as_object(self) -> dict[str, object]:
         return asdict(self)
 
 
 def simulate(setup: Setup, costs: Costs, *, steps: int, warm_up: int, seed: int = 0) -> Outcome:
-    """Raises ConfigError when the settings lock each other out."""
+    """Raises ConfigError if the settings deadlock."""
     simulation = Simulation(setup, costs, seed)
     simulation.run(warm_up)
     before = simulation.held_s, simulation.now

@@ -1,4 +1,4 @@
-"""The picture of a plan. Apart from the search: only who asks for it needs matplotlib."""
+"""Plots a plan. Kept apart from the search, because only this needs matplotlib."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from asyncrl.planner.search import Plan, best_of
 
 
 def plot_plan(plan: Plan, path: Path, title: str) -> None:
-    """Splits, depths of the best split, and ages of its tokens, as PNG, SVG or PDF by the name of `path`."""
+    """Plot the splits, the depths of the best split, and the staleness of its tokens, as PNG, SVG or PDF by the suffix
+    of `path`."""
     figure = Figure(figsize=(11, 4), layout="constrained")
     FigureCanvasAgg(figure)
     splits, depths, ages = figure.subplots(1, 3)

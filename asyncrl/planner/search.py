@@ -1,5 +1,6 @@
-"""The best settings for some GPUs. Splits are halved by simulation: where the learner waits, ranks become engines.
-Those around the last one are simulated with one depth after the other, the best of all with fewer groups in flight."""
+"""Searches for the best settings for a number of GPUs. A binary search by simulation finds the balanced split: if the
+learner waits, ranks become engines. The splits around it are simulated with one depth after the other, and the best of
+all also with fewer groups in flight."""
 
 from __future__ import annotations
 
@@ -14,16 +15,16 @@ from asyncrl.planner.outcome import Outcome, simulate
 from asyncrl.planner.simulation import Setup
 
 NEAR_BEST = 0.99
-"""Of the tokens/s: what trains as many is as good, and then the least staleness decides."""
+"""Fraction of the best tokens/s above which results count as equal; then the lowest staleness decides."""
 WAITS = 0.05
 """Share of the time: a learner that waits longer has too many ranks."""
 CHANGES = (0.8, 1.25)
-"""Factors of a cost in the table of what the plan depends on."""
+"""Factors applied to each cost for the sensitivity table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """GPUs of the learner and engines of the rollouts, that could be started as they are."""
+    """GPUs of the learner and engines of the rollouts, in a combination that can be started."""
 
     ranks: int
     engines: int
@@ -44,7 +45,7 @@ class Effort:
     steps: int
     warm_up: int
     splits: int
-    """So many, around the one where both sides are about as fast, get every depth."""
+    """Number of splits around the balanced one that are simulated with every depth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +53,12 @@ class Plan:
     best: Tried
     tried: Sequence[Tried]
     sensitivity: dict[str, Tried]
-    """What another cost would make of the same settings, by what was changed and how."""
+    """The outcome of the same settings with one cost changed, by the name and size of the change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Longer:
-    """Lengths, times a factor."""
+    """A distribution of lengths, scaled by a factor."""
 
     lengths: Lengths
     factor: float
@@ -73,9 +74,9 @@ class Longer:
 
 class Search:
     """Args:
-    base: the settings of the run; what is searched for is replaced in them.
-    slots: groups that one worker makes at once, of (groups in flight, engines).
-    most_in_flight: never more groups than this; 0 is no limit.
+    base: the settings of the run; the searched ones are replaced.
+    slots: number of groups that one worker makes at once, as a function of (groups in flight, engines).
+    most_in_flight: limit on the groups in flight; 0 for none.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Search:
         self.tried: list[Tried] = []
 
     def plan(self, splits: Sequence[Split]) -> Plan:
-        """Raises ConfigError when the settings of the run lock each other out."""
+        """Raises ConfigError if the settings of the run deadlock."""
         ordered = sorted(splits, key=lambda split: split.ranks)
         first = max(0, self._balanced(ordered) - self._effort.splits // 2)
         for split in ordered[first : first + self._effort.splits]:
@@ -105,7 +106,7 @@ class Search:
         return Plan(best=best, tried=self.tried, sensitivity=self._sensitivity(best))
 
     def _balanced(self, splits: Sequence[Split]) -> int:
-        """Number of the first, by ranks, whose learner waits although the rollouts run as far ahead as they may."""
+        """Index of the first split, by ranks, whose learner waits although the rollouts run as far ahead as allowed."""
         settings, low, high = self._base.settings, 0, len(splits) - 1
         deepest = settings.max_staleness - settings.bypass_steps
         in_flight = self._cap((1 + deepest) * settings.groups_per_step)
@@ -116,7 +117,7 @@ class Search:
         return low
 
     def _deepen(self, split: Split) -> None:
-        """Depths in turn, until two that follow each other bring nothing."""
+        """Simulate increasing depths until two in a row bring no gain."""
         settings = self._base.settings
         best, vain = 0.0, 0
         for depth in range(settings.max_staleness - settings.bypass_steps + 1):
@@ -160,14 +161,14 @@ class Search:
 
 
 def best_of(tried: Sequence[Tried]) -> Tried:
-    """The least stale of those that train as many tokens per second as the fastest, or nearly."""
+    """The result with the lowest staleness among those with (nearly) the most trained tokens per second."""
     most = max(each.outcome.tokens_per_s for each in tried)
     near = [each for each in tried if each.outcome.tokens_per_s >= NEAR_BEST * most]
     return min(near, key=lambda each: (round(each.outcome.staleness_mean, 2), each.pipeline_depth, each.max_in_flight))
 
 
 def changes(costs: Costs) -> dict[str, Callable[[float], Costs]]:
-    """What can be made dearer by a factor, by name; what costs nothing is left out."""
+    """Functions that scale one cost by a factor, by name; costs of 0 are left out."""
     found: dict[str, Callable[[float], Costs]] = {
         "engine step": costs.slower,
         "completion length": lambda factor: replace(costs, lengths=Longer(costs.lengths, factor)),
