@@ -37,7 +37,8 @@ def look_over(
     first: int = FIRST,
     order_by: str = "",
 ) -> Survey:
-    """
+    """Survey a source, in a separate process if that runs user code.
+
     Args:
         model_path: the model whose tokenizer renders and counts, if it is in a local folder.
         order_by: column that every row needs for its place in the epoch; empty for none.

@@ -19,7 +19,8 @@ LONGEST_ROUND = 10_000
 
 
 class Turns:
-    """
+    """The order of turns for given weights.
+
     Args:
         weights: weight of each source, above 0; only the ratios matter.
     """

@@ -70,7 +70,9 @@ class Given:
         return found
 
     def costs(self, longest: int, *, measured: bool) -> Costs:
-        """Args:
+        """Build the costs of a simulation.
+
+        Args:
             longest: limit on the length of a completion.
             measured: whether measured runs will supply what is missing here.
 

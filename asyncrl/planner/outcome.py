@@ -47,8 +47,10 @@ def simulate(setup: Setup, costs: Costs, *, steps: int, warm_up: int, seed: int 
 
 
 def outcome_of(simulation: Simulation, warm_up: int, before: tuple[float, float]) -> Outcome:
-    """Args:
-    before: `held_s` and the clock at the end of the warm-up.
+    """Compute the outcome of a simulated run.
+
+    Args:
+        before: `held_s` and the clock at the end of the warm-up.
     """
     steps = simulation.steps[warm_up:]
     began = simulation.steps[warm_up - 1].ended if warm_up else 0.0

@@ -11,8 +11,7 @@ from asyncrl.planner.search import Plan, best_of
 
 
 def plot_plan(plan: Plan, path: Path, title: str) -> None:
-    """Plot the splits, the depths of the best split, and the staleness of its tokens, as PNG, SVG or PDF by the suffix
-    of `path`."""
+    """Plot the splits, the depths of the best split, and the staleness of its tokens; PNG, SVG or PDF by `path`."""
     figure = Figure(figsize=(11, 4), layout="constrained")
     FigureCanvasAgg(figure)
     splits, depths, ages = figure.subplots(1, 3)

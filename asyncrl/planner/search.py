@@ -73,10 +73,12 @@ class Longer:
 
 
 class Search:
-    """Args:
-    base: the settings of the run; the searched ones are replaced.
-    slots: number of groups that one worker makes at once, as a function of (groups in flight, engines).
-    most_in_flight: limit on the groups in flight; 0 for none.
+    """Searches for the best settings by simulation.
+
+    Args:
+        base: the settings of the run; the searched ones are replaced.
+        slots: number of groups that one worker makes at once, as a function of (groups in flight, engines).
+        most_in_flight: limit on the groups in flight; 0 for none.
     """
 
     def __init__(

@@ -45,7 +45,8 @@ class Luggage:
 
 
 def pack(config: Config, settings: Mapping[str, Any], environment: Mapping[str, str]) -> Luggage:
-    """
+    """Collect what a worker on another machine needs from this one.
+
     Args:
         settings: the settings of `config` with absolute local paths (`pool.specs`).
         environment: environment variables of this process.

@@ -72,7 +72,8 @@ class Course:
 
     @classmethod
     def of(cls, rows: int, rows_per_step: int, epochs: float, steps: int, *, step: int = 0, draw: int = 0) -> Course:
-        """
+        """The course of a run, from where it resumes.
+
         Args:
             epochs, steps: as in the settings; if `steps` is above 0 it replaces epochs.
             step, draw: position from which the run resumes.

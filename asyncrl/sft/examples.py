@@ -47,7 +47,8 @@ class Encoder:
         self.tokenizer, self.chat, self._data, self._vocabulary = tokenizer, chat, data, vocabulary
 
     def example(self, form: Conversation | Texts, where: str) -> Example:
-        """
+        """Encode a row and apply `data.max_tokens`.
+
         Args:
             where: the row, for errors.
 

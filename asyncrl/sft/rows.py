@@ -130,7 +130,8 @@ class SftRows(SourceRows):
     def _conversation(
         self, messages: Sequence[Message], first: int, tools: tuple[ToolSpec, ...], row: int
     ) -> Conversation:
-        """
+        """Choose the messages that are trained on.
+
         Args:
             first: number of the first message that may be trained on.
         """

@@ -18,10 +18,12 @@ NEEDS = {"arrow": ("pyarrow", "pyarrow"), "hub": ("datasets", "'asyncrl[data]'")
 
 
 def open_source(source: Source) -> PromptRows:
-    """
+    """Open the rows of a source, with checked prompts.
+
     Raises:
-        DataError: a file is missing or cannot be read, a dataset cannot be had, or the first row has no usable prompt.
-        ConfigError: a class of the user's cannot be loaded or made.
+        DataError: a file is missing or cannot be read, a dataset cannot be loaded, or the first row has no usable
+            prompt.
+        ConfigError: a user's class cannot be loaded or constructed.
     """
     return PromptRows(source, open_rows(source))
 

@@ -29,7 +29,8 @@ def lacking(paths: list[str]) -> list[str]:
 
 
 def refuse_lacking_nodes(paths: Mapping[str, str], gpus: float) -> None:
-    """
+    """Refuse a cluster with nodes that lack what workers need.
+
     Args:
         paths: paths that workers need, with the setting that names each.
         gpus: GPUs per worker; nodes with fewer get no worker.

@@ -26,8 +26,10 @@ SERVERS = ("gcs_server", "raylet")
 
 
 class RayHealth:
-    """Args:
-    address: `ray.address`; empty if this process started Ray, whose servers are then its descendants.
+    """Checks that Ray is alive, with a thread that queries its nodes.
+
+    Args:
+        address: `ray.address`; empty if this process started Ray, whose servers are then its descendants.
     """
 
     def __init__(self, address: str) -> None:

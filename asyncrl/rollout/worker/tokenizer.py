@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 
 
 def load_tokenizer(model_path: str, own: LocalTokenizer | None = None) -> Any:
-    """
+    """Load the tokenizer of `model.path`.
+
     Args:
         own: the result of `own_tokenizer`, if already loaded.
 
