@@ -24,7 +24,7 @@ from asyncrl.telemetry.folder.resumed import kept_dtypes
 def main(arguments: list[str]) -> int:
     """Return the exit code: the pool's, or 2 with the reason if a setting was refused."""
     if arguments == ["--worker"]:
-        die_with_parent(os.getppid())  # a worker in SIGSTOP would not notice the closed pipe of a dead pool
+        die_with_parent(os.getppid())  # a stopped worker would not notice the closed pipe of a dead pool
         spec = _read_spec()
         threading.Thread(target=_exit_with_pool, daemon=True).start()
         code = run_worker_here(spec)

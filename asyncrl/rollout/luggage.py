@@ -1,7 +1,6 @@
 """What a worker on another machine receives from this one: the user's code by path, its role's keys, variables.
 
-    pack(config) here -> the call that starts the worker -> `unpacked` there, in a folder that is removed with the
-    worker
+    pack(config) here -> the call that starts the worker -> `unpacked` there, in a folder that goes with the worker
 
 It is sent with the call, and never in Ray's runtime_env, which appears in Ray's logs and in the output of `ray list`,
 where everybody with access to the cluster could read keys and tokens.
