@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
@@ -13,7 +14,16 @@ OF_LOGITS = (
     *("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling"),
     *("output_multiplier_scale", "lm_head_multiplier"),
 )
-"""Fields of models whose logits are more than `lm_head(hidden)`: the learner would compute other log-probs."""
+"""Fields of models whose logits are more than `lm_head(hidden)`: the learner would compute other log-probs..."""
+MULTIPLIED = {
+    **dict.fromkeys(("cohere", "cohere2", "cohere2_moe"), ("logit_scale", 1)),
+    "falcon_h1": ("lm_head_multiplier", 1),
+    "hyperclovax": ("logits_scaling", 1),
+    **dict.fromkeys(("granite", "granite_swa", "granitemoe", "granitemoe_swa"), ("logits_scaling", -1)),
+    **dict.fromkeys(("granitemoehybrid", "granitemoeshared", "minicpm3"), ("logits_scaling", -1)),
+}
+"""... but for these model types, whose logits are multiplied by the field (1) or divided by it (-1), and nothing else:
+`logit_factor`."""
 OF_SCORES = ("attn_logit_softcapping",)
 """Fields of models that change attention scores in a way that the packed attention does not know."""
 SINKS = ("gpt_oss", "mimo_v2_flash")
@@ -80,7 +90,8 @@ def foreign_maths(settings: Mapping[str, Any]) -> str:
     """
     text = of_its_decoder(settings)
     kind = text.get("model_type") or settings.get("model_type")
-    logits = [name for name in OF_LOGITS if text.get(name) not in (None, 1.0)]
+    known = MULTIPLIED[kind][0] if logit_factor(settings) != 1.0 else ""
+    logits = [name for name in OF_LOGITS if text.get(name) not in (None, 1.0) and name != known]
     if logits:
         return (
             f"{kind} applies {', '.join(logits)} to its logits, which the learner does not; use a model whose logits "
@@ -94,6 +105,18 @@ def foreign_maths(settings: Mapping[str, Any]) -> str:
             "(Llama, Qwen2, Qwen3, Mistral)"
         )
     return ""
+
+
+def logit_factor(settings: Mapping[str, Any]) -> float:
+    """By what the model multiplies `lm_head(hidden)`; 1 where it does not, or where that is no number above 0.
+
+    Args:
+        settings: of `config.json`.
+    """
+    text = of_its_decoder(settings)
+    name, sign = MULTIPLIED.get(str(text.get("model_type")), ("", 1))
+    factor = text.get(name)
+    return float(factor) ** sign if isinstance(factor, int | float) and 0 < factor < math.inf else 1.0
 
 
 def quantized(settings: Mapping[str, Any]) -> str:

@@ -45,7 +45,7 @@ SIZES: dict[str, Any] = {
     **{"num_key_value_heads": 2, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "mamba_expand": 2},
     **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "sliding_window": 6, "mamba_d_ssm": 64},
     **{"vocab_size": VOCABULARY, "initializer_range": 0.2, "attention_chunk_size": 8, "tie_word_embeddings": False},
-    **{"expand": 2, "logits_scaling": 1.0, "logit_scale": 1.0},
+    **{"expand": 2, "logits_scaling": 4.0, "logit_scale": 0.25, "lm_head_multiplier": 0.5},
 }
 """Taken by whichever config has the field."""
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -93,12 +93,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Nemotron-H": ("nemotron_h", {"hybrid_override_pattern": "M*M-", "layers_block_type": None}),
     "OLMo hybrid": ("olmo_hybrid", {}),
     "BLOOM": ("bloom", {}),
-    "MPT": ("mpt", {}),
+    "MPT": ("mpt", {"logit_scale": None}),
     "RWKV": ("rwkv", {}),
     "StableLM": ("stablelm", {}),
     "Phi-3.5-MoE": ("phimoe", {}),
     "Gemma 2": ("gemma2", {}),
-    "Cohere": ("cohere", {"logit_scale": 0.0625}),
+    "Cohere": ("cohere", {}),
     "GPT-OSS": ("gpt_oss", {}),
     "ModernBERT decoder": ("modernbert-decoder", {}),
     "DeepSeek-V4": ("deepseek_v4", {}),

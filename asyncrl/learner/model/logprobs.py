@@ -64,7 +64,7 @@ def judged_logprobs(
     logprobs = torch.empty(len(targets), dtype=_wide(hidden), device=hidden.device)
     likeliest = torch.empty(len(targets), dtype=torch.bool, device=hidden.device)
     for rows in _chunks(len(targets), head_rows(len(weight))):
-        logits = _logits(hidden, weight, bias, 1.0, None, rows)
+        logits = _logits(hidden, weight, bias, temperature, None, rows)
         chosen = logits.gather(-1, targets[rows, None])[:, 0]
         logprobs[rows] = chosen - logits.logsumexp(-1)
         likeliest[rows] = chosen >= logits.amax(-1)
@@ -76,10 +76,11 @@ def largest_logits(
     hidden: Float[Tensor, "tokens width"],
     weight: Float[Tensor, "vocabulary width"],
     bias: Float[Tensor, " vocabulary"] | None,
+    temperature: float,
 ) -> Float[Tensor, " tokens"]:
-    """Largest |logit| of each token's distribution, fp32 (float64 for float64 inputs)."""
+    """Largest |logit / temperature| of each token's distribution, fp32 (float64 for float64 inputs)."""
     chunks = _chunks(len(hidden), head_rows(len(weight)))
-    found = [_logits(hidden, weight, bias, 1.0, None, rows).abs().amax(-1) for rows in chunks]
+    found = [_logits(hidden, weight, bias, temperature, None, rows).abs().amax(-1) for rows in chunks]
     return torch.cat(found) if found else hidden.new_zeros(0, dtype=_wide(hidden))
 
 

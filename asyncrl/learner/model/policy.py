@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from asyncrl.checks.architecture import foreign_maths, longest_sequence
+from asyncrl.checks.architecture import foreign_maths, logit_factor, longest_sequence
 from asyncrl.checks.dtypes import dtype_on
 from asyncrl.errors import ConfigError
 from asyncrl.exact.model import make_exact
@@ -87,7 +87,7 @@ class PolicyModel(PackedModel):
         if mine is not None:
             wanted, support = wanted[mine], None if support is None else support.of(mine)
         how = {"exact": self.exact, "through_entropy": self.through_entropy, "wide": self.fp32_head}
-        scores = token_logprobs(hidden, *self.head_weights, wanted, temperature, support, **how)
+        scores = token_logprobs(hidden, *self.head_weights, wanted, temperature / self.factor, support, **how)
         found, entropy = (self.told(each, mine, len(predictors)) for each in scores)
         zeros = torch.zeros(len(input_ids), dtype=torch.float32, device=hidden.device)
         chosen = found if candidates is None else found[:, 0]
@@ -103,6 +103,11 @@ class PolicyModel(PackedModel):
     def work(self) -> Work:
         """Arithmetic per token."""
         return Work.of(self.hf, self.hf.config.to_dict(), self.head)
+
+    @cached_property
+    def factor(self) -> float:
+        """Of what the head gives, in the logits."""
+        return logit_factor(self.hf.config.to_dict())
 
     @property
     def head_weights(self) -> tuple[Tensor, Tensor | None]:
@@ -130,7 +135,9 @@ class PolicyModel(PackedModel):
         hidden, mine = self.states_at(input_ids, position_ids, predictors, packing)
         wanted = input_ids.index_select(0, loss_positions)
         wanted = wanted if mine is None else wanted[mine]
-        logprobs, likeliest = judged_logprobs(hidden, *self.head_weights, wanted, wide=self.fp32_head)
+        logprobs, likeliest = judged_logprobs(
+            hidden, *self.head_weights, wanted, 1.0 / self.factor, wide=self.fp32_head
+        )
         counted = self.told(likeliest.to(logprobs.dtype), mine, len(predictors))
         return self.told(logprobs, mine, len(predictors)), counted.bool()
 
@@ -148,8 +155,9 @@ class PolicyModel(PackedModel):
         wanted = input_ids.index_select(0, loss_positions)
         wanted = wanted if mine is None else wanted[mine]
         weight, bias = self.head_weights
-        logprobs, _ = token_logprobs(hidden, weight, bias, wanted, 1.0, exact=self.exact, wide=self.fp32_head)
-        found = logprobs, largest_logits(hidden, weight, bias)
+        heat = 1.0 / self.factor
+        logprobs, _ = token_logprobs(hidden, weight, bias, wanted, heat, exact=self.exact, wide=self.fp32_head)
+        found = logprobs, largest_logits(hidden, weight, bias, heat)
         logprobs, largest = (self.told(each, mine, len(predictors)) for each in found)
         return logprobs, largest
 

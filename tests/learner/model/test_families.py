@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncrl.checks.architecture import foreign_maths, longest_sequence, may_forget, too_long_to_guess
+from asyncrl.checks.architecture import foreign_maths, logit_factor, longest_sequence, may_forget, too_long_to_guess
 from asyncrl.checks.machine import model_settings
 from asyncrl.engines.hf.trial import trial
 from asyncrl.errors import ConfigError
@@ -45,13 +45,13 @@ from tests.learner.rank_process import train_on_ranks
 from tests.learner.smooth_steps import EQUAL, RATE, apart
 
 PAGE = Path("docs/models.md")
-FAST = ("OPT", "DeepSeek-V3", "Qwen3-Next", "Mamba 2", "BLOOM", "Phi-3.5-MoE", "GPT-J", "DeepSeek-V4")
-"""One of each way to be wrong: dropout by hand, a value width of its own, recurrent layers beside attention and alone,
-attention that knows no interface, a window that only a mask knows, a list of attentions that has not ours, routers that
-go by the token."""
+FAST = ("OPT", "Granite", "DeepSeek-V3", "Qwen3-Next", "Mamba 2", "BLOOM", "Phi-3.5-MoE", "GPT-J", "DeepSeek-V4")
+"""One of each way to be wrong: dropout by hand, logits that are divided by a number, a value width of its own,
+recurrent layers beside attention and alone, attention that knows no interface, a window that only a mask knows, a list
+of attentions that has not ours, routers that go by the token."""
 TOLD_LATE = ("BLOOM", "MPT", "GPT-J", "GPT-Neo")
 """Refused by the built-in engine once they are loaded: positions come with their masks."""
-REFUSED = ("Gemma 2", "Cohere", "GPT-OSS", "ModernBERT decoder")
+REFUSED = ("Gemma 2", "GPT-OSS", "ModernBERT decoder")
 
 
 def rows_of_the_page() -> dict[str, tuple[str, str]]:
@@ -200,12 +200,21 @@ def test_a_model_in_rows_is_exported_as_transformers_loads_it(name: str, tmp_pat
     [
         ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         ({"model_type": "gpt_oss"}, "attention sinks"),
-        ({"model_type": "x", "text_config": {"model_type": "falcon_h1", "lm_head_multiplier": 0.04}}, "lm_head"),
+        ({"model_type": "x", "text_config": {"model_type": "y", "lm_head_multiplier": 0.04}}, "lm_head"),
+        ({"model_type": "falcon_h1", "lm_head_multiplier": 0.0}, "lm_head"),
     ],
 )
 def test_what_a_config_tells_is_refused_before_anything_starts(settings: dict[str, object], named: str):
     assert named in foreign_maths(settings)
     assert not foreign_maths({"model_type": "qwen3", "lm_head_multiplier": 1.0})
+
+
+def test_logits_that_are_multiplied_by_a_number_are_no_reason_to_refuse():
+    of_granite = {"model_type": "granite", "logits_scaling": 8.0}
+    of_cohere = {"model_type": "x", "text_config": {"model_type": "cohere2", "logit_scale": 0.25}}
+    assert (logit_factor(of_granite), logit_factor(of_cohere)) == (0.125, 0.25)
+    assert not foreign_maths(of_granite) and not foreign_maths(of_cohere)
+    assert foreign_maths({**of_granite, "final_logit_softcapping": 30.0})
 
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0, 3.0, 2.0, 5.0]}
