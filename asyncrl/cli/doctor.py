@@ -14,7 +14,6 @@ import resource
 import shutil
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,12 +21,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from shutil import which
 
 from packaging.requirements import Requirement
 
 from asyncrl import __version__
 from asyncrl.cli.processes.ports import PORTS
+from asyncrl.cli.processes.told import smi_says, told_by
 from asyncrl.storage.memory import container_bytes
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
@@ -39,8 +38,6 @@ FILES_LEAST = 4096
 SHM_LEAST = 1 << 30
 ANSWERED_S = 2.0
 """Longest wait of this machine for itself."""
-TOLD_S = 60.0
-"""Longest wait for a program that is asked something."""
 TIME_ERROR = 5
 """What adjtimex returns while nothing keeps the clock in step."""
 NETWORK_FILES = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "lustre", "beegfs", "glusterfs")
@@ -249,22 +246,6 @@ def version_of(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def told_by(*command: str) -> str | None:
-    """What a program prints; None where there is none, or it fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TOLD_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
-
-
-def smi_says() -> str | None:
-    """Of each GPU, see `gpus`; None where there is no nvidia-smi."""
-    query = "--query-gpu=name,memory.total,memory.used,driver_version"
-    told = told_by("nvidia-smi", query, "--format=csv,noheader,nounits")
-    return "nothing: it fails or hangs. See that the driver is loaded" if told is None and which("nvidia-smi") else told
 
 
 def torch_sees() -> str:

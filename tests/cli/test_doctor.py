@@ -94,6 +94,7 @@ def test_the_command_tells_everything_and_ends_by_what_it_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "told_by", lambda *_: None)  # with a GPU torch would be loaded
+    monkeypatch.setattr(doctor, "smi_says", lambda: None)
     assert main(["doctor", str(tmp_path), "--json"]) in (0, 1)
     found = json.loads(capsys.readouterr().out)
     checks = {"machine", "packages", "engines", "GPU", "memory", "open files", "disk", "ports", "host name", "clock"}

@@ -1,0 +1,137 @@
+"""Whether a learner rank fits its GPU, and if not the layout that would: for `--dry-run`. Estimates, see `memory`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from asyncrl.checks.architecture import longest_sequence, not_shared, not_together
+from asyncrl.checks.machine import model_settings
+from asyncrl.checks.parallel import problem_of
+from asyncrl.checks.placement import placement_of
+from asyncrl.checks.rules.whole import check_config
+from asyncrl.cli.dry_run.memory import copies_bytes, copies_on_gpu, copies_on_gpu_apart, policy_held, rank_bytes, size
+from asyncrl.cli.dry_run.model_size import ModelSize, model_size
+from asyncrl.cli.dry_run.placement import gpus_to_plan, kind_to_plan
+from asyncrl.cli.processes.told import smi_says
+from asyncrl.errors import ConfigError
+from asyncrl.learner.memory_plan import MASTER
+from asyncrl.placement import WHOLE_SHARE
+from asyncrl.schema import Config
+
+PLANNED_GB = 80.0
+"""Memory of a GPU that is planned for and is not here."""
+ROOM = 0.5
+"""As `learner.parallel.place.ROOM`, which torch comes with: above so much `learner.reduce_gradients=auto` is `each`."""
+NEIGHBOURS = (2, 4, 8)
+"""Ranks on one machine that may share sequences, or layers."""
+Changes = dict[str, Any]
+"""Setting -> value."""
+
+
+def fitting_lines(config: Config, command: str) -> list[str]:
+    """Nothing where the learner computes on a CPU, or where the size of its model is not known.
+
+    Args:
+        command: `local` or `learner`.
+    """
+    model = model_size(Path(config.model.path))
+    if kind_to_plan(config, config.learner.device) != "cuda" or problem_of(config.learner, config.learner.ranks):
+        return []
+    if model is None:
+        return []
+    whole = gpu_gb()
+    room = int(share_of(config, command) * whole * 1e9)
+    first = taken(config, model, command, room)
+    said = f"learner, on GPUs of {whole:.0f} GB: a rank has {size(room)}, and takes at most {size(first)}"
+    if first <= room:
+        return [f"{said}, which fits"]
+    least, least_by = first, ""
+    for changes in candidates(config):
+        tried = changed(config, changes)
+        if tried is None:
+            continue
+        count = taken(tried, model, command, room)
+        by = " ".join(f"{key}={str(value).lower()}" for key, value in changes.items())
+        if count <= room:
+            return [f"{said}, which does not fit. With {by} it takes {size(count)}, which does"]
+        if count < least:
+            least, least_by = count, by
+    best = f": it takes {size(least)} with {least_by}" if least_by else ""
+    return [f"{said}, which does not fit, nor does any layout of {config.learner.ranks} rank(s){best}"]
+
+
+def gpu_gb() -> float:
+    """Memory of the smallest GPU here, in GB of 10^9 bytes."""
+    found = []
+    for line in (smi_says() or "").splitlines():
+        _, *numbers = line.rsplit(",", 3)  # a name may have commas too
+        if len(numbers) == 3 and numbers[0].strip().isdecimal():
+            found.append(int(numbers[0]) * 2**20 / 1e9)
+    return min(found, default=PLANNED_GB)
+
+
+def share_of(config: Config, command: str) -> float:
+    """Of a GPU, for a rank."""
+    if command != "local":
+        return WHOLE_SHARE
+    return min((rank.memory for rank in placement_of(config, len(gpus_to_plan(config))).learner), default=WHOLE_SHARE)
+
+
+def taken(config: Config, model: ModelSize, command: str, memory: int) -> float:
+    """Bytes of rank 0, which holds the copies of weights on their way, as the learner will run."""
+    learner = config.learner
+    if learner.reduce_gradients == "auto":
+        mine = policy_held(config, model)
+        trained = model.trained(config.model.lora_rank, config.model.lora_targets) // learner.tensor_parallel
+        each = mine.total + MASTER * trained > ROOM * memory
+        config = replace(config, learner=replace(learner, reduce_gradients="each" if each else "last"))
+    gpus = len(gpus_to_plan(config))
+    there = (
+        copies_on_gpu(config, placement_of(config, gpus)) if command == "local" else copies_on_gpu_apart(config, gpus)
+    )
+    return rank_bytes(config, model) + (copies_bytes(config, model) if there else 0)
+
+
+def candidates(config: Config) -> Iterator[Changes]:
+    """In the order of what they cost in time: to compute activations again, smaller micro-batches, to exchange tokens,
+    to compute layers together, to copy weights to and fro. Each also with copies of weights spread over the ranks."""
+    again: Changes = {} if config.model.activation_checkpointing else {"model.activation_checkpointing": True}
+    budget, longest = config.learner.max_tokens_per_microbatch, longest_sequence(config)
+    budgets: list[Changes] = [{}]
+    while budget // 2 >= longest:
+        budget //= 2
+        budgets.append({"learner.max_tokens_per_microbatch": budget})
+    layouts: list[Changes] = [{}]
+    layouts += [{"learner.sequence_parallel": ranks} for ranks in NEIGHBOURS if config.learner.sequence_parallel == 1]
+    layouts += [{"learner.tensor_parallel": ranks} for ranks in NEIGHBOURS if config.learner.tensor_parallel == 1]
+    layouts += [{"learner.offload": kind} for kind in ("optimizer", "all") if config.learner.offload == "none"]
+    spread: list[Changes] = [{}]
+    if config.learner.ranks > 1 and config.weights.senders == "rank0":
+        spread.append({"weights.senders": "all"})
+    yield from spread[1:]
+    for layout in layouts:
+        for smaller in budgets:
+            for copies in spread:
+                if again or layout or smaller or copies:
+                    yield {**again, **layout, **smaller, **copies}
+
+
+def changed(config: Config, changes: Changes) -> Config | None:
+    """`config` with other settings; None where the start would refuse them."""
+    found = config
+    for key, value in changes.items():
+        room, _, name = key.partition(".")
+        found = replace(found, **{room: replace(getattr(found, room), **{name: value})})
+    settings, learner = model_settings(config.model.path), found.learner
+    if problem_of(learner, learner.ranks) or not_together(settings, learner.tensor_parallel):
+        return None
+    if not_shared(settings, learner.sequence_parallel, learner.tensor_parallel):
+        return None
+    try:
+        check_config(found)
+    except ConfigError:
+        return None
+    return found
