@@ -173,10 +173,8 @@ def not_together(settings: Mapping[str, Any], ranks: int) -> str:
     known = {what: count for what, count in counts.items() if _counted(count)}
     for what, count in known.items():
         if count % ranks:
-            return (
-                f"{count} {what} cannot be split over learner.tensor_parallel={ranks} ranks. Set a number that divides "
-                f"all of {', '.join(map(str, known.values()))}"
-            )
+            fits = ", ".join(map(str, divisors(math.gcd(*known.values()))))
+            return f"{count} {what} cannot be split over learner.tensor_parallel={ranks} ranks. Set it to one of {fits}"
     return ""
 
 

@@ -133,7 +133,12 @@ def _run(plan: Plan, console: PlainConsole, typed: Sequence[str]) -> int:
     folder = Path(given.run.dir).resolve()
     resumed = plan.course.first_step
     if resumed >= plan.course.steps and trained_in(folder / EXPORT_DIR) == resumed:
-        more = shlex.join([*without(typed, ("learner.epochs", "resume")), "learner.epochs=N", "resume=auto"])
+        # `learner.steps` goes before `learner.epochs`, also where a file of settings gives it.
+        longer = (
+            f"learner.steps={2 * resumed}" if given.learner.steps else f"learner.epochs={2 * given.learner.epochs:g}"
+        )
+        kept = without(typed, ("learner.epochs", "learner.steps", "resume", "overwrite"))
+        more = shlex.join([*kept, longer, "resume=auto"])
         console.print(
             f"nothing to do: {resumed} steps are trained. The model is in {folder / EXPORT_DIR}. To train on:"
         )

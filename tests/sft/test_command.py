@@ -142,7 +142,11 @@ def test_a_run_that_has_ended_says_so_and_is_longer_with_more_epochs(
     prepare_run_folder(ours, "a")
     train_alone(ours)
     assert main(arguments) == 0
-    assert "nothing to do: 4 steps are trained" in capsys.readouterr().out
+    for more, longer in ((), "learner.epochs=2"), (("learner.steps=4",), "learner.steps=8"):
+        assert main([*arguments, *more]) == 0
+        said = capsys.readouterr().out
+        assert "nothing to do: 4 steps are trained" in said and f" {longer} resume=auto" in said
+        assert "learner.steps=4 " not in said
     assert main([*arguments, "learner.epochs=2", "learner.rows_per_step=20", "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "5 steps of 20 rows (40 rows, 2 epochs)" in said and "learner.rows_per_step: 6 -> 20" in said

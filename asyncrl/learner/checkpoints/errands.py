@@ -126,7 +126,7 @@ class Errands:
         with self._lock:
             for errand in errands:
                 self._leave_out_older(errand)
-                self._open.append(errand)
+                self._open.insert(self._turn_of(errand), errand)
                 for name in (f"checkpoint/{errand.kind}", f"checkpoint/{errand.kind}_failed"):
                     self._counts.setdefault(name, 0.0)
             self._tell_of_many()
@@ -139,7 +139,13 @@ class Errands:
         for older in [each for each in self._open[1:] if each.kind == errand.kind == "copies"]:
             self._open.remove(older)
             self._counts["checkpoint/copies_failed"] += 1
-            log.error("%s is left out: the one before it is still under way, and a newer one is due", older.what)
+            log.error("%s is left out: a newer one is due, and %s is still under way", older.what, self._open[0].what)
+
+    def _turn_of(self, errand: Errand) -> int:
+        """Copies before exports that wait: a model can be exported later, a checkpoint is gone with its disk."""
+        if errand.kind == "exports":
+            return len(self._open)
+        return next((i for i, each in enumerate(self._open) if i and each.kind == "exports"), len(self._open))
 
     def _tell_of_many(self) -> None:
         """Warn about many pending exports. None is dropped, so exports slower than saves keep more and more

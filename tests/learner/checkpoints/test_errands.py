@@ -65,6 +65,26 @@ def test_what_fails_is_tried_again_said_and_counted_and_what_hangs_is_ended(tmp_
     assert "took longer than 0.3 s (learner.save_timeout_s)" in caplog.text
 
 
+def test_a_copy_goes_before_exports_that_wait_and_one_whose_turn_never_came_is_said_with_what_was_under_way(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    errands, done, go = quick(), tmp_path / "done", tmp_path / "go"
+
+    def named(kind: str, what: str, waits: bool = False) -> Errand:
+        until = f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)\n" if waits else ""
+        code = f"{until}open({str(done)!r}, 'a').write({what!r} + ' ')"
+        return Errand(kind=kind, what=what, checkpoint=tmp_path / "step_1", arguments=("-S", "-c", code))
+
+    errands.send([named("exports", "export-1", waits=True), named("exports", "export-2")])
+    errands.send([named("copies", "copy-2")])
+    errands.send([named("copies", "copy-3"), named("exports", "export-3")])
+    go.write_text("")
+    errands.finish(120.0)
+    assert done.read_text().split() == ["export-1", "copy-3", "export-2", "export-3"]
+    assert "copy-2 is left out: a newer one is due, and export-1 is still under way" in caplog.text
+    assert errands.counts()["checkpoint/copies_failed"] == 1.0
+
+
 def test_exports_that_pile_up_are_said(tmp_path: Path, caplog):
     errands = quick()
     each = Errand(kind="exports", what="one", checkpoint=tmp_path / "step_1", arguments=("-S", "-c", ""))
