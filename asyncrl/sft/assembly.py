@@ -19,6 +19,7 @@ from asyncrl.learner.model.building import said_of_attention
 from asyncrl.learner.model.policy import build_model
 from asyncrl.learner.optimizer.update import make_optimizer
 from asyncrl.learner.parallel.place import Place
+from asyncrl.learner.processes.out_of_memory import heed_note
 from asyncrl.learner.roles import Roles
 from asyncrl.learner.step.accumulation import agree_on_reduction
 from asyncrl.sft.batches import Course, RowBatches
@@ -70,6 +71,7 @@ def assemble(
     """
     refuse_unshared(run_dir, place.rank, place.device)
     config, by = learner_config(given), given.learner
+    heed_note(config, run_dir, place.rank, place.device)
     kept = open_checkpoints(config, by, place, opened, run_dir=run_dir, resume=given.resume, verify=verify)
     encoder = open_encoder(given)
     rows = [SftRows(source, given.data) for source in train_sources(given)]

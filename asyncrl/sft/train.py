@@ -16,6 +16,7 @@ from asyncrl.learner.batch.prefetch import LeasePrefetch
 from asyncrl.learner.checkpoints.checkpoint import Checkpoints, LearnerState
 from asyncrl.learner.checkpoints.export import export_hf
 from asyncrl.learner.optimizer.update import NonFiniteGuard
+from asyncrl.learner.processes.out_of_memory import one_more_try
 from asyncrl.learner.processes.stop import Asked, agreed, never
 from asyncrl.learner.reporting.step_clock import StepClock
 from asyncrl.learner.roles import Roles
@@ -103,6 +104,7 @@ def train_rows(parts: SftTraining, asked: Asked = never) -> None:
 
     Raises:
         DataError: a row cannot be used, or ranks drew different ones. NonFiniteError, CheckpointError, DiskFullError.
+        StepMemoryError, ConfigError: see `one_more_try`.
     """
     config, batches, start = parts.config, parts.batches, parts.start
     settings, steps = config.learner, config.learner.steps
@@ -126,7 +128,8 @@ def train_rows(parts: SftTraining, asked: Asked = never) -> None:
         clock.lap("wait_batch")
         drawn = batches.told(step)
         agree_on_rows(step, drawn.digest, parts.device)
-        measured = sft_step(config, parts.roles, guard, lease, rank=shard, world=shards, device=parts.device)
+        with one_more_try(config, parts.run_dir, parts.rank):
+            measured = sft_step(config, parts.roles, guard, lease, rank=shard, world=shards, device=parts.device)
         measured = over_ranks(measured, parts.device)
         clock.lap("train")
         row = step_row(measured, drawn, clock.next()) | parts.checkpoints.timings()
@@ -158,9 +161,10 @@ def measure(parts: SftTraining, trained: int) -> dict[str, float]:
     """Evaluate the held-out rows after `trained` steps, as a row of the log; empty if there are none."""
     if not parts.held_out:
         return {}
-    found = evaluate(
-        parts.config, parts.roles.policy, parts.held_out, rank=parts.shard, world=parts.shards, device=parts.device
-    )
+    with one_more_try(parts.config, parts.run_dir, parts.rank):
+        found = evaluate(
+            parts.config, parts.roles.policy, parts.held_out, rank=parts.shard, world=parts.shards, device=parts.device
+        )
     row = {f"eval/{parts.eval.name}/{name}": value for name, value in found.items()}
     if parts.rank == 0:
         parts.log.write(trained, None, row)

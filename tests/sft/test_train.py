@@ -12,9 +12,10 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.errors import CheckpointMismatchError, DataError, NonFiniteError
+from asyncrl.errors import CheckpointMismatchError, ConfigError, DataError, NonFiniteError, StepMemoryError
 from asyncrl.learner.checkpoints.checkpoint import LearnerState
 from asyncrl.learner.model.policy import build_model
+from asyncrl.sft import train as train_module
 from asyncrl.sft.batches import lease_of
 from asyncrl.sft.examples import Example, open_encoder
 from asyncrl.sft.settings import SftConfig, learner_config
@@ -155,3 +156,24 @@ def test_adapters_alone_are_trained_and_merged_into_what_is_exported(tmp_path: P
     before = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf").state_dict()
     assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_step_that_does_not_fit_is_tried_again_with_half_the_micro_batch_and_then_the_run_ends_with_what_helps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, fits = train_module.sft_step, 40
+
+    def fitted(config: Any, *arguments: Any, **named: Any) -> Any:
+        if config.learner.max_tokens_per_microbatch > fits:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+        return step(config, *arguments, **named)
+
+    monkeypatch.setattr(train_module, "sft_step", fitted)
+    given = settings(tmp_path, "learner.max_tokens_per_microbatch=80")
+    with pytest.raises(StepMemoryError, match=r"max_tokens_per_microbatch=80: CUDA out of memory\. All ranks"):
+        train_alone(given)
+    parts, log = train_alone(given)
+    assert parts.config.learner.max_tokens_per_microbatch == 40 and [row["step"] for row in log.rows] == [1, 2, 3, 4]
+    fits = 0
+    with pytest.raises(ConfigError, match=r"half the micro-batch too \(40 tokens\).*activation_checkpointing=true"):
+        train_alone(given)

@@ -55,10 +55,11 @@ def judged_logprobs(
     weight: Float[Tensor, "vocabulary width"],
     bias: Float[Tensor, " vocabulary"] | None,
     targets: Int[Tensor, " tokens"],
+    temperature: float,
     *,
     wide: bool = False,
 ) -> tuple[Float[Tensor, " tokens"], Bool[Tensor, " tokens"]]:
-    """Log-probs as `token_logprobs` at temperature 1, and whether each target is a most likely token (ties count)."""
+    """Log-probs as `token_logprobs`, and whether each target is a most likely token (ties count)."""
     if wide:
         hidden, weight, bias = _widened(hidden, weight, bias)
     logprobs = torch.empty(len(targets), dtype=_wide(hidden), device=hidden.device)
