@@ -90,7 +90,7 @@ def foreign_maths(settings: Mapping[str, Any]) -> str:
     """
     text = of_its_decoder(settings)
     kind = text.get("model_type") or settings.get("model_type")
-    known = MULTIPLIED[kind][0] if logit_factor(settings) != 1.0 else ""
+    known = MULTIPLIED[str(kind)][0] if logit_factor(settings) != 1.0 else ""
     logits = [name for name in OF_LOGITS if text.get(name) not in (None, 1.0) and name != known]
     if logits:
         return (
