@@ -203,7 +203,7 @@ class Snapshotted:
     previous_end: int
     """Journal position where the segment before ends; -1: nothing was written before."""
     image: dict[str, Any]
-    """See `asyncrl.replay.core.snapshot`."""
+    """See `asyncrl.replay.core.image`."""
     places: tuple[int, ...]
     """Flat pairs (group id, journal position of the record with its payload)."""
 

@@ -1,141 +1,112 @@
-"""The whole durable state as plain values, payloads excepted, and back: the snapshot at the head of a segment."""
+"""What a checkpoint keeps of the replay, and how a state goes back to it: groups that were open are made again from
+their prompts, so neither their payloads nor the plans of steps are kept."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from collections import deque
+from dataclasses import replace
 from typing import Any
 
 from asyncrl.drawing.curriculum import Draws
-from asyncrl.errors import JournalError, WireError
-from asyncrl.replay.codec import headers, wire
-from asyncrl.replay.core.buffer import Buffer, Step
+from asyncrl.errors import ReplayError
+from asyncrl.replay.core.buffer import Buffer
+from asyncrl.replay.core.image import Parts
 from asyncrl.replay.core.ledger import Entry, GroupState, Ledger
-from asyncrl.replay.core.peers import Peers
-from asyncrl.replay.core.siblings import headers_of
 from asyncrl.replay.core.versions import VersionTree, tree_edges
-from asyncrl.types import DropReason, StepPlan
+from asyncrl.types import DropReason
 
-_APART = ("state", "ess", "header", "payload", "first", "siblings")
-_ENTRY = tuple(item.name for item in fields(Entry) if item.name not in _APART)
-
-
-@dataclass(slots=True, kw_only=True)
-class Parts:
-    """What a `ReplayState` is made of."""
-
-    plain: dict[str, Any]
-    """Attributes that are plain values."""
-    tree: VersionTree
-    readmitted: deque[int]
-    ledger: Ledger
-    buffer: Buffer
-    pending: dict[int, Entry]
-    held: dict[int, Entry]
-    peers: Peers
-    draws: Draws | None
+SNAPSHOT_SCHEMA = 4
+READ_SCHEMAS = (2, 3, SNAPSHOT_SCHEMA)
+"""2 is of runs without a curriculum, 3 of those before there was admission by sample."""
 
 
-def encode_image(parts: Parts) -> dict[str, Any]:
-    """msgpack-able; `decode_image` makes the same parts of it, but for the payloads."""
-    ledger, buffer = parts.ledger, parts.buffer
+def encode_snapshot(parts: Parts) -> dict[str, Any]:
+    """msgpack-able; of the state after its last trained step."""
+    ledger = parts.ledger
+    entries = ledger.entries.values()
+    open_groups = [
+        [entry.group_id, entry.prompt_index, entry.attempt, entry.failures] for entry in entries if not entry.trained
+    ]
+    used = sum(1 for entry in entries if entry.trained and entry.state is not GroupState.TRAINED)
     return {
-        **parts.plain,
-        "tree": parts.tree.snapshot(),
+        "schema": SNAPSHOT_SCHEMA,
+        "step": parts.plain["trained_steps"] - 1,
+        "cursor": parts.plain["cursor"],
         "readmitted": list(parts.readmitted),
-        "admitted": ledger.admitted,
-        "committed": ledger.committed,
-        "counts": {key.value: count for key, count in ledger.counts.items()},
-        "dropped": {key.value: count for key, count in ledger.dropped.items()},
-        "entries": [_entry_row(entry) for entry in ledger.entries.values()],
-        "ess": [[entry.group_id, entry.ess] for entry in ledger.entries.values() if entry.ess != 1],
-        "siblings": [[e.group_id, e.first, e.siblings] for e in ledger.entries.values() if e.siblings],
-        "pending": list(parts.pending),
-        "held": list(parts.held),
-        "waiting": list(buffer.waiting),
-        "leased": list(buffer.leased),
-        "done": list(buffer.done),
-        "untrained": [_step_row(step) for step in buffer.untrained.values()],
-        "trained": [_step_row(step) for step in buffer.trained.values()],
-        "bytes": buffer.nbytes,
-        "peers": parts.peers.image(),
         "draws": None if parts.draws is None else parts.draws.image(),
+        "next_group_id": parts.plain["next_group_id"],
+        "tree": parts.tree.snapshot(),
+        "open": open_groups,
+        "siblings": [[e.group_id, e.first, e.siblings] for e in entries if e.siblings and not e.trained],
+        "trained": ledger.counts[GroupState.TRAINED] + used,
+        "dropped": {reason.value: count for reason, count in ledger.dropped.items()},
     }
 
 
-def decode_image(image: dict[str, Any], plain: Iterable[str]) -> Parts:
-    """The parts that `image` was taken of. `plain`: names of the attributes that are plain values.
+def rolled_back(now: Parts, snapshot: dict[str, Any]) -> Parts:
+    """The state `snapshot` was taken of, with its open groups waiting to be issued again. Version numbers and group ids
+    that this server has seen since, which `now` tells, stay used.
 
     Raises:
-        JournalError: it is no such image.
+        ReplayError: it is not such a snapshot.
     """
     try:
-        return _decode(image, plain)
-    except (KeyError, TypeError, ValueError, AttributeError, WireError) as error:
-        raise JournalError(f"a snapshot in the journal cannot be read ({error!r}): another version wrote it") from error
+        return _rolled_back(now, snapshot)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ReplayError(f"the checkpoint's replay snapshot cannot be read: {error!r}") from error
 
 
-def _entry_row(entry: Entry) -> list[Any]:
-    header = None if entry.header is None else headers.encode_group_header(entry.header)
-    return [entry.state.value, header, [getattr(entry, name) for name in _ENTRY]]
-
-
-def _step_row(step: Step) -> list[Any]:
-    plan = step.plan
-    row = [plan.policy_version, wire.flatten_runs(tuple(plan.staleness.items())), plan.max_staleness]
-    return [step.step, [entry.group_id for entry in step.members], row, step.evicted]
-
-
-def _decode(image: dict[str, Any], plain: Iterable[str]) -> Parts:
-    ledger = Ledger()
-    ledger.entries = {entry.group_id: entry for entry in map(_entry, image["entries"])}
-    for group, ess in image.get("ess", ()):  # an image of before it was measured has none
-        ledger.entries[group].ess = ess
-    for group, first, siblings in image.get("siblings", ()):
-        ledger.entries[group].first, ledger.entries[group].siblings = first, siblings
-    ledger.sizes = Counter(entry.siblings for entry in ledger.entries.values())
-    ledger.admitted, ledger.committed = image["admitted"], image["committed"]
-    ledger.counts.update({GroupState(name): count for name, count in image["counts"].items()})
-    ledger.dropped.update({DropReason(name): count for name, count in image["dropped"].items()})
-    buffer = Buffer()
-    for name in ("waiting", "leased", "done"):
-        setattr(buffer, name, {group: ledger.entries[group] for group in image[name]})
-    for row in image["untrained"]:
-        buffer.untrained[row[0]] = _step(row, ledger)
-    for row in image["trained"]:
-        buffer.trained[row[0]] = _step(row, ledger)
-    buffer.nbytes = image["bytes"]
-    return Parts(
-        plain={name: image[name] for name in plain},
-        tree=VersionTree.restore(tree_edges(image["tree"])),
-        readmitted=deque(image["readmitted"]),
+def _rolled_back(now: Parts, snapshot: dict[str, Any]) -> Parts:
+    if snapshot["schema"] not in READ_SCHEMAS:
+        raise ReplayError(f"the checkpoint's replay snapshot has schema {snapshot['schema']}, not {SNAPSHOT_SCHEMA}")
+    tree = VersionTree.restore(tree_edges(snapshot["tree"]))
+    ledger, pending = _open_groups(now, snapshot)
+    ledger.committed = ledger.counts[GroupState.TRAINED] = snapshot["trained"]
+    ledger.dropped.update({DropReason(name): count for name, count in snapshot["dropped"].items()})
+    ledger.admitted += ledger.committed + sum(ledger.dropped.values())
+    step = snapshot["step"]
+    plain = {
+        "cursor": snapshot["cursor"],
+        "next_group_id": max(snapshot["next_group_id"], now.plain["next_group_id"]),
+        "trained_steps": step + 1,
+        "committed_step": step,
+    }
+    return replace(
+        now,
+        plain=now.plain | plain,
+        # A server that outlived the rolled-back learner has seen later versions; forgetting them would reuse numbers.
+        tree=tree if tree.newest >= now.tree.newest else now.tree,
+        readmitted=deque(snapshot["readmitted"]),
         ledger=ledger,
-        buffer=buffer,
-        pending={group: ledger.entries[group] for group in image["pending"]},
-        held={group: ledger.entries[group] for group in image["held"]},
-        peers=Peers.load(image["peers"]),
-        draws=Draws.load(image["draws"]) if image["draws"] else None,
+        buffer=Buffer(),
+        pending=pending,
+        held={},
+        draws=_draws(now.draws, snapshot),
     )
 
 
-def _entry(row: list[Any]) -> Entry:
-    name, header, values = row
-    entry = Entry(**dict(zip(_ENTRY, values, strict=True)))
-    entry.state = GroupState(name)
-    entry.header = None if header is None else headers.decode_group_header(header)
-    return entry
+def _open_groups(now: Parts, snapshot: dict[str, Any]) -> tuple[Ledger, dict[int, Entry]]:
+    """A ledger of the open groups alone, and these as they wait."""
+    ledger, pending = Ledger(), {}
+    siblings = {group_id: row for group_id, *row in snapshot.get("siblings", ())}
+    for group_id, prompt_index, attempt, failures in snapshot["open"]:
+        known = now.ledger.entries.get(group_id)
+        attempt = max(attempt, known.attempt if known else 0)
+        entry = Entry(group_id=group_id, prompt_index=prompt_index, attempt=attempt, failures=failures)
+        entry.first, entry.siblings = siblings.get(group_id, (-1, 0))
+        ledger.admit(entry)
+        pending[group_id] = entry
+    return ledger, pending
 
 
-def _step(row: list[Any], ledger: Ledger) -> Step:
-    number, groups, (version, ages, bound), evicted = row
-    members = [ledger.entries[group] for group in groups]
-    plan = StepPlan(
-        step=number,
-        policy_version=version,
-        groups=headers_of(members),
-        staleness=dict(zip(ages[::2], ages[1::2], strict=True)),
-        max_staleness=bound,
-        shards=(),
-    )
-    return Step(step=number, members=members, plan=plan, evicted=evicted)
+def _draws(now: Draws | None, snapshot: dict[str, Any]) -> Draws | None:
+    drawn = snapshot.get("draws")
+    draws = Draws.load(drawn) if drawn else now and now.begun_at(snapshot["cursor"])
+    if drawn and draws and now and draws.rows != now.rows:
+        # Prompts of the one would be rows of the other: what is measured would be kept of others.
+        raise ReplayError(
+            f"the checkpoint's run draws from {list(draws.rows)} rows (data.curriculum), and the workers have "
+            f"{list(now.rows)}: data.path, data.mixture and data.where must lead to the rows that it began with. Give "
+            "those, or start a new run with another run.name"
+        )
+    return draws

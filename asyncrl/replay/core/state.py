@@ -12,19 +12,17 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncrl.drawing.curriculum import Curriculum, Draws
-from asyncrl.errors import LedgerError, ReplayError
+from asyncrl.errors import LedgerError
 from asyncrl.replay.core import events as ev
 from asyncrl.replay.core.buffer import Buffer
+from asyncrl.replay.core.image import Parts, decode_image, encode_image
 from asyncrl.replay.core.ledger import Entry, GroupState, Ledger
 from asyncrl.replay.core.peers import Peers
 from asyncrl.replay.core.siblings import headers_of
-from asyncrl.replay.core.snapshot import Parts, decode_image, encode_image
-from asyncrl.replay.core.versions import VersionTree, tree_edges
-from asyncrl.types import NO_VERSION, DropReason, StepPlan
+from asyncrl.replay.core.snapshot import encode_snapshot, rolled_back
+from asyncrl.replay.core.versions import VersionTree
+from asyncrl.types import NO_VERSION, StepPlan
 
-SNAPSHOT_SCHEMA = 4
-READ_SCHEMAS = (2, 3, SNAPSHOT_SCHEMA)
-"""2 is of runs without a curriculum, 3 of those before there was admission by sample."""
 _PLAIN = (
     *("cursor", "next_group_id", "trained_steps", "committed_step", "version"),
     *("learner_settings", "again", "forking", "finished", "applied"),
@@ -83,7 +81,7 @@ class ReplayState:
             ev.Announced: lambda event: self.peers.announce(event.values),
             ev.EvaluationAsked: lambda event: self.peers.ask(event),
             ev.EvaluationClosed: lambda event: self.peers.close(event.job_id),
-            ev.Reloaded: lambda event: self._reload(event.snapshot),
+            ev.Reloaded: lambda event: self._become(rolled_back(self._parts(), event.snapshot)),
             ev.Snapshotted: lambda event: self.load(event.image),
             ev.Surveyed: self._surveyed,
             ev.Configured: lambda event: None,
@@ -302,19 +300,7 @@ class ReplayState:
 
     def image(self) -> dict[str, Any]:
         """msgpack-able; `load` makes the same state of it, but for the payloads."""
-        return encode_image(
-            Parts(
-                plain={name: getattr(self, name) for name in _PLAIN},
-                tree=self.tree,
-                readmitted=self.readmitted,
-                ledger=self.ledger,
-                buffer=self.buffer,
-                pending=self.pending,
-                held=self.held,
-                peers=self.peers,
-                draws=self.draws,
-            )
-        )
+        return encode_image(self._parts())
 
     def load(self, image: dict[str, Any]) -> None:
         """Become the state that `image` was taken of.
@@ -322,80 +308,30 @@ class ReplayState:
         Raises:
             JournalError: it is no such image.
         """
-        parts = decode_image(image, _PLAIN)
-        for name, value in parts.plain.items():
-            setattr(self, name, value)
+        self._become(decode_image(image, _PLAIN))
         # Loading is no event of the run, and whoever applies it is about to count one.
         self.applied -= 1
+
+    def snapshot(self) -> dict[str, Any]:
+        """See `asyncrl.replay.core.snapshot`."""
+        return encode_snapshot(self._parts())
+
+    def _parts(self) -> Parts:
+        return Parts(
+            plain={name: getattr(self, name) for name in _PLAIN},
+            tree=self.tree,
+            readmitted=self.readmitted,
+            ledger=self.ledger,
+            buffer=self.buffer,
+            pending=self.pending,
+            held=self.held,
+            peers=self.peers,
+            draws=self.draws,
+        )
+
+    def _become(self, parts: Parts) -> None:
+        for name, value in parts.plain.items():
+            setattr(self, name, value)
         self.tree, self.readmitted, self.peers = parts.tree, parts.readmitted, parts.peers
         self.draws = parts.draws
         self.ledger, self.buffer, self.pending, self.held = parts.ledger, parts.buffer, parts.pending, parts.held
-
-    def snapshot(self) -> dict[str, Any]:
-        """msgpack-able; kept in the checkpoint of the last trained step. Payloads are not in it: groups that were open
-        are made again from their prompts."""
-        entries = self.ledger.entries.values()
-        open_groups = [
-            [entry.group_id, entry.prompt_index, entry.attempt, entry.failures]
-            for entry in entries
-            if not entry.trained
-        ]
-        used = sum(1 for entry in entries if entry.trained and entry.state is not GroupState.TRAINED)
-        return {
-            "schema": SNAPSHOT_SCHEMA,
-            "step": self.trained_steps - 1,
-            "cursor": self.cursor,
-            "readmitted": list(self.readmitted),
-            "draws": None if self.draws is None else self.draws.image(),
-            "next_group_id": self.next_group_id,
-            "tree": self.tree.snapshot(),
-            "open": open_groups,
-            "siblings": [[e.group_id, e.first, e.siblings] for e in entries if e.siblings and not e.trained],
-            "trained": self.ledger.counts[GroupState.TRAINED] + used,
-            "dropped": {reason.value: count for reason, count in self.ledger.dropped.items()},
-        }
-
-    def _reload(self, snapshot: dict[str, Any]) -> None:
-        """Become the state `snapshot` was taken of, with its open groups waiting to be issued again. Version numbers
-        and group ids that this server has seen since stay used.
-
-        Raises:
-            ReplayError: it is not such a snapshot.
-        """
-        try:
-            if snapshot["schema"] not in READ_SCHEMAS:
-                raise ReplayError(
-                    f"the checkpoint's replay snapshot has schema {snapshot['schema']}, not {SNAPSHOT_SCHEMA}"
-                )
-            tree = VersionTree.restore(tree_edges(snapshot["tree"]))
-            ledger, pending = Ledger(), {}
-            siblings = {group_id: row for group_id, *row in snapshot.get("siblings", ())}
-            for group_id, prompt_index, attempt, failures in snapshot["open"]:
-                known = self.ledger.entries.get(group_id)
-                attempt = max(attempt, known.attempt if known else 0)
-                entry = Entry(group_id=group_id, prompt_index=prompt_index, attempt=attempt, failures=failures)
-                entry.first, entry.siblings = siblings.get(group_id, (-1, 0))
-                ledger.admit(entry)
-                pending[group_id] = entry
-            ledger.committed = ledger.counts[GroupState.TRAINED] = snapshot["trained"]
-            ledger.dropped.update({DropReason(name): count for name, count in snapshot["dropped"].items()})
-            ledger.admitted += ledger.committed + sum(ledger.dropped.values())
-            step, cursor = snapshot["step"], snapshot["cursor"]
-            readmitted, next_group_id = deque(snapshot["readmitted"]), snapshot["next_group_id"]
-            drawn = snapshot.get("draws")
-            draws = Draws.load(drawn) if drawn else self.draws and self.draws.begun_at(cursor)
-            if drawn and draws and self.draws and draws.rows != self.draws.rows:
-                # Prompts of the one would be rows of the other: what is measured would be kept of others.
-                raise ReplayError(
-                    f"the checkpoint's run draws from {list(draws.rows)} rows (data.curriculum), and the workers have "
-                    f"{list(self.draws.rows)}: data.path, data.mixture and data.where must lead to the rows that it "
-                    "began with. Give those, or start a new run with another run.name"
-                )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ReplayError(f"the checkpoint's replay snapshot cannot be read: {error!r}") from error
-        self.ledger, self.pending, self.held, self.buffer = ledger, pending, {}, Buffer()
-        # A server that outlived the rolled-back learner has seen later versions; forgetting them would reuse numbers.
-        self.tree = tree if tree.newest >= self.tree.newest else self.tree
-        self.cursor, self.readmitted, self.draws = cursor, readmitted, draws
-        self.next_group_id = max(next_group_id, self.next_group_id)
-        self.trained_steps, self.committed_step = step + 1, step
