@@ -6,34 +6,28 @@ next change, and `at_deadline` when the caller's patience ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from asyncrl.checks.rules.values import LONGEST_WAIT_S
 from asyncrl.errors import NoProgress, WireError
 from asyncrl.evaluation.orders import EvalResult
 from asyncrl.replay.codec import headers, messages, wire
-from asyncrl.replay.codec.apart import Apart
 from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.codec.dropped import decode_dropped, decode_lost, decode_reason
 from asyncrl.replay.codec.group import MAX_VOCABULARY
 from asyncrl.replay.codec.reference import FROM_ROLLOUT, REFERENCE, require_reference
 from asyncrl.replay.codec.routing import announced_routers
-from asyncrl.replay.core.balance import EARLY, UPDATES, begin_step, shard_step
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.protocol import Acquired
+from asyncrl.replay.server.batches import Batches, announced
 from asyncrl.replay.server.dropped import Dropped
 from asyncrl.replay.server.payloads import Payloads, WithPlanner
-from asyncrl.replay.server.sessions import Answer, Handler, Later, Reply, Session
+from asyncrl.replay.server.sessions import MIN_PATIENCE_S, Answer, Handler, Later, Reply, Session, now_or_later
 from asyncrl.spans import moment
-from asyncrl.types import Assignment, DropReason, Routers, StepPlan
+from asyncrl.types import Assignment, DropReason, Routers
 
-MIN_PATIENCE_S = 0.05
-"""Of a lease whose patience starts anew: with 0 it would be asked again without end."""
-MAX_WORLD = MAX_SLOTS = 65536
-PLANS_KEPT = 4
-"""Of the step in training and the one that is fetched ahead, and what a rank that is late still asks for."""
+MAX_SLOTS = 65536
 
 ONCE = frozenset({"acquire", "insert", "trained", "wait_evaluations", "evaluate", "restore"})
 """Their answers are remembered: running them again for a request whose answer was lost would do it twice."""
@@ -51,12 +45,8 @@ class Handlers:
         """The shards may go."""
         self.beside: Callable[[], Mapping[str, float]] = dict
         """What the server measures of itself, for the row of a step."""
-        self._plans: dict[tuple[int, ...], tuple[StepPlan, StepPlan, Any]] = {}
-        """(step, world, updates, groups together) -> (plan as sealed, plan with shards, encoded): every rank asks for
-        the same. The last used is at the end; only a few, so that whoever asks for ever more worlds fills no memory."""
         self.dropped = Dropped(core.run)
-        self._last_begun: tuple[tuple[Any, ...], tuple[StepPlan, Any] | None] = (), None
-        """What it was asked by, and the part of a step that was given."""
+        self.batches = Batches(core, self.payloads)
         self.worker_verbs: dict[str, Handler] = {
             "survey": self._survey,
             "acquire": self._acquire,
@@ -78,8 +68,8 @@ class Handlers:
             "finish": self._finish,
         }
         self.rank_verbs: dict[str, Handler] = {
-            "lease": self._lease,
-            "early": self._early,
+            "lease": self.batches.lease,
+            "early": self.batches.early,
             "members": self._members,
         }
         """Of every rank of the learner, whether or not it is the one that restored."""
@@ -103,16 +93,7 @@ class Handlers:
 
     def limits(self) -> tuple[int, Routers | None]:
         """For `check_stored`: what the learner announced; where it has not, as many token ids as there can be."""
-        return self._announced("vocabulary") or MAX_VOCABULARY, announced_routers(self.core.board.values)
-
-    def updates(self) -> int:
-        """Optimizer steps per batch, as the learner announced them."""
-        return max(1, self._announced(UPDATES))
-
-    def _announced(self, name: str) -> int:
-        """A count on the board; 0 where there is none."""
-        announced = self.core.board.values.get(name)
-        return announced if isinstance(announced, int) and announced > 0 else 0
+        return announced(self.core, "vocabulary") or MAX_VOCABULARY, announced_routers(self.core.board.values)
 
     def window(self) -> int:
         """Bytes each producer may have unacknowledged: an even share of the memory that is free."""
@@ -138,7 +119,7 @@ class Handlers:
             return Answer(messages.encode_acquired(acquired)) if something else None
 
         late = lambda: Answer(messages.encode_acquired(ask()))  # noqa: E731
-        return self.now_or_later(retry, late, wait_s, "work", self.core.has_work)
+        return now_or_later(retry, late, wait_s, "work", self.core.has_work)
 
     def _survey(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
         rows = [wire.integer(count, "rows", 1, wire.MAX_ID) for count in wire.sequence(body, "survey")]
@@ -199,7 +180,7 @@ class Handlers:
         def is_another() -> bool:
             return self.core.board.revision != revision
 
-        return self.now_or_later(
+        return now_or_later(
             lambda: board() if is_another() else None, board, wait_s, ("another board", revision), is_another
         )
 
@@ -209,97 +190,6 @@ class Handlers:
 
         settle_s = self.core.settle_s()
         return members() if settle_s == 0 else Later(lambda: None, members, settle_s, "settled", lambda: False)
-
-    def _lease(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
-        step, rank, world, wait_s, samples = wire.sequence(body, "lease", 5)
-        wire.integer(step, "step", 0, wire.MAX_ID)
-        wire.integer(world, "world", 1, MAX_WORLD)
-        wire.integer(rank, "rank", 0, world - 1)
-        wire.integer(samples, "samples", 0, 4096)
-
-        def retry() -> Answer | None:
-            plan = self.core.lease(step)
-            return None if plan is None else self._leased(plan, rank, world, samples)
-
-        what, there = ("batch", step), lambda: self.core.lease(step) is not None
-
-        def patience(before: tuple[int, ...] | None) -> Callable[[], Answer | Later]:
-            def give_up() -> Answer | Later:
-                mark = self.core.patience_mark(step)
-                # The step before is being trained, or rollouts get on. A full disk has a patience of its own.
-                if mark is None or mark != before or self.core.run.why_paused:
-                    return Later(retry, patience(mark), max(wait_s, MIN_PATIENCE_S), what, there)
-                raise NoProgress(f"no group and no token for {wait_s:.1f} s: {self.core.explain(step)}")
-
-            return give_up
-
-        return self.now_or_later(retry, patience(self.core.patience_mark(step)), wait_s, what, there)
-
-    def _early(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
-        step, rank, world, after, upto, wait_s = wire.sequence(body, "early", 6)
-        wire.integer(step, "step", 0, wire.MAX_ID)
-        wire.integer(world, "world", 1, MAX_WORLD)
-        wire.integer(rank, "rank", 0, world - 1)
-        wire.integer(after, "after", 0, wire.MAX_TOKENS)
-        wire.integer(upto, "upto", 0, wire.MAX_TOKENS)
-
-        def there() -> bool:
-            # What is sealed comes with the lease; but a rank asks for what another was given before the seal.
-            sealed = self.core.is_sealed(step)
-            return sealed or len(self.core.state.buffer.waiting) >= after + max(1, self._announced(EARLY))
-
-        def retry() -> Answer | None:
-            if self.core.is_sealed(step) and not upto:
-                return Answer()
-            begun = self._begun(step, world, after, upto)
-            return None if begun is None else self._handed_out(*begun, rank, 0)
-
-        return self.now_or_later(retry, Answer, wait_s, ("early", step, after), there)
-
-    def _begun(self, step: int, world: int, after: int, upto: int) -> tuple[StepPlan, Any] | None:
-        """See `begin_step`; and it encoded. The other ranks ask for what rank 0 was given."""
-        asked = self.core.state.peers.learner, step, world, after
-        if (*asked, upto) == self._last_begun[0]:
-            return self._last_begun[1]
-        together = self._announced(EARLY)
-        plan = self.core.certain(step) if together else None
-        if plan is None:
-            return None
-        first = self.core.run.settings.groups_per_step // self.updates()
-        begun = begin_step(plan, world, first=first, together=together, after=after, upto=upto)
-        if begun is None:
-            return None
-        self._last_begun = (*asked, after + len(begun.groups)), (begun, headers.encode_plan(begun))
-        return self._last_begun[1]
-
-    def _leased(self, plan: StepPlan, rank: int, world: int, samples: int) -> Answer:
-        key = (plan.step, world, self.updates(), self._announced(EARLY))
-        known = self._plans.pop(key, None)
-        if known is None or known[0] is not plan:
-            sharded = replace(plan, shards=shard_step(plan, *key[1:]))
-            known = (plan, sharded, headers.encode_plan(sharded))
-            moment("lease", step=plan.step + 1, groups=[group.group_id for group in plan.groups])
-        self._plans[key] = known
-        if len(self._plans) > PLANS_KEPT:
-            del self._plans[next(iter(self._plans))]
-        return self._handed_out(known[1], known[2], rank, samples)
-
-    def _handed_out(self, plan: StepPlan, encoded: Any, rank: int, samples: int) -> Answer:
-        """What `rank` has of a plan with shards, and the first `samples` groups whole."""
-        sampled = list(range(min(samples, len(plan.groups))))
-        places = set(plan.shards[rank])
-        wanted = {group for group, _ in places}.union(sampled)
-        together = self.core.state.ledger.together
-        entries = {group: together(plan.groups[group].group_id) for group in wanted}
-        self.core.bring_back(entry for group in entries.values() for entry in group)
-        kept = {group: [entry.payload for entry in parts] for group, parts in entries.items()}
-        if all(len(parts) == 1 for parts in kept.values()):
-            body, forwarded = self.payloads.hand_out({group: only for group, (only,) in kept.items()}, places, sampled)
-        else:
-            apart = Apart(kept)
-            body, forwarded = self.payloads.hand_out(apart.stored, apart.places(places), apart.parts(sampled))
-            body, forwarded = apart.joined(body, forwarded, sampled)
-        return Answer([encoded, *body], forwarded)
 
     # ---- learner
 
@@ -375,7 +265,7 @@ class Handlers:
             return give_up
 
         mark = self.core.evaluation_mark()
-        return self.now_or_later(retry, patience(mark), body, "evaluations", is_over)
+        return now_or_later(retry, patience(mark), body, "evaluations", is_over)
 
     def _announce(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
         self.core.announce(wire.mapping(body, "board values"))
@@ -384,17 +274,3 @@ class Handlers:
     def _finish(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
         self.core.finish()
         return Answer()
-
-    def now_or_later(
-        self,
-        retry: Callable[[], Answer | None],
-        at_deadline: Callable[[], Answer | Later],
-        wait_s: Any,
-        what: Hashable,
-        there: Callable[[], bool],
-    ) -> Reply:
-        """See `Later`."""
-        patience = wire.number(wait_s, "wait_s")
-        if not 0 <= patience <= LONGEST_WAIT_S:
-            raise WireError(f"wait_s must be between 0 and {LONGEST_WAIT_S:.0f} s, not {patience}")
-        return (retry() if there() else None) or Later(retry, at_deadline, patience, what, there)

@@ -7,7 +7,13 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncrl.checks.rules.values import LONGEST_WAIT_S
+from asyncrl.errors import WireError
+from asyncrl.replay.codec import wire
 from asyncrl.replay.codec.columns import Frame
+
+MIN_PATIENCE_S = 0.05
+"""Of a lease whose patience starts anew: with 0 it would be asked again without end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,3 +71,17 @@ class Later:
 
 Reply = Answer | Later
 Handler = Callable[[Session, Any, Sequence[Frame]], Reply]
+
+
+def now_or_later(
+    retry: Callable[[], Answer | None],
+    at_deadline: Callable[[], Answer | Later],
+    wait_s: Any,
+    what: Hashable,
+    there: Callable[[], bool],
+) -> Reply:
+    """See `Later`."""
+    patience = wire.number(wait_s, "wait_s")
+    if not 0 <= patience <= LONGEST_WAIT_S:
+        raise WireError(f"wait_s must be between 0 and {LONGEST_WAIT_S:.0f} s, not {patience}")
+    return (retry() if there() else None) or Later(retry, at_deadline, patience, what, there)

@@ -43,7 +43,7 @@ class ShardHandlers:
         def are_known() -> bool:
             return self._payloads.addresses() is not None
 
-        return self._handlers.now_or_later(retry, give_up, body, "addresses", are_known)
+        return now_or_later(retry, give_up, body, "addresses", are_known)
 
     def collect(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
         """A shard says where it listens and names keys that it holds; it is told which of them are free. Asked again

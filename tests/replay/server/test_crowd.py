@@ -11,7 +11,8 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.core import steps
 from asyncrl.replay.core.core import ReplayCore
-from asyncrl.replay.server.handlers import PLANS_KEPT, Handlers
+from asyncrl.replay.server.batches import PLANS_KEPT
+from asyncrl.replay.server.handlers import Handlers
 from asyncrl.replay.server.payloads import WithPlanner
 from asyncrl.replay.server.sessions import Answer, Later, Session
 from asyncrl.replay.server.waiting import WaitingRequests
@@ -112,4 +113,4 @@ def test_plans_for_ever_more_worlds_fill_no_memory() -> None:
     rank = Session("learner", "rank 0", "l", b"", 0.0)
     for world in range(1, 41):
         assert isinstance(crowd.handlers.handle(rank, "lease", [0, 0, world, 60.0, 0], ()), Answer)
-    assert len(crowd.handlers._plans) == PLANS_KEPT
+    assert len(crowd.handlers.batches._plans) == PLANS_KEPT

@@ -1,0 +1,136 @@
+"""What the ranks of the learner ask of a batch: their shards of a step once it is sealed, or of its first groups before
+that (`learner.early_groups`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from asyncrl.errors import NoProgress
+from asyncrl.replay.codec import headers, wire
+from asyncrl.replay.codec.apart import Apart
+from asyncrl.replay.codec.columns import Frame
+from asyncrl.replay.core.balance import EARLY, UPDATES, begin_step, shard_step
+from asyncrl.replay.core.core import ReplayCore
+from asyncrl.replay.server.payloads import Payloads
+from asyncrl.replay.server.sessions import MIN_PATIENCE_S, Answer, Later, Reply, Session, now_or_later
+from asyncrl.spans import moment
+from asyncrl.types import StepPlan
+
+MAX_WORLD = 65536
+PLANS_KEPT = 4
+"""Of the step in training and the one that is fetched ahead, and what a rank that is late still asks for."""
+
+
+def announced(core: ReplayCore, name: str) -> int:
+    """A count on the board; 0 where there is none."""
+    count = core.board.values.get(name)
+    return count if isinstance(count, int) and count > 0 else 0
+
+
+class Batches:
+    """`lease` and `early` are verbs of the wire."""
+
+    def __init__(self, core: ReplayCore, payloads: Payloads) -> None:
+        self._core, self._payloads = core, payloads
+        self._plans: dict[tuple[int, ...], tuple[StepPlan, StepPlan, Any]] = {}
+        """(step, world, updates, groups together) -> (plan as sealed, plan with shards, encoded): every rank asks for
+        the same. The last used is at the end; only a few, so that whoever asks for ever more worlds fills no memory."""
+        self._last_begun: tuple[tuple[Any, ...], tuple[StepPlan, Any] | None] = (), None
+        """What it was asked by, and the part of a step that was given."""
+
+    def lease(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        step, rank, world, wait_s, samples = wire.sequence(body, "lease", 5)
+        wire.integer(step, "step", 0, wire.MAX_ID)
+        wire.integer(world, "world", 1, MAX_WORLD)
+        wire.integer(rank, "rank", 0, world - 1)
+        wire.integer(samples, "samples", 0, 4096)
+
+        def retry() -> Answer | None:
+            plan = self._core.lease(step)
+            return None if plan is None else self._leased(plan, rank, world, samples)
+
+        what, there = ("batch", step), lambda: self._core.lease(step) is not None
+
+        def patience(before: tuple[int, ...] | None) -> Callable[[], Answer | Later]:
+            def give_up() -> Answer | Later:
+                mark = self._core.patience_mark(step)
+                # The step before is being trained, or rollouts get on. A full disk has a patience of its own.
+                if mark is None or mark != before or self._core.run.why_paused:
+                    return Later(retry, patience(mark), max(wait_s, MIN_PATIENCE_S), what, there)
+                raise NoProgress(f"no group and no token for {wait_s:.1f} s: {self._core.explain(step)}")
+
+            return give_up
+
+        return now_or_later(retry, patience(self._core.patience_mark(step)), wait_s, what, there)
+
+    def early(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        step, rank, world, after, upto, wait_s = wire.sequence(body, "early", 6)
+        wire.integer(step, "step", 0, wire.MAX_ID)
+        wire.integer(world, "world", 1, MAX_WORLD)
+        wire.integer(rank, "rank", 0, world - 1)
+        wire.integer(after, "after", 0, wire.MAX_TOKENS)
+        wire.integer(upto, "upto", 0, wire.MAX_TOKENS)
+
+        def there() -> bool:
+            # What is sealed comes with the lease; but a rank asks for what another was given before the seal.
+            sealed = self._core.is_sealed(step)
+            return sealed or len(self._core.state.buffer.waiting) >= after + max(1, announced(self._core, EARLY))
+
+        def retry() -> Answer | None:
+            if self._core.is_sealed(step) and not upto:
+                return Answer()
+            begun = self._begun(step, world, after, upto)
+            return None if begun is None else self._handed_out(*begun, rank, 0)
+
+        return now_or_later(retry, Answer, wait_s, ("early", step, after), there)
+
+    def _begun(self, step: int, world: int, after: int, upto: int) -> tuple[StepPlan, Any] | None:
+        """See `begin_step`; and it encoded. The other ranks ask for what rank 0 was given."""
+        asked = self._core.state.peers.learner, step, world, after
+        if (*asked, upto) == self._last_begun[0]:
+            return self._last_begun[1]
+        together = announced(self._core, EARLY)
+        plan = self._core.certain(step) if together else None
+        if plan is None:
+            return None
+        first = self._core.run.settings.groups_per_step // self._updates()
+        begun = begin_step(plan, world, first=first, together=together, after=after, upto=upto)
+        if begun is None:
+            return None
+        self._last_begun = (*asked, after + len(begun.groups)), (begun, headers.encode_plan(begun))
+        return self._last_begun[1]
+
+    def _leased(self, plan: StepPlan, rank: int, world: int, samples: int) -> Answer:
+        key = (plan.step, world, self._updates(), announced(self._core, EARLY))
+        known = self._plans.pop(key, None)
+        if known is None or known[0] is not plan:
+            sharded = replace(plan, shards=shard_step(plan, *key[1:]))
+            known = (plan, sharded, headers.encode_plan(sharded))
+            moment("lease", step=plan.step + 1, groups=[group.group_id for group in plan.groups])
+        self._plans[key] = known
+        if len(self._plans) > PLANS_KEPT:
+            del self._plans[next(iter(self._plans))]
+        return self._handed_out(known[1], known[2], rank, samples)
+
+    def _handed_out(self, plan: StepPlan, encoded: Any, rank: int, samples: int) -> Answer:
+        """What `rank` has of a plan with shards, and the first `samples` groups whole."""
+        sampled = list(range(min(samples, len(plan.groups))))
+        places = set(plan.shards[rank])
+        wanted = {group for group, _ in places}.union(sampled)
+        together = self._core.state.ledger.together
+        entries = {group: together(plan.groups[group].group_id) for group in wanted}
+        self._core.bring_back(entry for group in entries.values() for entry in group)
+        kept = {group: [entry.payload for entry in parts] for group, parts in entries.items()}
+        if all(len(parts) == 1 for parts in kept.values()):
+            body, forwarded = self._payloads.hand_out({group: only for group, (only,) in kept.items()}, places, sampled)
+        else:
+            apart = Apart(kept)
+            body, forwarded = self._payloads.hand_out(apart.stored, apart.places(places), apart.parts(sampled))
+            body, forwarded = apart.joined(body, forwarded, sampled)
+        return Answer([encoded, *body], forwarded)
+
+    def _updates(self) -> int:
+        """Optimizer steps per batch, as the learner announced them."""
+        return max(1, announced(self._core, UPDATES))
