@@ -127,9 +127,11 @@ def test_a_group_that_cannot_be_formed_is_tried_ever_later(monkeypatch):
     monkeypatch.setattr(broadcast_publisher, "time", clock)
     monkeypatch.setattr(broadcast_publisher, "fetch", lambda *_: {"width": 1})
     monkeypatch.setattr(Lanes, "form", breaks)
-    for name, found in {"_live": peers, "_waiting": peers, "_flows": None, "_invite": peers}.items():
+    for name, found in {"_flows": None, "_invite": peers}.items():
         monkeypatch.setattr(sender, name, lambda *_, found=found: found)
-    monkeypatch.setattr(sender, "_come", lambda _: peers if len(tried) < 20 else {})
+    for name, found in {"live": peers, "waiting": peers}.items():
+        monkeypatch.setattr(sender._door, name, lambda *_, found=found: found)
+    monkeypatch.setattr(sender._door, "come", lambda _: peers if len(tried) < 20 else {})
     assert not sender._form(snapshot_of(0, SlowFilling(clock, 0.0)))
     waits = [round(late - early, 6) for early, late in itertools.pairwise(tried)]
     assert len(tried) == 20 and max(waits[:3]) < 0.05, "who died is soon done without"

@@ -93,7 +93,7 @@ def test_what_a_subscriber_waits_for_is_pushed_and_a_store_that_is_gone_is_said_
     server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=60), wait_for_workers=False)
     stop = threading.Event()
-    threading.Timer(0.05, lambda: post(server, "3/event/1", {"kind": "tick"})).start()
+    threading.Timer(0.05, post, (server, "3/event/1", {"kind": "tick"})).start()
     assert pushed(client, "3/event/1", 60.0, stop) == {"kind": "tick"}
     assert pushed(client, "3/event/2", 0.05, stop) is None
     for _ in range(20):  # what is left of a wait may be less than torch counts in: that is no store that is gone

@@ -19,6 +19,7 @@ from asyncrl.errors import WeightsError, WeightsGoneError
 from asyncrl.types import NO_VERSION
 from asyncrl.weights.base import PublisherRendezvous
 from asyncrl.weights.broadcast.absent import Absent
+from asyncrl.weights.broadcast.door import Door
 from asyncrl.weights.broadcast.group import STRETCH, WeightGroup, publisher_store
 from asyncrl.weights.broadcast.protocol import (
     POLL_S,
@@ -29,10 +30,7 @@ from asyncrl.weights.broadcast.protocol import (
     fetch,
     forgotten_key,
     hello_key,
-    invite_key,
-    other_version,
     post,
-    wait_key,
 )
 from asyncrl.weights.broadcast.sending import Deltas, Lanes, encode_deltas, send, send_deltas
 from asyncrl.weights.broadcast.together import Meeting, OtherSenders
@@ -92,6 +90,7 @@ class BroadcastSender:
         self._base: int | None = None
         """Version that every member of this epoch has staged, whole."""
         self._store, self._port = publisher_store(host, timeout_s, port)
+        self._door = Door(rendezvous, self._store, min(_GRACE_S, timeout_s))
         self._absent = Absent(self._store, f"{host}:{self._port}")
         self._publisher = secrets.token_hex(8)
         self._others = OtherSenders(self._store, senders, self._publisher, timeout_s)
@@ -102,7 +101,6 @@ class BroadcastSender:
         self._members: list[Peer] = []
         self._seats: dict[Peer, int] = {}
         """First rank of each member; an engine with several processes occupies as many ranks."""
-        self._hellos_seen = 0
         self._next_look = self._next_tick = 0.0
         self._stats: dict[str, float] = dict.fromkeys(_STATS, 0.0) | {"sent_version": float(NO_VERSION)}
         self._announce()
@@ -129,8 +127,8 @@ class BroadcastSender:
 
     def _send(self, snapshot: Snapshot, previous: Snapshot | None) -> None:
         self._others.take(snapshot.policy_version)
-        live = self._live()
-        if not set(self._members) <= set(live) or self._waiting(live):
+        live = self._door.live()
+        if not set(self._members) <= set(live) or self._door.waiting(self._members, live):
             self._dissolve()
         for attempt in range(_MAX_ATTEMPTS):
             if self._lanes is None and not self._form(snapshot):
@@ -162,18 +160,19 @@ class BroadcastSender:
     def idle(self, newest: Snapshot | None) -> None:
         self._tick()
         due = time.monotonic() >= self._next_look
-        if newest is None or (self._store.add("hellos", 0) == self._hellos_seen and not due):
+        if newest is None or not (due or self._door.rang):
             return
         if newest.reading is not None and newest.reading.gone:
             return  # the next version is about to come, and goes to all
         self._next_look = time.monotonic() + self._poll_members_s
-        waiting = self._waiting(live := self._live())
+        waiting = self._door.waiting(self._members, live := self._door.live())
         self._absent.look(live)
         if waiting:
             self.send(newest)
 
     def stats(self) -> dict[str, float]:
-        return {f"weights/{key}": value for key, value in self._stats.items()}
+        said = self._stats | {"refused": self._stats["refused"] + self._door.refused}
+        return {f"weights/{key}": value for key, value in said.items()}
 
     def close(self) -> None:
         self._others.end()
@@ -197,31 +196,6 @@ class BroadcastSender:
         }
         self._rendezvous.announce({"weights": board})
 
-    def _live(self) -> list[Peer]:
-        return [(member.worker, member.incarnation) for member in self._rendezvous.members()]
-
-    def _waiting(self, live: list[Peer]) -> list[Peer]:
-        """Those that said hello and wait for an invitation.
-
-        Each question is a round trip, so members are asked only when somebody has said hello since the last time.
-        """
-        hellos = self._store.add("hellos", 0)
-        members = set(self._members) if hellos == self._hellos_seen else set()
-        self._hellos_seen = hellos
-        waiting = [peer for peer in live if peer not in members and self._store.check([hello_key(*peer)])]
-        return [peer for peer in waiting if self._understands(peer)]
-
-    def _understands(self, peer: Peer) -> bool:
-        """Whether a worker is of a version that this one can serve; one that is not waits for ever, so it is told."""
-        hello = fetch(self._store, hello_key(*peer))
-        refusal = other_version("the learner", peer[0], hello.get("protocol"))
-        if refusal:
-            self._stats["refused"] += 1
-            log.error("weights: %s", refusal)
-            self._store.delete_key(hello_key(*peer))
-            post(self._store, invite_key(*peer, hello["hello"]), {"refused": refusal})
-        return not refusal
-
     def _dissolve(self) -> None:
         """End the epoch, and give its members a moment to say hello for the next."""
         if self._lanes is None:
@@ -230,7 +204,7 @@ class BroadcastSender:
         self._others.leave()
         self._lanes.abort()
         self._lanes = self._base = None
-        expected, self._members = set(self._members) & set(self._live()), []
+        expected, self._members = set(self._members) & set(self._door.live()), []
         deadline = time.monotonic() + min(_GRACE_S, self._timeout_s)
         # Waits for the members of the old epoch; who stays silent is left out.
         while expected and time.monotonic() < deadline:
@@ -244,7 +218,7 @@ class BroadcastSender:
         Raises:
             WeightsError: another learner rank that has to send is silent.
         """
-        peers, tries = self._waiting(self._live()), 0
+        peers, tries = self._door.waiting(self._members, self._door.live()), 0
         while peers:
             self._epoch += 1
             self._event = 0
@@ -257,7 +231,7 @@ class BroadcastSender:
             post(self._store, f"{self._epoch}/go", together)
             if not together:
                 self._drop(set(peers) - set(accepted))
-                peers = self._come({peer: hello_key(*peer) for peer in accepted})
+                peers = self._door.come({peer: hello_key(*peer) for peer in accepted})
                 continue
             lanes = None
             try:
@@ -268,7 +242,7 @@ class BroadcastSender:
                 if lanes is not None:
                     lanes.abort()
                 time.sleep(min(1.0, POLL_S * 2 ** min(tries, 10)))
-                peers, tries = self._come({peer: hello_key(*peer) for peer in peers}), tries + 1
+                peers, tries = self._door.come({peer: hello_key(*peer) for peer in peers}), tries + 1
                 continue
             self._lanes, self._members = lanes, peers
             self._stats["epoch"] = float(self._epoch)
@@ -300,15 +274,8 @@ class BroadcastSender:
         rank, self._seats = 1, {}
         for peer, hello in hellos.items():
             self._seats[peer], rank = rank, rank + int(hello["width"])
-            self._store.delete_key(hello_key(*peer))
-            message = {"epoch": self._epoch, "rank": self._seats[peer], "world": world, **plan}
-            post(self._store, invite_key(*peer, hello["hello"]), message)
-        return self._come({peer: f"{self._epoch}/accept/{self._seats[peer]}" for peer in hellos})
-
-    def _come(self, keys: Mapping[Peer, str]) -> list[Peer]:
-        """Those whose key is there within the grace."""
-        deadline = time.monotonic() + min(_GRACE_S, self._timeout_s)
-        return [peer for peer, key in keys.items() if wait_key(self._store, key, max(deadline - time.monotonic(), 0.0))]
+            self._door.answer(peer, hello, {"epoch": self._epoch, "rank": self._seats[peer], "world": world, **plan})
+        return self._door.come({peer: f"{self._epoch}/accept/{self._seats[peer]}" for peer in hellos})
 
     def _drop(self, peers: set[Peer]) -> None:
         self._stats["dropped"] += len(peers)
@@ -340,7 +307,7 @@ class BroadcastSender:
             found = self._transmit(snapshot, deltas)
         answers = collect(
             self._store, self._members, epoch=self._epoch, event=self._event,
-            timeout_s=self._timeout_s, live=self._live, meanwhile=self._tick,
+            timeout_s=self._timeout_s, live=self._door.live, meanwhile=self._tick,
         )  # fmt: skip
         for (worker, _), (verdict, detail) in zip(self._members, answers, strict=True):
             if verdict == "bad":
