@@ -59,11 +59,11 @@ from asyncrl.schema import (
     ModelConfig,
     PlacementConfig,
     RolloutConfig,
-    WeightsConfig,
 )
 from asyncrl.weights.delta import DeltaChoice
 from asyncrl.weights.factory import backend_of
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher
+from asyncrl.weights.settings import WeightsConfig
 from tests.learner.feed import make_lease, make_step, tiny_model
 
 WIDTHS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
