@@ -53,7 +53,7 @@ from asyncrl.replay.core.admission import AdmissionSettings
 from asyncrl.replay.net.malloc import keep_heap
 from asyncrl.replay.net.socket_options import LOOPBACK_SEND_BUFFER
 from asyncrl.replay.serving import run_server
-from asyncrl.replay.shards.__main__ import run_shard
+from asyncrl.replay.shards.running import run_shard
 from asyncrl.types import NO_VERSION, TrajectoryGroup
 from benchmarks.parts.answer import answer, parse
 from benchmarks.parts.keys import some_keys

@@ -5,7 +5,6 @@ Exit code 0: nothing is wrong; 1: a row is, and is named; 2: settings or data ar
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from asyncrl.chat.hub import described_in
 from asyncrl.checks.evaluations import eval_sets
 from asyncrl.checks.machine import check_data
 from asyncrl.checks.sources import sources
+from asyncrl.cli.lengths import histogram
 from asyncrl.cli.starting.preflight import survey_lines
 from asyncrl.config import load_config
 from asyncrl.data.mixture import source_names
@@ -37,8 +37,6 @@ SCORED = 8
 UNUSED = "reward.function=unused:unused"
 """Where no reward is given: it is then not called."""
 SHOWN = 2000
-BAR = 40
-BINS = 10
 TRUTHS = ("reward_model.ground_truth", "ground_truth", "answer", "solution", "target", "label")
 """Columns that people keep the right answer in; the first that a row has."""
 FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>", "The answer is {}.", "Answer: {}")
@@ -92,29 +90,6 @@ def _shares(config: Config) -> Iterator[str]:
     if names is not None:
         drawn = Counter(names[index] for index in range(1000))
         yield "of 1,000 prompts: " + ", ".join(f"{count} of {name}" for name, count in drawn.items())
-
-
-def histogram(
-    tokens: Sequence[int], limit: int, *, of: str = "prompts", key: str = "data.max_prompt_tokens"
-) -> list[str]:
-    """Lengths as text, one line per bin; those over the limit in a bin of their own.
-
-    Args:
-        of, key: what is counted, and the setting of its limit.
-    """
-    inside = [count for count in tokens if count <= limit]
-    counts: list[tuple[str, int]] = []
-    if inside:
-        edges = np.unique(np.linspace(min(inside), max(inside) + 1, BINS + 1).round().astype(int)).tolist()
-        bins = [(low, high - 1) for low, high in itertools.pairwise(edges)]
-        counts = [(f"{low}-{high}", sum(low <= count <= high for count in inside)) for low, high in bins]
-    if len(inside) < len(tokens):
-        counts.append((f"> {limit}", len(tokens) - len(inside)))
-    width, most = max(len(name) for name, _ in counts), max(count for _, count in counts)
-    lines = [f"tokens of {len(tokens):,} {of} ({key}={limit}):"]
-    return lines + [
-        f"  {name:>{width}}  {'█' * -(-BAR * count // most):<{BAR}} {count:,}".rstrip() for name, count in counts
-    ]
 
 
 def _rendered(found: Survey) -> Text:

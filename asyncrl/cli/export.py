@@ -17,10 +17,10 @@ from transformers.utils import logging as transformers_logging
 from asyncrl.cli.arguments.settings_file import with_files
 from asyncrl.config import disk_patience, read_config
 from asyncrl.errors import AsyncRLError, CheckpointError, CheckpointMismatchError, RunFolderError
-from asyncrl.learner.checkpoints.checkpoint import PARTS
 from asyncrl.learner.checkpoints.export import adapter_of, export_hf
 from asyncrl.learner.checkpoints.fitting import check_fits, shapes_in
 from asyncrl.learner.checkpoints.state import refuse_stranger
+from asyncrl.learner.checkpoints.tensors import PARTS
 from asyncrl.learner.checkpoints.writing import said_of
 from asyncrl.learner.model.lora import ADAPTER_FILE, check_base, without_frozen
 from asyncrl.learner.model.policy import PolicyModel, build_model

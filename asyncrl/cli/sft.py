@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.text import Text
 
 from asyncrl.cli.arguments.settings_file import with_files
-from asyncrl.cli.data_check import histogram
+from asyncrl.cli.lengths import histogram
 from asyncrl.cli.processes.commands import learner_command, with_absolute_run_dir
 from asyncrl.cli.processes.ending import Ended, best_line, how_to_go_on
 from asyncrl.cli.processes.supervision import supervise

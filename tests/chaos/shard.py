@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 
 from asyncrl.errors import AsyncRLError
-from asyncrl.replay.shards.__main__ import run_shard
+from asyncrl.replay.shards.running import run_shard
 
 from .power import Failpoint, PowerDisk
 from .server import ack_before_fsync

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrl.cli.data_check import ground_truth, histogram
+from asyncrl.cli.data_check import ground_truth
 from asyncrl.cli.main import main
 from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 
@@ -122,9 +122,3 @@ def test_without_a_reward_rows_and_shares_are_shown_and_bad_data_is_refused_as_a
 )
 def test_the_right_answer_is_found_where_people_keep_it(row: dict[str, Any], truth: str | None) -> None:
     assert ground_truth(row) == truth
-
-
-@pytest.mark.parametrize("tokens", [[5], [5, 5, 5], [1, 2], list(range(100)), [50, 60], [9, 9, 200]])
-def test_every_length_is_in_one_bin_of_the_histogram(tokens: list[int]) -> None:
-    lines = histogram(tokens, limit=40)[1:]
-    assert sum(int(line.split()[-1].replace(",", "")) for line in lines) == len(tokens)

@@ -13,7 +13,7 @@ from asyncrl.replay.client.client import LearnerClient, RolloutClient
 from asyncrl.replay.config import JournalConfig
 from asyncrl.replay.journal.log import JournalSettings
 from asyncrl.replay.serving import run_server
-from asyncrl.replay.shards.__main__ import run_shard
+from asyncrl.replay.shards.running import run_shard
 from asyncrl.replay.shards.store import open_store
 from asyncrl.types import NO_VERSION, TrajectoryGroup
 from tests.addresses import free_address

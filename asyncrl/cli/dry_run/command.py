@@ -32,7 +32,7 @@ from asyncrl.cli.starting.preflight import (
 from asyncrl.cli.starting.resuming import check_resumed
 from asyncrl.config import load_config
 from asyncrl.digests import run_digest
-from asyncrl.replay.shards.__main__ import shard_config
+from asyncrl.replay.shards.running import shard_config
 from asyncrl.schema import Config
 from asyncrl.storage.checkpoints import proven, trained_steps
 from asyncrl.telemetry.folder.resumed import kept_dtypes

@@ -1,162 +1,27 @@
-"""`python -m asyncrl.replay.shards N key=value ...`: shard number N of a run's payloads, until the run is over.
-
-It meets the replay server (the planner) first, then opens its journal, `journal/shard-N` in the run folder.
-"""
+"""`python -m asyncrl.replay.shards N key=value ...`: shard number N of a run's payloads, until the run is over. Its
+journal is `journal/shard-N` in the run folder."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import wait
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.checks.machine import check_machine
-from asyncrl.config import JOURNAL_DIR, disk_patience, load_config
+from asyncrl.config import JOURNAL_DIR, disk_patience
 from asyncrl.digests import run_digest
-from asyncrl.errors import AsyncRLError, ConfigError, FencedError
+from asyncrl.errors import AsyncRLError
 from asyncrl.plain_text import make_streams_plain
-from asyncrl.replay.config import ReplayConfig
-from asyncrl.replay.journal.disk import Disk, FolderDisk
-from asyncrl.replay.journal.recovery import run_of
-from asyncrl.replay.journal.sync_thread import SyncThread
 from asyncrl.replay.net.keyring import with_keys
-from asyncrl.replay.net.malloc import keep_heap
-from asyncrl.replay.server.loop import ReplayServer
-from asyncrl.replay.server.router import entrance
-from asyncrl.replay.serving import discard, journal_settings, silence_of, stopped_by_signals
-from asyncrl.replay.shards.host import Heard, Place, Planner, PlannerLink, ShardDesk, ShardHost, heard
-from asyncrl.replay.shards.receipts import Seals
-from asyncrl.replay.shards.store import ShardStore, open_store, shard_folder
-from asyncrl.schema import Config
+from asyncrl.replay.shards.running import run_shard, shard_config
+from asyncrl.replay.shards.store import shard_folder
 from asyncrl.standstill import watched_supervisors
-from asyncrl.storage.full_disk import Patience
 from asyncrl.storage.log_stream import keep_logging
 from asyncrl.storage.occupancy import lived_in
 
-log = logging.getLogger(__name__)
-
 EXIT_REFUSED = 2
 """A restart cannot help; whatever else ends the process by itself, it can."""
-TURN_S = 0.2
-PAUSE_S = 1.0
-
-
-def run_shard(
-    config: ReplayConfig,
-    shard: int,
-    run_digest: str,
-    *,
-    disk: Disk | None = None,
-    folder: Path | None = None,
-    fresh: bool = False,
-    stop: threading.Event | None = None,
-    patience: Patience | None = None,
-) -> None:
-    """Serve one shard until the planner says that the run is over, until `stop` is set, or until SIGTERM or SIGINT.
-
-    Args:
-        disk: where its journal is; or in `folder`.
-        patience: with a full disk.
-        fresh: throw away the journal of an earlier run; that of the planner's own run is kept.
-
-    Raises:
-        ConfigError: see `entrance`. ReplayError: the planner serves another run. FencedError: it has another shard of
-            this number. NoProgress: nobody answers for it.
-        JournalError: the journal is damaged, in use, of another run or version, or its disk failed.
-    """
-    keep_heap()
-    stopped = stopped_by_signals(stop)
-    place = Place(shard=shard, count=config.shards, address=config.shard_address)
-    seals = Seals(config.keys, run_digest)
-    with contextlib.ExitStack() as stack:
-        # The sockets first: a second shard at this address must not touch the journal of the first.
-        way_in = stack.enter_context(entrance(replace(config, address=place.address), "shard"))
-        link = stack.enter_context(contextlib.closing(PlannerLink(config, place, run_digest, seals)))
-        first = meet(link, stopped, 2 * config.heartbeat_timeout_s)
-        if first is None:
-            return
-        disk = disk or FolderDisk(folder or Path(), locked=True)
-        store, sync = stack.enter_context(opened(config, shard, first.run_id, disk, fresh, patience, folder))
-        host = ShardHost(store, link, config, first)
-        server = ReplayServer(
-            host,
-            ShardDesk(host, place, first.run_id, seals, config.max_bytes),
-            way_in,
-            run_id=first.run_id,
-            boot=f"{first.run_id}.{shard}",
-            run_digest=run_digest,
-            silence_s=silence_of(config),
-            patience_s=config.wait_timeout_s,
-            sync=sync,
-            clock=host.clock,
-        )
-        log.info("shard %d of run %s listens on %s: %d groups", shard, first.run_id, place.address, len(store.held))
-        server.serve(stopped)
-
-
-@contextlib.contextmanager
-def opened(
-    config: ReplayConfig,
-    shard: int,
-    run_id: str,
-    disk: Disk,
-    fresh: bool,
-    patience: Patience | None = None,
-    folder: Path | None = None,
-) -> Iterator[tuple[ShardStore, SyncThread]]:
-    """The store, recovered from the journal on `disk` where there is one; the journal is whole when this ends."""
-    # Whoever restarts a shard gives it the settings it had: its own payloads are acknowledged already.
-    if fresh and run_of(disk) not in (None, run_id):
-        discard(disk)
-    store = open_store(disk, journal_settings(config), {"run_id": run_id, "shard": shard})
-    sync = SyncThread(store, config.journal.fsync_ms / 1000, patience, folder)
-    try:
-        yield store, sync
-    finally:
-        sync.stop()
-
-
-def meet(link: Planner, stopped: threading.Event, patience_s: float) -> Heard | None:
-    """The planner's first answer; the connection bounds the wait. None when stopped before.
-
-    Args:
-        patience_s: so long the planner may still take an earlier life of this shard, at another address, for alive.
-    """
-    until = time.monotonic() + patience_s
-    while not stopped.is_set():
-        question = link.ask([], "")
-        while not wait([question], timeout=TURN_S).done:
-            if stopped.is_set():
-                return None
-        try:
-            return heard(question.result())
-        except FencedError as error:
-            if time.monotonic() > until:
-                raise
-            log.warning("%s", error)
-        stopped.wait(PAUSE_S)
-    return None
-
-
-def shard_config(arguments: Sequence[str]) -> tuple[int, Config]:
-    """Number and settings of a shard, from `N key=value ...`. Raises ConfigError."""
-    number, *overrides = arguments or [""]
-    if "=" in number:
-        number, overrides = "none", list(arguments)
-    config = load_config(overrides)
-    if not number.isdecimal() or not int(number) < config.replay.shards:
-        raise ConfigError(
-            f"a shard needs its number first, below replay.shards={config.replay.shards}; got {number!r}. Example: "
-            "shard 0 replay.shards=2 replay.shard_address=tcp://127.0.0.1:5580"
-        )
-    if not config.replay.shard_address:
-        raise ConfigError("a shard needs an address of its own: give replay.shard_address=tcp://HOST:PORT")
-    return int(number), config
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ from asyncrl.replay.client.connection import Connection
 from asyncrl.replay.client.requests import Response
 from asyncrl.replay.client.shard_links import ShardLinks
 from asyncrl.replay.codec.group import EncodedGroup, encode_group
-from asyncrl.replay.shards.__main__ import meet
+from asyncrl.replay.shards.running import meet
 from asyncrl.replay.shards.store import Held, Key
 from asyncrl.types import Assignment
 from tests.addresses import free_address
