@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import sys
@@ -21,6 +20,7 @@ from asyncrl.checks.machine import check_machine
 from asyncrl.checks.parallel import ParallelDims
 from asyncrl.checks.placement import gpus_seen
 from asyncrl.config import JOURNAL_DIR, KEYS_DIR, begin_trace, load_config
+from asyncrl.data.local_tokenizer import own_tokenizer
 from asyncrl.digests import run_digest
 from asyncrl.errors import AsyncRLError
 from asyncrl.learner.assembly import assemble
@@ -32,14 +32,13 @@ from asyncrl.learner.processes.launcher import as_rank, to_the_end
 from asyncrl.learner.processes.stop import StopRequest
 from asyncrl.learner.publishing.canary import ProvingPublisher
 from asyncrl.learner.roles import Roles
-from asyncrl.learner.train import train
+from asyncrl.learner.train import Training, train
 from asyncrl.placement import LEARNER_SHARE
 from asyncrl.plain_text import make_streams_plain
 from asyncrl.replay.client.client import LearnerClient
 from asyncrl.replay.net.keyring import with_keys
 from asyncrl.replay.net.malloc import keep_heap
 from asyncrl.schema import Config
-from asyncrl.storage import sealed
 from asyncrl.storage.occupancy import lived_in
 from asyncrl.telemetry.folder.resumed import kept_dtypes
 from asyncrl.telemetry.folder.run_folder import begin_settings, changes_in, prepare_run_folder, still_of
@@ -81,21 +80,38 @@ def run(config: Config, place: Place, backend: Backend, opened: ExitStack, overr
     """Create the parts and train."""
     replay = LearnerClient(config.replay.address, rank=place.rank, run_digest=run_digest(config), config=config.replay)
     opened.callback(replay.close)
-    run_dir, verify = Path(config.run.dir).resolve(), functools.cache(sealed.verify)
+    run_dir = Path(config.run.dir).resolve()
     if place.rank == 0:
         for change in changes_here(config, place):
             log.warning("this resume changes %s", change)
         keep = (JOURNAL_DIR, KEYS_DIR)
-        run_dir = prepare_run_folder(config, place.run_id, keep=keep, overrides=overrides, verify=verify)
+        run_dir = prepare_run_folder(config, place.run_id, keep=keep, overrides=overrides)
     config = with_dtypes(config, learner=place.device.type)
     opened.enter_context(lived_in(run_dir))
 
+    asked = StopRequest(run_dir)
+    parts = assembled(config, place, backend, opened, replay, run_dir)
+    if place.rank == 0:
+        begin_settings(config, {"model.dtype": config.model.dtype, "weights.wire_dtype": config.weights.wire_dtype})
+    dims = ParallelDims.of(config.learner, place.world)
+    log.info("%d ranks on %s%s, %s, from step %d", place.world, place.device, gpus_seen(), dims, parts.start.step)
+    log.info("%s", choices(config, place, parts.roles.policy.layout.value))
+    with still_of(place.run_id, run_dir):
+        train(config, parts, asked)
+
+
+def assembled(
+    config: Config, place: Place, backend: Backend, opened: ExitStack, replay: LearnerClient, run_dir: Path
+) -> Training:
+    """See `assemble`."""
+    # Read once, for what the workers compare and for the canary; of its vocabulary alone it has tens of megabytes.
+    own = own_tokenizer(config.model.path) if place.rank == 0 else None
+
     def publisher(roles: Roles) -> ProvingPublisher:
         sender = make_publisher(config, replay, run_dir, place.rank, place.device, place.world)
-        return ProvingPublisher(sender, config, roles.policy, place.device)
+        return ProvingPublisher(sender, config, roles.policy, place.device, own)
 
-    asked = StopRequest(run_dir)
-    parts = assemble(
+    return assemble(
         config,
         place,
         opened,
@@ -111,15 +127,8 @@ def run(config: Config, place: Place, backend: Backend, opened: ExitStack, overr
             on_alarm=config.telemetry.on_alarm,
             ignored=config.telemetry.ignore_alarms,
         ),
-        verify=verify,
+        tokenizer=own,
     )
-    if place.rank == 0:
-        begin_settings(config, {"model.dtype": config.model.dtype, "weights.wire_dtype": config.weights.wire_dtype})
-    dims = ParallelDims.of(config.learner, place.world)
-    log.info("%d ranks on %s%s, %s, from step %d", place.world, place.device, gpus_seen(), dims, parts.start.step)
-    log.info("%s", choices(config, place, parts.roles.policy.layout.value))
-    with still_of(place.run_id, run_dir):
-        train(config, parts, asked)
 
 
 def changes_here(config: Config, place: Place) -> list[str]:

@@ -17,7 +17,7 @@ from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.checks.own_code import CODE, workers_code
 from asyncrl.checks.rules.learner import early_groups, why_never_warm, why_not_early
 from asyncrl.config import disk_patience
-from asyncrl.data.local_tokenizer import TOKENIZER, tokenizer_digest
+from asyncrl.data.local_tokenizer import TOKENIZER, LocalTokenizer, tokenizer_digest
 from asyncrl.digests import learner_digest
 from asyncrl.learner.backends.base import Backend
 from asyncrl.learner.checkpoints.checkpoint import Checkpoints
@@ -38,9 +38,8 @@ from asyncrl.learner.step.metrics import Bins
 from asyncrl.learner.train import Training
 from asyncrl.replay.protocol import LearnerReplay
 from asyncrl.schema import Config
-from asyncrl.storage import sealed
 from asyncrl.storage.best import BestCheckpoint
-from asyncrl.storage.checkpoints import CHECKPOINT_DIR, Verify
+from asyncrl.storage.checkpoints import CHECKPOINT_DIR
 from asyncrl.telemetry.folder.resumed import ROWS, rows_here
 from asyncrl.telemetry.folder.run_folder import origin_of
 from asyncrl.types import NO_VERSION
@@ -90,14 +89,12 @@ def open_checkpoints(
     *,
     run_dir: Path,
     resume: str,
-    verify: Verify = sealed.verify,
 ) -> Kept:
     """Open the checkpoints of `run_dir` and choose the one to continue from. Collective.
 
     Args:
         opened: on exit it waits for the running save.
         resume: the setting `resume`.
-        verify: checks the checkpoint that training continues from.
 
     Raises:
         CheckpointError, ConfigError: see `Checkpoints` and `Errands`.
@@ -116,7 +113,6 @@ def open_checkpoints(
         errands=errands,
         background=by.async_save,
         within_s=by.save_timeout_s,
-        verify=verify,
     )
     opened.callback(checkpoints.close, CLOSE_WITHIN_S)
     restarted = place.restarted or (place.rank == 0 and checkpoints.begun(resume))
@@ -141,7 +137,7 @@ def assemble(
     resume: str,
     publisher: Callable[[Roles], Publisher],
     log: Callable[[Start], ClosableLog],
-    verify: Verify = sealed.verify,
+    tokenizer: LocalTokenizer | None = None,
 ) -> Training:
     """Build the models, load the state that training starts from, then open publisher and log. Collective.
 
@@ -151,7 +147,7 @@ def assemble(
         resume: the setting `resume`.
         publisher: makes the publisher of the loaded models.
         log: called on rank 0 only.
-        verify: see `open_checkpoints`.
+        tokenizer: the model's, if it was read already.
 
     Raises:
         RunFolderError: the ranks do not share `run_dir`.
@@ -165,7 +161,7 @@ def assemble(
     if place.rank == 0 and (why := why_never_warm(config)):
         log_of_start.warning("%s", why)
     try_own(config.loss, config.advantage, config.learner)
-    kept = open_checkpoints(config, config.learner, place, opened, run_dir=run_dir, resume=resume, verify=verify)
+    kept = open_checkpoints(config, config.learner, place, opened, run_dir=run_dir, resume=resume)
     roles = build_roles(config, place.device, backend)
     if place.rank == 0:
         log_of_start.info("attention: %s", said_of_attention(roles.policy, config.model))
@@ -175,7 +171,11 @@ def assemble(
     known = highest_version(run_dir) if place.rank == 0 else NO_VERSION
     copies: dict[str, Any] = {}
     if place.rank == 0:
-        copies = {TOKENIZER: tokenizer_digest(config.model.path), ROWS: rows_here(config), CODE: workers_code(config)}
+        copies = {
+            TOKENIZER: tokenizer_digest(config.model.path, tokenizer),
+            ROWS: rows_here(config),
+            CODE: workers_code(config),
+        }
     start = begin(
         replay,
         kept.checkpoints,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import sys
@@ -27,7 +26,6 @@ from asyncrl.sft.assembly import assemble
 from asyncrl.sft.rules import check_sft_machine, load_sft
 from asyncrl.sft.settings import SftConfig, learner_config
 from asyncrl.sft.train import Start, train_rows
-from asyncrl.storage import sealed
 from asyncrl.storage.occupancy import lived_in
 from asyncrl.telemetry.folder.resumed import kept_dtypes
 from asyncrl.telemetry.folder.run_folder import begin_settings, changes_in, prepare_run_folder, still_of
@@ -60,11 +58,11 @@ def work(overrides: Sequence[str], opened: ExitStack) -> None:
     begin_trace(config, f"learner {place.rank}")
     prepare_process(place, logging.INFO if place.rank == 0 else logging.WARNING)
     backend = opened.enter_context(joined_ranks(config, place))
-    run_dir, verify = Path(given.run.dir).resolve(), functools.cache(sealed.verify)
+    run_dir = Path(given.run.dir).resolve()
     if place.rank == 0:
         for change in changes_in(given):
             log.warning("this resume changes %s", change)
-        run_dir = prepare_run_folder(given, place.run_id, overrides=overrides, verify=verify)
+        run_dir = prepare_run_folder(given, place.run_id, overrides=overrides)
     opened.enter_context(lived_in(run_dir))
     asked = StopRequest(run_dir)
     parts = assemble(
@@ -74,7 +72,6 @@ def work(overrides: Sequence[str], opened: ExitStack) -> None:
         backend=backend,
         run_dir=run_dir,
         log=lambda start: open_log(given, run_dir, start),
-        verify=verify,
     )
     if place.rank == 0:
         begin_settings(given, {"model.dtype": dtype_on(given.model.dtype, place.device.type)})

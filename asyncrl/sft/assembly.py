@@ -27,8 +27,6 @@ from asyncrl.sft.examples import Encoder, Example, Examples, open_encoder
 from asyncrl.sft.rows import SftRows, eval_source, train_sources
 from asyncrl.sft.settings import SftConfig, learner_config
 from asyncrl.sft.train import RowLog, SftTraining, Start, resumed
-from asyncrl.storage import sealed
-from asyncrl.storage.checkpoints import Verify
 
 log_of_start = logging.getLogger(__name__)
 
@@ -55,7 +53,6 @@ def assemble(
     backend: Backend | None,
     run_dir: Path,
     log: Callable[[Start], ClosableLog],
-    verify: Verify = sealed.verify,
 ) -> SftTraining:
     """Open the rows, build the model, resume if there is a checkpoint, then open the log. Collective.
 
@@ -63,7 +60,6 @@ def assemble(
         opened: receives what has to be closed.
         backend: of the ranks; None if nothing is sharded (tests).
         log: called on rank 0 alone.
-        verify: see `open_checkpoints`.
 
     Raises:
         CheckpointError, ConfigError, DataError: see `Checkpoints`, `build_model` and `SftRows`.
@@ -72,7 +68,7 @@ def assemble(
     refuse_unshared(run_dir, place.rank, place.device)
     config, by = learner_config(given), given.learner
     heed_note(config, run_dir, place.rank, place.device)
-    kept = open_checkpoints(config, by, place, opened, run_dir=run_dir, resume=given.resume, verify=verify)
+    kept = open_checkpoints(config, by, place, opened, run_dir=run_dir, resume=given.resume)
     encoder = open_encoder(given)
     rows = [SftRows(source, given.data) for source in train_sources(given)]
     data = Dataset(rows, given.data.order_by)

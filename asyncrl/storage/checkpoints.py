@@ -75,11 +75,7 @@ def exported(checkpoint: Path, name: str = EXPORT_DIR) -> Path:
     return checkpoint.parent.parent / EXPORTS / checkpoint.name / name
 
 
-Verify = Callable[[Path], None]
-"""`sealed.verify`, or a cached version where a process checks a checkpoint twice: verifying reads all of it."""
-
-
-def newest_whole(folder: Path, verify: Verify = sealed.verify) -> tuple[Path | None, list[tuple[Path, str]], str]:
+def newest_whole(folder: Path) -> tuple[Path | None, list[tuple[Path, str]], str]:
     """The newest checkpoint whose files are all as they were written.
 
     Returns:
@@ -93,10 +89,10 @@ def newest_whole(folder: Path, verify: Verify = sealed.verify) -> tuple[Path | N
     older = [each for each in finished(folder) if path is not None and (_step_of(each) or 0) < (_step_of(path) or 0)]
     for candidate in [path, *reversed(older)] if path is not None else []:
         try:
-            verify(candidate)
+            sealed.verify(candidate)
         except (OSError, CheckpointDamagedError) as error:
             if not candidate.is_dir() and newest(folder)[0] != path:
-                return newest_whole(folder, verify)  # a running run saved others meanwhile, and deleted this one
+                return newest_whole(folder)  # a running run saved others meanwhile, and deleted this one
             if not isinstance(error, CheckpointDamagedError):
                 raise
             first = first or error
@@ -161,7 +157,7 @@ def chosen(run_dir: Path, resume: str) -> Path | None:
     return newest(run_dir / CHECKPOINT_DIR)[0] if resume == "auto" else Path(resume)
 
 
-def newest_proven(run_dir: Path, say: Callable[[str], None], verify: Verify = sealed.verify) -> Path | None:
+def newest_proven(run_dir: Path, say: Callable[[str], None]) -> Path | None:
     """The newest checkpoint of a run whose files are all as they were written.
 
     Args:
@@ -170,7 +166,7 @@ def newest_proven(run_dir: Path, say: Callable[[str], None], verify: Verify = se
     Raises:
         CheckpointDamagedError: no checkpoint is intact.
     """
-    path, damaged, said = newest_whole(run_dir / CHECKPOINT_DIR, verify)
+    path, damaged, said = newest_whole(run_dir / CHECKPOINT_DIR)
     if said:
         say(said)
     for _, why in damaged:
@@ -178,7 +174,7 @@ def newest_proven(run_dir: Path, say: Callable[[str], None], verify: Verify = se
     return path
 
 
-def proven(run_dir: Path, resume: str, say: Callable[[str], None], verify: Verify = sealed.verify) -> Path | None:
+def proven(run_dir: Path, resume: str, say: Callable[[str], None]) -> Path | None:
     """The checkpoint that a learner will continue from with `resume`; for auto see `newest_proven`.
 
     Raises:
@@ -188,9 +184,9 @@ def proven(run_dir: Path, resume: str, say: Callable[[str], None], verify: Verif
     if resume != "auto":
         path = chosen(run_dir, resume)
         if path is not None:
-            verify(path.resolve())
+            sealed.verify(path.resolve())
         return path
-    path = newest_proven(run_dir, say, verify)
+    path = newest_proven(run_dir, say)
     if path is None:
         refuse_bare_fork(run_dir / CHECKPOINT_DIR)
     return path

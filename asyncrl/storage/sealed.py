@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,13 @@ from asyncrl.storage.objects import read_object
 
 MANIFEST = "manifest.json"
 CHUNK_BYTES = 1 << 22
+SETTLED_NS = 2_000_000_000
+"""A file that was changed within this may change again and have the same time."""
+
+Marks = tuple[tuple[str, int, int, int], ...]
+_whole: dict[tuple[Path, bool], Marks] = {}
+"""What this process has found whole, and by what it would see that somebody touched it since: a start looks several
+times at the checkpoint that it goes on from, and each reads all of it."""
 
 
 class Entry(TypedDict):
@@ -160,10 +168,15 @@ def verify_export(folder: Path) -> None:
 def verify(folder: Path, way_out: str = "", *, more: bool = False) -> None:
     """Compare every file with the manifest, and the manifest with its seal. With `more`, other files are allowed.
 
+    What this process found intact, and nobody has touched since, is not read again.
+
     Raises:
         CheckpointDamagedError: naming the first file that is missing, cut short, changed or not listed.
     """
     way_out = way_out or f"restore it from a copy, or delete {folder} and resume from an older checkpoint: resume=PATH"
+    marks = _marks(folder)
+    if marks and _whole.get((folder, more)) == marks:
+        return
     entries = _read_manifest(folder / MANIFEST, way_out)
     for path in _files(folder):
         if not more and path.relative_to(folder).as_posix() not in entries:
@@ -183,6 +196,18 @@ def verify(folder: Path, way_out: str = "", *, more: bool = False) -> None:
             raise CheckpointDamagedError(
                 f"{path} was changed after it was written, or {MANIFEST} beside it was: its hash differs; {way_out}"
             )
+    _whole[folder, more] = marks
+
+
+def _marks(folder: Path) -> Marks:
+    """Empty where they would prove nothing."""
+    try:
+        found = [(path, path.stat()) for path in [folder / MANIFEST, *_files(folder)]]
+    except OSError:
+        return ()
+    if any(time.time_ns() - stat.st_ctime_ns < SETTLED_NS for _, stat in found):
+        return ()
+    return tuple((str(path), stat.st_ino, stat.st_size, stat.st_ctime_ns) for path, stat in found)
 
 
 def _read_manifest(manifest: Path, way_out: str) -> Entries:

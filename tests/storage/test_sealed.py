@@ -122,3 +122,19 @@ def test_what_was_put_beside_sealed_files_is_told_apart(folder: Path):
     assert sealed.strangers(folder) == ["inner/mine"]
     (folder / sealed.MANIFEST).unlink()
     assert sorted(sealed.strangers(folder)) == ["inner/mine", "inner/more", "weights"]
+
+
+@pytest.mark.parametrize("settled", [True, False])
+def test_what_was_found_whole_is_read_again_only_if_it_was_touched_since_or_may_have_been(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, settled: bool
+):
+    """A file that is as young as its clock is coarse may change again and have the same time."""
+    read, digest = [], sealed._digest
+    monkeypatch.setattr(sealed, "SETTLED_NS", 0 if settled else 1 << 62)
+    monkeypatch.setattr(sealed, "_digest", lambda path: read.append(path.name) or digest(path))
+    for _ in range(2):
+        sealed.verify(folder)
+    assert read == ["more", "weights"] * (1 if settled else 2)
+    (folder / "weights").write_bytes(b"0123456780")
+    with pytest.raises(CheckpointError, match=r"weights was changed"):
+        sealed.verify(folder)

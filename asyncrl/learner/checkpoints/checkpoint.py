@@ -20,32 +20,22 @@ from typing import Any
 
 import msgpack
 import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
 
 from asyncrl.errors import (
     AsyncRLError,
     CheckpointDamagedError,
     CheckpointError,
-    CheckpointMismatchError,
     DiskFullError,
     RunFolderError,
 )
 from asyncrl.learner.checkpoints.errands import Errands
-from asyncrl.learner.checkpoints.fitting import check_fits, check_roles, shapes_in
 from asyncrl.learner.checkpoints.saving import HOST, BackgroundSave, HostCopy, own_group
 from asyncrl.learner.checkpoints.sealing import prove_own
 from asyncrl.learner.checkpoints.state import LearnerState, read_state, refuse_stranger
+from asyncrl.learner.checkpoints.tensors import fill, tensors_of
 from asyncrl.learner.checkpoints.writing import said_of, write_tensors
-from asyncrl.learner.model.lora import check_base, without_frozen, write_base
+from asyncrl.learner.model.lora import check_base, write_base
 from asyncrl.learner.parallel.collectives import barrier, however_long, text_of_rank_zero
 from asyncrl.learner.processes.launcher import ADVANCED, tell
 from asyncrl.learner.roles import Roles
@@ -55,7 +45,6 @@ from asyncrl.storage.checkpoints import (
     LATEST,
     REPLAY_FILE,
     STATE_FILE,
-    Verify,
     begin_branch,
     branch_begun,
     newest,
@@ -68,13 +57,6 @@ from asyncrl.storage.full_disk import Patience
 from asyncrl.telemetry.folder.run_folder import origin_of, owner_of
 
 log = logging.getLogger(__name__)
-
-KEYS = {"policy": ("model", "optimizer"), "critic": ("critic", "critic_optimizer")}
-"""Names of the weights and moments of each trained role."""
-RESUMABLE = ("lr", "betas", "eps", "weight_decay")
-"""Keys of an optimizer's parameter groups that come from the settings and not from the checkpoint."""
-PARTS = StateDictOptions(strict=False)
-"""The frozen base of adapters is not saved, so it is missing on load; all else was compared by `check_fits`."""
 
 
 class Checkpoints:
@@ -92,7 +74,6 @@ class Checkpoints:
         errands: Errands | None = None,
         background: bool = False,
         within_s: float = 3600.0,
-        verify: Verify = sealed.verify,
     ) -> None:
         """With `background`, saves run during training, see `begin`.
 
@@ -105,15 +86,16 @@ class Checkpoints:
         self._best = best or BestCheckpoint(folder)
         self._patience, self._errands = patience or Patience(), errands or Errands()
         self._run = origin_of(folder.parent)
-        self._verify, self._verified = verify, None
-        """A chosen checkpoint that is not loaded yet: verifying it again would double the time of a resume."""
         self._branch: tuple[Path, str, str] | None = None
         """A branch that is to begin: from which checkpoint, by which `resume`, in which start of the run."""
         self._background, self._within_s = background, within_s + self._patience.limit_s
         self._under_way = BackgroundSave(self._within_s)
-        self._copy, self._group, self._grouped = HostCopy(), None, False
-        self._saved, self._held_back = list[int](), set[int]()
-        """Steps with complete checkpoints, and ids of the optimizers that wait for the copy."""
+        self._copy = HostCopy()
+        self._group, self._grouped = None, False
+        self._saved: list[int] = []
+        """Steps with complete checkpoints."""
+        self._held_back: set[int] = set()
+        """Ids of the optimizers that wait for the copy."""
 
     def save(self, state: LearnerState, roles: Roles, snapshot: dict[str, Any]) -> Path:
         """Write the checkpoint of `state`; on return it is durable and visible to every rank. See `begin`."""
@@ -144,7 +126,7 @@ class Checkpoints:
         if not self._grouped:
             self._group, self._grouped = own_group(self._within_s), True
         self._hold_back(roles)
-        kept = {"tensors": _tensors(roles)}
+        kept = {"tensors": tensors_of(roles)}
         packed = msgpack.Packer().pack(snapshot)
 
         def copied() -> None:
@@ -255,8 +237,8 @@ class Checkpoints:
         if branch_begun(self._folder, resume, start) and (newest := self.newest()) is not None:
             return newest
         path = Path(resume).resolve()
-        self._verify(path)
-        self._verified, self._branch = path, (path, resume, start)
+        sealed.verify(path)
+        self._branch = path, resume, start
         return path
 
     def begin_branch(self) -> None:
@@ -277,7 +259,7 @@ class Checkpoints:
             CheckpointError: there are some but none is complete; the message names the file.
             CheckpointMismatchError: another run saved it.
         """
-        path, damaged, said = newest_whole(self._folder, self._verify)
+        path, damaged, said = newest_whole(self._folder)
         if said:  # a kill while `latest` was being replaced
             log.warning("%s", said)
         if path is None:
@@ -290,7 +272,6 @@ class Checkpoints:
         )
         for line in put_aside(self._folder, damaged, path, self._patience):
             log.error("%s", line)
-        self._verified = path
         self._errands.resumed(path)
         return path
 
@@ -304,25 +285,9 @@ class Checkpoints:
             CheckpointError: a file is damaged or missing.
             CheckpointMismatchError: the checkpoint is of another model. `roles` are then unchanged.
         """
-        self._verify_once(path, roles.policy.device)
+        self._verify(path, roles.policy.device)
         check_base(path, roles.policy.adapters)
-        saved = shapes_in(path)
-        check_roles(path, saved, roles)
-        loaded = _tensors(roles)
-        check_fits(path, saved, loaded)
-        try:
-            state_dict_loader.load(loaded, checkpoint_id=path, no_dist=not dist.is_initialized())
-        except (CheckpointException, ValueError, KeyError) as error:
-            failures = error.failures.values() if isinstance(error, CheckpointException) else ()
-            if any(isinstance(failure, OSError) for failure, _ in failures):
-                raise CheckpointError(f"{path} cannot be read: {said_of(error)}") from error
-            raise CheckpointMismatchError(
-                f"{path} does not fit the model: {said_of(error)}. Resume with the model.path (and critic.path) "
-                "it was trained with"
-            ) from error
-        except RuntimeError as error:  # not the checkpoint's fault: loading is collective, and another rank is gone
-            raise CheckpointError(f"{path} could not be loaded, see the other learner ranks: {error}") from error
-        _fill(roles, loaded)
+        fill(path, roles)
         state = read_state(path / STATE_FILE)
         if roles.kl_control is not None and state.kl_coef > 0:  # with a coefficient of 0, factors would keep it at 0
             roles.kl_coef = state.kl_coef
@@ -339,15 +304,14 @@ class Checkpoints:
                 f"{now or 'nobody'} now: it was deleted and begun anew (overwrite=true). This learner ends"
             )
 
-    def _verify_once(self, path: Path, device: torch.device) -> None:
+    def _verify(self, path: Path, device: torch.device) -> None:
         """Rank 0 verifies for all ranks, so that not each of them reads every file. Raises CheckpointError."""
         damage = ""
         try:
-            if self._rank == 0 and path != self._verified:
-                self._verify(path)
+            if self._rank == 0:
+                sealed.verify(path)
         except CheckpointError as error:
             damage = str(error)
-        self._verified = None
         damage = text_of_rank_zero(damage, device)
         if damage:
             raise CheckpointDamagedError(damage)
@@ -376,25 +340,3 @@ class Checkpoints:
             over = prune(self._folder, newest, self._keep, spared, every=self._every)
         for path in over:
             shutil.rmtree(path)
-
-
-def _tensors(roles: Roles) -> dict[str, Any]:
-    """All (sharded) tensors of `roles` that training changes; the reference is read from its path."""
-    tensors: dict[str, Any] = {}
-    for name, model, optimizer in roles.trained():
-        weights, moments = get_state_dict(model, optimizer)
-        tensors |= {KEYS[name][0]: without_frozen(model, weights), KEYS[name][1]: moments}
-    if roles.average is not None:
-        tensors["average"] = get_model_state_dict(roles.average)
-    return tensors
-
-
-def _fill(roles: Roles, loaded: dict[str, Any]) -> None:
-    for name, model, optimizer in roles.trained():
-        weights, moments = (loaded[key] for key in KEYS[name])
-        given = [{key: group[key] for key in RESUMABLE} for group in optimizer.param_groups]
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=PARTS)
-        for group, settings in zip(optimizer.param_groups, given, strict=True):
-            group.update(settings)  # otherwise those of the checkpoint would apply, whatever the resume configures
-    if roles.average is not None:
-        set_model_state_dict(roles.average, loaded["average"])

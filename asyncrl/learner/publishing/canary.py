@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncrl.chat.base import PromptRenderer
 from asyncrl.checks.architecture import experts_in
 from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.errors import NonFiniteError
@@ -37,7 +38,15 @@ class ProvingPublisher:
             with a learning rate far too large. Otherwise every engine would be blamed for it.
     """
 
-    def __init__(self, publisher: Publisher, config: Config, model: PolicyModel, device: torch.device) -> None:
+    def __init__(
+        self,
+        publisher: Publisher,
+        config: Config,
+        model: PolicyModel,
+        device: torch.device,
+        tokenizer: PromptRenderer | None = None,
+    ) -> None:
+        """`tokenizer`: of the model, where that was read already."""
         self._publisher = publisher
         self._model = model
         self._device = device
@@ -45,7 +54,7 @@ class ProvingPublisher:
         self._dtypes = (chosen.model.dtype, chosen.weights.wire_dtype)
         # Only the engine resolves its `auto`; beside a learner on a CPU it is assumed to be float32.
         self._look = "bfloat16" in (*self._dtypes, chosen.engine.dtype)
-        self._probes = agreed_probes(config, model, device)
+        self._probes = agreed_probes(config, model, device, tokenizer)
         self._way_out = (
             f"The last optimizer step made it so. Lower learner.lr (it is {config.learner.lr:g}) and go on from the "
             "last checkpoint with resume=auto"

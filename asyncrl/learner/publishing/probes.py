@@ -38,22 +38,24 @@ Probes = tuple[NDArray[np.int32], ...]
 """[T] token ids each."""
 
 
-def agreed_probes(config: Config, model: PolicyModel, device: torch.device) -> Probes:
+def agreed_probes(
+    config: Config, model: PolicyModel, device: torch.device, tokenizer: PromptRenderer | None = None
+) -> Probes:
     """`probes_of_run` of rank 0, which alone reads the data and logs where they come from. Collective."""
     mine = ""
     if is_first():
-        probes, why_random = probes_of_run(config, model)
+        probes, why_random = probes_of_run(config, model, tokenizer)
         log.info("canary: %s", f"random tokens: {why_random}" if why_random else "tokens of this run's prompts")
         mine = json.dumps([ids.tolist() for ids in probes])
     return tuple(np.array(ids, np.int32) for ids in json.loads(text_of_rank_zero(mine, device)))
 
 
-def probes_of_run(config: Config, model: PolicyModel) -> tuple[Probes, str]:
+def probes_of_run(config: Config, model: PolicyModel, tokenizer: PromptRenderer | None = None) -> tuple[Probes, str]:
     """Pieces of the run's prompts, determined by its seed, filled up with random tokens; or random tokens only, and the
-    reason."""
+    reason. `tokenizer`: the model's, if it was read already."""
     vocabulary, longest = _bounds(model)
     try:
-        pieces = _pieces(_rows(config), _tokenizer(config.model.path), longest, config.seed)
+        pieces = _pieces(_rows(config), tokenizer or _tokenizer(config.model.path), longest, config.seed)
     except (AsyncRLError, OSError, ValueError) as error:  # the last: a tokenizer's file
         return probes_of(model, config.seed), str(error)
     if max(int(ids.max()) for ids in pieces) >= vocabulary:

@@ -26,8 +26,7 @@ from asyncrl.checks.sources import Place, Source, places, sources
 from asyncrl.config import by_key, config_to_dict, meant
 from asyncrl.errors import ConfigError, DataError, RunFolderError
 from asyncrl.schema import Config, RunSettings
-from asyncrl.storage import sealed
-from asyncrl.storage.checkpoints import CHECKPOINT_DIR, Verify, proven
+from asyncrl.storage.checkpoints import CHECKPOINT_DIR, proven
 from asyncrl.storage.objects import read_object
 from asyncrl.telemetry.folder.origins import FromFile
 
@@ -269,19 +268,13 @@ def history_of(folder: Path) -> list[str]:
     return [line for line in lines if line.startswith(RESUMED)]
 
 
-def resumed_lines(
-    config: RunSettings,
-    folder: Path,
-    changes: list[str],
-    begins: Path | None = None,
-    verify: Verify = sealed.verify,
-) -> list[str]:
+def resumed_lines(config: RunSettings, folder: Path, changes: list[str], begins: Path | None = None) -> list[str]:
     """For the head of `config.yaml`: from where, which is looked for unless it `begins` at a checkpoint that is known,
     and what was changed. Nothing of a run that goes on as it was. Raises CheckpointDamagedError, RunFolderError."""
     named = config.resume not in ("auto", "never")
     if not changes and not named:
         return []
-    start = begins or (proven(folder, config.resume, lambda _: None, verify) if changes else Path(config.resume))
+    start = begins or (proven(folder, config.resume, lambda _: None) if changes else Path(config.resume))
     start = start and start.resolve()
     here = start is None or start.parent == folder / CHECKPOINT_DIR
     begun = f"{RESUMED}from {(start.name if here else start) if start else 'the start'}"

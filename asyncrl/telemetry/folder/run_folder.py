@@ -27,8 +27,7 @@ from asyncrl.checks.own_code import code_hashes
 from asyncrl.config import JOURNAL_DIR, KEYS_DIR, LOG_DIR, config_to_dict, disk_patience, settings_as_used, to_yaml
 from asyncrl.errors import AsyncRLError, RunFolderError
 from asyncrl.schema import Config, RunSettings
-from asyncrl.storage import sealed
-from asyncrl.storage.checkpoints import CHECKPOINT_DIR, Verify, is_of_another_run
+from asyncrl.storage.checkpoints import CHECKPOINT_DIR, is_of_another_run
 from asyncrl.storage.full_disk import BOARD_BYTES, make_board
 from asyncrl.storage.objects import read_object
 from asyncrl.storage.occupancy import alone_in, holders
@@ -64,12 +63,11 @@ def prepare_run_folder(
     keep: tuple[str, ...] = (),
     overrides: Sequence[str] | None = None,
     begins: Path | None = None,
-    verify: Verify = sealed.verify,
 ) -> Path:
     """Make `run.dir` ready for the run `run_id` and return it. Idempotent for the same id. `overwrite` spares `keep`,
     the names of what other processes of the new run may have begun. `overrides`, those that `config` was loaded with,
     tell where each of its values came from. `begins`: from which checkpoint a resume goes on, where that is known;
-    else it is looked for, and read with `verify`.
+    else it is looked for.
 
     Raises:
         RunFolderError: another run used the folder and neither `resume` nor `overwrite` is set, or the folder holds
@@ -79,7 +77,7 @@ def prepare_run_folder(
     if owner_of(folder) == run_id:
         return folder
     refuse_used_folder(config)
-    changed = resumed_lines(config, folder, changes_in(config), begins, verify)
+    changed = resumed_lines(config, folder, changes_in(config), begins)
     with _writing(config):
         _prepare(config, folder, run_id, keep, changed, overrides)
     return folder

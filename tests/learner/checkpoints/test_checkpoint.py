@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from asyncrl.errors import CheckpointError, CheckpointMismatchError, RunFolderError
-from asyncrl.learner.checkpoints import checkpoint, writing
+from asyncrl.learner.checkpoints import tensors, writing
 from asyncrl.learner.checkpoints.checkpoint import Checkpoints, LearnerState
 from asyncrl.learner.checkpoints.resume import begin
 from asyncrl.learner.model.attention import PACKED_ATTENTION
@@ -176,19 +176,27 @@ def test_what_a_killed_save_left_behind_is_never_chosen_and_goes_with_the_next_s
     assert not list(tmp_path.glob("*.tmp")), "of many gigabytes"
 
 
-def test_a_resume_reads_the_checkpoint_once_to_prove_it(tmp_path: Path):
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_resume_reads_the_checkpoint_once_to_prove_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_name: bool):
     roles = learner(0, updates=1)
     path = Checkpoints(tmp_path, rank=0, keep=2).save(state(0), roles, {})
-    read: list[Path] = []
-    for resume in ("auto", str(path)):
-        checkpoints = Checkpoints(tmp_path, rank=0, keep=2, verify=read.append)
-        chosen = checkpoints.choose(resume, restarted=False)
-        assert chosen is not None
+    read = counted(monkeypatch)
+    checkpoints = Checkpoints(tmp_path, rank=0, keep=2)
+    chosen = checkpoints.choose(str(path) if by_name else "auto", restarted=False)
+    assert chosen is not None
+    checkpoints.load(chosen, roles)
+    assert sorted(read) == sorted(each.name for each in path.iterdir() if each.name != sealed.MANIFEST)
+    (path / "state.json").write_bytes((path / "state.json").read_bytes().replace(b"}", b" "))
+    with pytest.raises(CheckpointError, match=r"state\.json was changed"):
         checkpoints.load(chosen, roles)
-        assert read == [path]
-        checkpoints.load(chosen, roles)
-        assert read == [path, path], "another load proves it again"
-        read.clear()
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files that are read to prove a checkpoint, however young they are."""
+    read, digest = [], sealed._digest
+    monkeypatch.setattr(sealed, "SETTLED_NS", 0)
+    monkeypatch.setattr(sealed, "_digest", lambda path: read.append(path.name) or digest(path))
+    return read
 
 
 def test_a_damaged_checkpoint_is_refused_by_file_name(tmp_path: Path):
@@ -252,7 +260,7 @@ def test_a_file_that_cannot_be_read_or_a_rank_that_is_gone_is_no_mismatch(tmp_pa
         def load(*_: object, error: BaseException = error, **__: object) -> None:
             raise error
 
-        monkeypatch.setattr(checkpoint.state_dict_loader, "load", load)
+        monkeypatch.setattr(tensors.state_dict_loader, "load", load)
         with pytest.raises(CheckpointError, match=r"stale handle|Connection closed") as caught:
             checkpoints.load(path, learner(0))
         assert not isinstance(caught.value, CheckpointMismatchError)

@@ -13,6 +13,7 @@ import torch
 
 from asyncrl.config import load_config
 from asyncrl.data.byte_tokenizer import save_byte_tokenizer
+from asyncrl.data.local_tokenizer import own_tokenizer
 from asyncrl.learner.model.policy import PolicyModel
 from asyncrl.learner.publishing import probes
 from asyncrl.learner.publishing.probes import PROBE_TOKENS, PROBES, agreed_probes, probes_of, probes_of_run
@@ -53,6 +54,14 @@ def test_they_are_pieces_of_the_runs_prompts_as_its_template_writes_them(chat: b
 def test_they_are_the_same_for_a_seed_and_others_for_another(tmp_path: Path) -> None:
     first, again, other = (probes_of_run(run(tmp_path, TEXTS, f"seed={seed}"), policy())[0] for seed in (1, 1, 2))
     assert texts(first) == texts(again) != texts(other)
+
+
+def test_a_tokenizer_that_was_read_already_is_not_read_again(tmp_path: Path) -> None:
+    config = run(tmp_path, TEXTS)
+    expected, own = probes_of_run(config, policy())[0], own_tokenizer(config.model.path)
+    for file in (tmp_path / "model").iterdir():
+        file.unlink()
+    assert texts(probes_of_run(config, policy(), own)[0]) == texts(expected)
 
 
 def test_where_prompts_are_few_or_short_there_are_random_tokens_too(tmp_path: Path) -> None:
