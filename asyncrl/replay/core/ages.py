@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.replay.core.rates import Array
 
@@ -14,19 +16,29 @@ STEEP = 0.9
 """Of the tokens that are too old, the share that is a good deal older still is at most so many times as much."""
 
 
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Tokens of one step, `[part]` both."""
+
+    ages: NDArray[np.intp]
+    """In versions; the last one that there is for those that were too old to be trained."""
+    counts: Array
+
+    @classmethod
+    def of(cls, oldest: int, trained: Mapping[int, int], wasted: int) -> Spread:
+        ages = [min(age, oldest + 1) for age in trained]
+        return cls(np.array([*ages, oldest + 1]), np.array([*trained.values(), wasted], float))
+
+
 class Ages:
-    """Tokens by their age in versions, of some steps; the last age is that of those that were too old to be trained."""
+    """Tokens by their age, of some steps and how much each counts."""
 
-    def __init__(self, oldest: int) -> None:
-        self.tokens = np.zeros(oldest + 2)
+    def __init__(self, oldest: int, steps: Sequence[Spread], weights: Sequence[float]) -> None:
+        ages = np.concatenate([step.ages for step in steps])
+        counts = np.concatenate([step.counts for step in steps])
+        self.tokens = np.bincount(ages, np.repeat(weights, [len(step.ages) for step in steps]) * counts, oldest + 2)
         """`[age]`"""
-        self.steps = 0.0
-
-    def add(self, trained: Mapping[int, int], wasted: int, weight: float) -> None:
-        for age, count in trained.items():
-            self.tokens[min(age, len(self.tokens) - 1)] += weight * count
-        self.tokens[-1] += weight * wasted
-        self.steps += weight
+        self.steps = sum(weights)
 
     @property
     def mean(self) -> float:

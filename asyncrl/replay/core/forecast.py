@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.replay.core.ages import Ages, pooled
+from asyncrl.replay.core.ages import Ages, Spread, pooled
 from asyncrl.replay.core.rates import Array, Engines, alone_for, curves, flow, sharply
 
 FORGETS, LEARNER_FORGETS = 0.996, 0.98
@@ -36,6 +37,8 @@ DEEPEST = 0.96
 newest version. Taken for true until it is measured."""
 RECENT, TRIED, REMEMBERED = 12, 100, 300
 """Steps, at most: that are looked at together, among which others are that were tried of late, that count at all."""
+WEIGHTS = tuple(FORGETS**place for place in range(REMEMBERED))
+"""Of the steps, from the last one back."""
 CHANGED = 1.5
 """Factor between the last steps and those before: the run has changed."""
 PROVES = 5
@@ -75,17 +78,12 @@ class Seen:
     def mean_in_flight(self) -> float:
         return sum(count * passed for count, passed in self.in_flight.items()) / self.seconds
 
-    @property
-    def tokens(self) -> int:
-        return sum(self.trained.values()) + self.wasted
-
 
 def mean_in_flight(steps: Sequence[Seen]) -> float:
     return sum(seen.mean_in_flight * seen.seconds for seen in steps) / sum(seen.seconds for seen in steps)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
+class Bounds(NamedTuple):
     """What is moved."""
 
     pipeline_depth: int
@@ -102,6 +100,9 @@ class Row:
     """Steps since these bounds came into force."""
     flying: float
     """Groups in flight, mean."""
+    tokens: int
+    """Trained or too old to be."""
+    spread: Spread
     alone: Array
     """`[curve]`, see `alone_for`."""
 
@@ -169,18 +170,24 @@ class Forecast:
         self.uneven = limits.deepest if limits.deepest > 1 else -1
         """The deepest, where it is another than the first."""
         self._rows: list[Row] = []
+        self._fitted: Engines | None = None
+        """Of these rows."""
 
     def note(self, seen: Seen, bounds: Bounds) -> None:
         """`bounds` were in force."""
         age = self._rows[-1].age + 1 if self._rows and self.bounds == bounds else 0
         self._most.add(bounds.max_in_flight)
+        tokens = sum(seen.trained.values()) + seen.wasted
+        spread = Spread.of(self.limits.deepest, seen.trained, seen.wasted)
         alone = alone_for(self._knee, self._is_sharp, seen.in_flight)
-        self._rows.append(Row(seen, bounds, age, seen.mean_in_flight, alone))
+        self._rows.append(Row(seen, bounds, age, seen.mean_in_flight, tokens, spread, alone))
         del self._rows[:-REMEMBERED]
+        self._fitted = None
 
     def forget(self, but: int = 0) -> None:
         """What was measured, `but` for the last steps."""
         self._rows = self._rows[len(self._rows) - but :]
+        self._fitted = None
 
     @property
     def bounds(self) -> Bounds:
@@ -188,7 +195,10 @@ class Forecast:
         return self._rows[-1].bounds
 
     def recent(self) -> list[Seen]:
-        return [row.seen for row in self._rows[-RECENT:] if row.bounds == self.bounds]
+        return [row.seen for row in self._recent()]
+
+    def _recent(self) -> list[Row]:
+        return [row for row in self._rows[-RECENT:] if row.bounds == self.bounds]
 
     def tried(self) -> float:
         """Groups in flight, the most that were for a while of late; at depth 0 and at the deepest they tell little."""
@@ -217,7 +227,7 @@ class Forecast:
         if self.uneven > 0:
             fresh[:, self.uneven] *= self._deepest(engines, learner, known, late)
         worth = fresh / np.maximum(fresh.reshape(len(fresh), -1).max(1), 1e-9)[:, None, None]
-        mean, high = engines.mean(worth), engines.quantile(worth, 1 - unsure)
+        mean, (low, high) = engines.mean(worth), engines.quantiles(worth, unsure, 1 - unsure)
         for at, each in known.items():
             place = self._place(at, most)
             if each.steps >= PROVES - 1:  # with fewer in flight no more is hoped for than is expected there
@@ -230,7 +240,7 @@ class Forecast:
             flying=mean_flying,
             staleness=(aging + in_store) * min(max(differ, 0.5), AGES_DIFFER),
             worth=mean,
-            low=engines.quantile(worth, unsure),
+            low=low,
             high=high,
             now=now,
         )
@@ -246,7 +256,12 @@ class Forecast:
         return self.limits.groups_per_step * float(weight.sum() / max((weight * seconds).sum(), 1e-9))
 
     def _engines(self) -> Engines:
-        tokens = np.array([row.seen.tokens for row in self._rows])
+        if self._fitted is None:
+            self._fitted = self._fit()
+        return self._fitted
+
+    def _fit(self) -> Engines:
+        tokens = np.array([row.tokens for row in self._rows])
         groups = np.array([row.seen.generated for row in self._rows]) * self.limits.groups_per_step
         groups = groups * len(self._rows) / max(1, tokens.sum())
         alone = np.array([row.alone for row in self._rows]).T
@@ -254,7 +269,7 @@ class Forecast:
 
     def _weights(self) -> Array:
         """`[step]` of what they say of the engines."""
-        weight = np.array([FORGETS**place for place in reversed(range(len(self._rows)))])
+        weight = np.array(WEIGHTS[: len(self._rows)][::-1])
         uneven = np.array([row.bounds.pipeline_depth in (0, self.uneven) for row in self._rows])
         held = np.array([row.flying < 0.9 * row.bounds.max_in_flight for row in self._rows])
         if (~uneven).sum() >= PROVES:
@@ -278,9 +293,9 @@ class Forecast:
 
     def _known(self, places: float) -> dict[Bounds, Known]:
         steps: dict[Bounds, list[tuple[float, Seen]]] = {}
-        for place, row in enumerate(reversed(self._rows)):
+        for weight, row in zip(WEIGHTS, reversed(self._rows), strict=False):
             if row.is_settled:
-                steps.setdefault(row.bounds, []).append((FORGETS**place, row.seen))
+                steps.setdefault(row.bounds, []).append((weight, row.seen))
         return {at: Known.of(min(at.max_in_flight, places), each) for at, each in steps.items()}
 
     def _as_known(self, busy: Array, depth: Array, most: Array, known: dict[Bounds, Known]) -> Array:
@@ -294,10 +309,11 @@ class Forecast:
         for at, low, high in sure:
             less = (depth <= at.pipeline_depth) & (most <= at.max_in_flight)
             more = (depth >= at.pipeline_depth) & (most >= at.max_in_flight) & (depth != self.uneven)
-            busy = clipped(clipped(busy, less, 0.0, high), more, low, 1.0)
+            clip(busy, less, 0.0, high)
+            clip(busy, more, low, 1.0)
         for at, low, high in sure:
             there = (depth == at.pipeline_depth) & (most == at.max_in_flight) & (depth != self.uneven)
-            busy = clipped(busy, there, low, high)
+            clip(busy, there, low, high)
         return busy
 
     def _foretold(self, engines: Engines, learner: float, known: dict[Bounds, Known], late: Array | float) -> Array:
@@ -329,16 +345,13 @@ class Forecast:
 
     def _ages(self) -> dict[Bounds, Ages]:
         """Of those in force the last few steps, if no others are there."""
-        found: dict[Bounds, Ages] = {}
-        for place, row in enumerate(reversed(self._rows)):
+        found: dict[Bounds, list[tuple[Spread, float]]] = {}
+        for weight, row in zip(WEIGHTS, reversed(self._rows), strict=False):
             if row.age > row.bounds.pipeline_depth:
-                ages = found.setdefault(row.bounds, Ages(self.limits.deepest))
-                ages.add(row.seen.trained, row.seen.wasted, FORGETS**place)
+                found.setdefault(row.bounds, []).append((row.spread, weight))
         if self.bounds not in found:
-            found[self.bounds] = Ages(self.limits.deepest)
-            for seen in self.recent()[-3:]:
-                found[self.bounds].add(seen.trained, seen.wasted, 1.0)
-        return found
+            found[self.bounds] = [(row.spread, 1.0) for row in self._recent()[-3:]]
+        return {at: Ages(self.limits.deepest, *zip(*each, strict=True)) for at, each in found.items()}
 
     def has_changed(self) -> bool:
         """Whether the last steps are unlike those before at the same bounds."""
@@ -350,7 +363,8 @@ class Forecast:
 
         def paces(rows: Sequence[Row]) -> tuple[float, float]:
             """Of the engines, as a multiple of what the curves say, and of the learner."""
-            foretold = sum(float(engines.weight @ (row.alone[engines.number] / engines.alone)) for row in rows)
+            alone = np.array([row.alone for row in rows])[:, engines.number] / engines.alone
+            foretold = sum(float(engines.weight @ each) for each in alone)
             busy = sum(row.seen.seconds - row.seen.waited_s for row in rows)
             return sum(row.seen.generated for row in rows) / max(foretold, 1e-9), len(rows) / max(busy, 1e-9)
 
@@ -358,6 +372,6 @@ class Forecast:
         return not all(1 / CHANGED < ratio < CHANGED for ratio in ratios)
 
 
-def clipped(values: Array, where: NDArray[np.bool_], low: float, high: float) -> Array:
-    """`[curve, ...]`, of which those that `where`, `[...]`, says are."""
-    return np.where(where & (values < low), low, np.where(where & (values > high), high, values))
+def clip(values: Array, where: NDArray[np.bool_], low: float, high: float) -> None:
+    """In place: of `values`, `[curve, ...]`, those that `where`, `[...]`, says."""
+    values[:, where] = values[:, where].clip(low, high)

@@ -7,6 +7,8 @@ weighed: `[curve]` is the first axis of whatever follows from them, and the spre
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,8 @@ AS_FEW = 40
 """However many steps there are, they say no more than so many: the curve is not quite the engines'."""
 UNLIKELY = 0.02
 """Below this share of the most likely one's weight a curve is left out."""
+FEW = 1 << 14
+"""Numbers, of which it takes longer to find those that are alike than to compute with all."""
 HALVES = 12
 """By which the share of the time that is trained is looked for."""
 
@@ -61,11 +65,12 @@ class Engines:
         """`[...]`, of `[curve, ...]`."""
         return (beside(self.weight, values[0]) * values).sum(0)
 
-    def quantile(self, values: Array, share: float) -> Array:
-        """`[...]`, of `[curve, ...]`: `share` of the curves, by weight, say less."""
+    def quantiles(self, values: Array, *shares: float) -> Iterator[Array]:
+        """`[...]` each, of `[curve, ...]`: so large a share of the curves, by weight, say less."""
         order = values.argsort(0)
-        first = (self.weight[order].cumsum(0) >= share).argmax(0)
-        return np.take_along_axis(np.take_along_axis(values, order, 0), first[None], 0)[0]
+        summed, values = self.weight[order].cumsum(0), np.take_along_axis(values, order, 0)
+        for share in shares:
+            yield np.take_along_axis(values, (summed >= share).argmax(0)[None], 0)[0]
 
 
 def curves(most_in_flight: int) -> tuple[Array, NDArray[np.bool_]]:
@@ -92,12 +97,15 @@ def alone_for(knee: Array, is_sharp: NDArray[np.bool_], in_flight: dict[int, flo
     return speed(knee, is_sharp, counts) @ seconds
 
 
-def sharply(share: Array) -> Array:
-    """The twelfth power. Where each of two waits for the other, it is 1 in all of what they come to as a share of the
-    one's own rate and as a share of the other's: nearly the slower one's. So sharp it was found in simulated runs."""
-    cube = share * share * share
-    sixth = cube * cube
-    return sixth * sixth
+def sharply(share: Array, into: Array | None = None) -> Array:
+    """The twelfth power, put `into` an array of its own. Where each of two waits for the other, it is 1 in all of what
+    they come to as a share of the one's own rate and as a share of the other's: nearly the slower one's. So sharp it
+    was found in simulated runs."""
+    power = np.multiply(share, share, out=into)
+    power *= share
+    power *= power
+    power *= power
+    return power
 
 
 def flow(
@@ -122,11 +130,42 @@ def flow(
 
     while_waits, waits = fed(window - gathered)
     while_trains, trains = fed(window - batch - gathered)
-    low, high = np.zeros(while_waits.shape), np.ones(while_waits.shape)
-    for _ in range(HALVES):  # the engines make less, the more of the time is trained
-        busy = (low + high) / 2
-        made = (1 - busy) * while_waits + busy * while_trains
-        enough = sharply(made) * (1 - sharply(busy)) > sharply(busy)
-        low, high = np.where(enough, busy, low), np.where(enough, high, busy)
+    if while_waits.size < FEW:
+        busy, made = trained(while_waits, while_trains)
+    else:
+        chosen, alike = distinct(while_waits, while_trains)
+        found = trained(*(each.reshape(len(each), -1).take(chosen, 1) for each in (while_waits, while_trains)))
+        busy, made = (each.take(alike, 1) for each in found)
     flying = (1 - busy) * waits + busy * trains
     return busy, flying * busy / np.maximum(made, 1e-12)
+
+
+def trained(while_waits: Array, while_trains: Array) -> tuple[Array, Array]:
+    """The share of the time that the learner trains, `[...]`, where engines make so much in the rest of it and in that,
+    as shares of the learner's rate; and how much they make in all."""
+    low, part = np.zeros(while_waits.shape), 1.0
+    busy, made, needed, rest = (np.empty(low.shape) for _ in range(4))
+    for _ in range(HALVES):  # the engines make less, the more of the time is trained
+        part /= 2
+        np.add(low, part, out=busy)
+        np.subtract(1, busy, out=made)
+        made *= while_waits
+        made += np.multiply(busy, while_trains, out=rest)
+        np.subtract(1, sharply(busy, needed), out=rest)
+        rest *= sharply(made)
+        np.copyto(low, busy, where=rest > needed)
+    return busy, made
+
+
+def distinct(*values: Array) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Places among the `[...]` of `values`, all `[curve, ...]`, that are unlike each other, and for each place the
+    number of that which is like it, `[...]`. Where more room is of no use, all have what the last place has that has
+    the same of the one bound, or of the other."""
+    shape = values[0].shape[1:]
+    place = np.arange(math.prod(shape)).reshape(shape)
+    for axis in range(len(shape)):
+        last = [each.take([-1], axis + 1) for each in values]
+        same = np.all([(each == end).all(0) for each, end in zip(values, last, strict=True)], 0)
+        place = np.where(same, place.take([-1], axis), place)
+    chosen, alike = np.unique(place, return_inverse=True)
+    return chosen, alike.reshape(shape)

@@ -3,14 +3,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from asyncrl.replay.core.ages import Ages, pooled
+from asyncrl.replay.core.ages import Ages, Spread, pooled
 
 
 def ages(*tokens: int, steps: float = 1.0) -> Ages:
     """Of ages 0, 1, ...; the last are those that were too old."""
-    found = Ages(len(tokens) - 2)
-    found.add(dict(enumerate(tokens[:-1])), tokens[-1], steps)
-    return found
+    oldest = len(tokens) - 2
+    return Ages(oldest, [Spread.of(oldest, dict(enumerate(tokens[:-1])), tokens[-1])], [steps])
 
 
 def test_the_mean_counts_what_was_too_old_as_one_version_older_than_may_be() -> None:

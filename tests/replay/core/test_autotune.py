@@ -11,6 +11,7 @@ import pytest
 
 from asyncrl.replay.core.autotune import MEASURED, Move, Tuner
 from asyncrl.replay.core.forecast import Bounds, Limits, Seen
+from asyncrl.replay.core.rates import Engines
 
 GROUP = 1000
 """Tokens."""
@@ -216,3 +217,10 @@ def test_the_steps_after_an_interruption_are_not_looked_at() -> None:
 def test_a_decision_rests_on_as_many_seconds_as_heartbeats_need() -> None:
     limits = Limits(groups_per_step=8, deepest=8, most_in_flight=64, least_s=1e9)
     assert moved(Plant(alone=1.0, each=0.0, learner=40.0, limits=limits, bounds=bounds(0, 64)), 100).moves == []
+
+
+def test_a_decision_weighs_the_curves_of_the_engines_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, weighed, fitted = plant(0, deep=False), [], Engines.fitted
+    monkeypatch.setattr(Engines, "fitted", lambda *given: weighed.append(1) or fitted(*given))
+    made.run(Tuner(made.limits, made.bounds), 1 + 4 * MEASURED)
+    assert len(weighed) <= 4

@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from asyncrl.replay.core import rates
 from asyncrl.replay.core.rates import Engines, alone_for, curves, flow, speed
 
 
@@ -40,7 +41,7 @@ def test_of_what_was_never_in_flight_it_is_unsure() -> None:
     alone = np.array([alone_for(knee, sharp, {2: 30.0}) for _ in range(40)]).T
     found = Engines.fitted(knee, sharp, alone, np.full(40, 20.0), np.ones(40))
     for count, factor in ((2.0, 1.1), (64.0, 2.0)):
-        low, high = (found.quantile(found.rate(np.array([count])), share)[0] for share in (0.1, 0.9))
+        low, high = (found_at[0] for found_at in found.quantiles(found.rate(np.array([count])), 0.1, 0.9))
         assert (high > factor * low) == (count == 64.0)
 
 
@@ -64,3 +65,23 @@ def test_more_room_never_makes_less() -> None:
     busy, _ = flow(engines(20.0, is_sharp=False), 6.0, 8, depth, in_flight, 1.2)
     assert busy.shape == (1, 9, 64)
     assert np.all(np.diff(busy, axis=1) >= -1e-3) and np.all(np.diff(busy, axis=2) >= -1e-3)
+
+
+def test_bounds_that_come_to_the_same_are_computed_once_and_to_the_last_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More in flight than the window has room for, or a window with more room than may be in flight, is of no use."""
+    knee, sharp = curves(32)
+    some = Engines(knee, sharp, np.geomspace(1, 3, len(knee)), np.ones(len(knee)) / len(knee), np.arange(len(knee)))
+    depth, in_flight = np.arange(20.0)[:, None], np.arange(1.0, 33.0)[None, :]
+    found, computed, trained = [], [], rates.trained
+
+    def counted(*values: rates.Array) -> tuple[rates.Array, rates.Array]:
+        computed.append(values[0].size)
+        return trained(*values)
+
+    monkeypatch.setattr(rates, "trained", counted)
+    for few in (0, 1 << 30):
+        monkeypatch.setattr(rates, "FEW", few)
+        found.append(flow(some, 2.0, 4, depth, in_flight, 0.6))
+    assert computed[0] < computed[1] / 2
+    for alike, each in zip(*found, strict=True):
+        assert (alike == each).all() and alike.flags.c_contiguous, "sums over curves go by how they lie in memory"
