@@ -3,9 +3,9 @@ computed on several?
 
     python -m benchmarks.balance [--batches 1000] [--prompt 1024]
 
-Batches of groups of log-normal completions, split by `asyncrl.replay.core.balance` as the replay server does. `packed`:
-tokens that are computed over those of the trajectories one by one, with a prompt counted once per rank and group.
-`over_bound`: cost of the fullest rank over what no split can go below (an even share of the whole with no prompt
+Batches of groups of log-normal completions, split by `asyncrl.replay.core.batches.balance` as the replay server does.
+`packed`: tokens that are computed over those of the trajectories one by one, with a prompt counted once per rank and
+group. `over_bound`: cost of the fullest rank over what no split can go below (an even share of the whole with no prompt
 twice, or the costliest trajectory). `by_trajectory`: the same of single trajectories, longest first to the emptiest
 rank; `karmarkar_karp`: of whole groups, by the largest differencing method. `ms`: processor time per batch. Prints one
 JSON line.
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from asyncrl.replay.core.balance import balance, cost, lower_bound
+from asyncrl.replay.core.batches.balance import balance, cost, lower_bound
 from asyncrl.types import TrajectoryHeader
 from benchmarks.parts.answer import answer, parse
 

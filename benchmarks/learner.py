@@ -55,7 +55,7 @@ from asyncrl.learner.parallel.place import Place
 from asyncrl.learner.roles import Roles, build_roles
 from asyncrl.learner.step.step import train_step
 from asyncrl.learner.warmup.base_model import build_model
-from asyncrl.replay.core.balance import shard_step
+from asyncrl.replay.core.batches.balance import shard_step
 from asyncrl.replay.protocol import Lease
 from asyncrl.schema import Config
 from asyncrl.types import NO_VERSION, GroupHeader, StepPlan, Trajectory, TrajectoryHeader

@@ -34,7 +34,7 @@ from asyncrl.learner.train import train
 from asyncrl.replay.codec.extras import plain_extras
 from asyncrl.replay.codec.group import group_header
 from asyncrl.replay.core.admission import AdmissionSettings
-from asyncrl.replay.core.balance import shard_step
+from asyncrl.replay.core.batches.balance import shard_step
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.protocol import Lease, Member, Restored, TrainedReply
 from asyncrl.rollout.groups.episode import EpisodeRunner

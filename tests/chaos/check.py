@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.replay.audit.report import audit
-from asyncrl.replay.core import events as ev
+from asyncrl.replay.core.durable import events as ev
 from asyncrl.replay.journal.recovery import read_journal
 
 from .learner import train

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl.replay.core import events as ev
-from asyncrl.replay.core.state import ReplayState
+from asyncrl.replay.core.durable import events as ev
+from asyncrl.replay.core.durable.state import ReplayState
 from asyncrl.types import NO_VERSION
 
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from asyncrl.replay.codec.columns import Frame
-from asyncrl.replay.core import events as ev
-from asyncrl.replay.core.rollouts import Rollouts
+from asyncrl.replay.core.durable import events as ev
+from asyncrl.replay.core.requests.rollouts import Rollouts
 from asyncrl.replay.core.run import Run
 from asyncrl.replay.server.outbox import Outbox
 from asyncrl.replay.server.replies import Replies

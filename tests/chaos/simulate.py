@@ -19,10 +19,10 @@ from typing import Any
 
 from asyncrl.errors import FencedError
 from asyncrl.replay.audit.report import Audit, audit
-from asyncrl.replay.core import events as ev
 from asyncrl.replay.core.admission import AdmissionSettings
 from asyncrl.replay.core.core import ReplayCore
-from asyncrl.replay.core.rollouts import UnknownPeer
+from asyncrl.replay.core.durable import events as ev
+from asyncrl.replay.core.requests.rollouts import UnknownPeer
 from asyncrl.types import NO_VERSION, Assignment, DropReason, GroupHeader, StalePolicy, TrajectoryHeader
 
 from .virtual import HEARTBEAT_TIMEOUT_S, Client, Request, VirtualServer

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import AsyncRLError
-from asyncrl.replay.core import events as ev
 from asyncrl.replay.core.core import ReplayCore
+from asyncrl.replay.core.durable import events as ev
 from asyncrl.replay.protocol import InsertReply
 from asyncrl.types import GroupHeader
 from tests.seeds import run_seeds

@@ -8,11 +8,11 @@ from random import Random
 from typing import Any
 
 from asyncrl.errors import FencedError, ReplayError
-from asyncrl.replay.core import events as ev
 from asyncrl.replay.core.admission import AdmissionSettings
 from asyncrl.replay.core.core import ReplayCore
-from asyncrl.replay.core.ledger import Entry
-from asyncrl.replay.core.rollouts import UnknownPeer
+from asyncrl.replay.core.durable import events as ev
+from asyncrl.replay.core.durable.ledger import Entry
+from asyncrl.replay.core.requests.rollouts import UnknownPeer
 from asyncrl.replay.core.run import Run
 from asyncrl.types import NO_VERSION, Assignment
 

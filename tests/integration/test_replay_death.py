@@ -17,8 +17,8 @@ import pytest
 from asyncrl.config import JOURNAL_DIR
 from asyncrl.drawing.curriculum import Curriculum, Draws
 from asyncrl.drawing.turns import Turns
-from asyncrl.replay.core import events as ev
-from asyncrl.replay.core.state import ReplayState
+from asyncrl.replay.core.durable import events as ev
+from asyncrl.replay.core.durable.state import ReplayState
 from asyncrl.replay.journal.recovery import read_journal
 from tests.integration.conftest import LocalRun, StartLocal
 from tests.integration.test_loop import assert_conserved

@@ -21,9 +21,9 @@ from asyncrl.replay.codec.extras import plain_extras
 from asyncrl.replay.codec.group import group_header
 from asyncrl.replay.codec.wire import extra_size
 from asyncrl.replay.core.admission import AdmissionSettings
-from asyncrl.replay.core.balance import EARLY, UPDATES, begin_step, shard_step
+from asyncrl.replay.core.batches.balance import EARLY, UPDATES, begin_step, shard_step
 from asyncrl.replay.core.core import ReplayCore
-from asyncrl.replay.core.rollouts import UnknownPeer
+from asyncrl.replay.core.requests.rollouts import UnknownPeer
 from asyncrl.replay.protocol import Acquired, Board, DroppedSample, InsertReply, Lease, Member, Restored, TrainedReply
 from asyncrl.types import Assignment, DropReason, StepPlan, Trajectory, TrajectoryGroup
 

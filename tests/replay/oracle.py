@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from asyncrl.evaluation.orders import EvalAssignment, EvalSummary
-from asyncrl.replay.core import events as ev
 from asyncrl.replay.core.admission import AdmissionSettings
 from asyncrl.replay.core.core import ReplayCore
+from asyncrl.replay.core.durable import events as ev
 from asyncrl.types import NO_VERSION, DropReason, StalePolicy, StepPlan
 
 FINAL = (

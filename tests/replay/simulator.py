@@ -15,11 +15,11 @@ from random import Random
 from asyncrl.drawing.curriculum import Curriculum
 from asyncrl.errors import FencedError
 from asyncrl.evaluation.orders import EvalAssignment, EvalResult
-from asyncrl.replay.core import events as ev
 from asyncrl.replay.core.admission import SAMPLE_ORDERS, AdmissionSettings
+from asyncrl.replay.core.batches.order import SELECTORS
 from asyncrl.replay.core.core import ReplayCore
-from asyncrl.replay.core.order import SELECTORS
-from asyncrl.replay.core.rollouts import UnknownPeer
+from asyncrl.replay.core.durable import events as ev
+from asyncrl.replay.core.requests.rollouts import UnknownPeer
 from asyncrl.types import NO_VERSION, Assignment, DropReason, GroupHeader, StalePolicy, StepPlan, TrajectoryHeader
 from tests.replay.oracle import Oracle
 

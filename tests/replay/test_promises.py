@@ -15,8 +15,8 @@ import pytest
 
 from asyncrl.errors import JournalError
 from asyncrl.replay.client.connection import Connection
-from asyncrl.replay.core import events as ev
-from asyncrl.replay.core.state import ReplayState
+from asyncrl.replay.core.durable import events as ev
+from asyncrl.replay.core.durable.state import ReplayState
 from asyncrl.replay.journal.log import Journal, JournalSettings
 from tests.replay.cluster import begin, wait_until
 from tests.replay.helpers import group

@@ -22,7 +22,7 @@ from asyncrl.learner.model.policy import build_model
 from asyncrl.learner.optimizer.update import make_optimizer
 from asyncrl.learner.roles import Roles
 from asyncrl.replay.audit.ledger_file import LedgerFile
-from asyncrl.replay.core import events as ev
+from asyncrl.replay.core.durable import events as ev
 from asyncrl.replay.journal.disk import FolderDisk
 from asyncrl.replay.journal.log import JournalSettings, Opening, SegmentLog
 from asyncrl.replay.journal.sync_thread import SyncThread

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from asyncrl.config import JOURNAL_DIR
 from asyncrl.errors import AsyncRLError, JournalError, RunFolderError
 from asyncrl.replay.audit.ledger_file import LEDGER_FILE
-from asyncrl.replay.core import events as ev
+from asyncrl.replay.core.durable import events as ev
 from asyncrl.replay.journal.disk import FolderDisk
 from asyncrl.replay.journal.durable import recover
 from asyncrl.replay.journal.segments import HEAD_FILE, REPAIR, read_head, segment_numbers

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from asyncrl.losses.inputs import Denominators
-from asyncrl.replay.core.balance import minibatches, parts_of
+from asyncrl.replay.core.batches.balance import minibatches, parts_of
 from asyncrl.schema import LearnerConfig
 from asyncrl.types import StepPlan
 

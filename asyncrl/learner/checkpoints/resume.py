@@ -18,7 +18,7 @@ from asyncrl.learner.roles import Roles
 from asyncrl.replay.audit.ledger_file import LEDGER_FILE
 from asyncrl.replay.codec.reference import FROM_ROLLOUT, REFERENCE
 from asyncrl.replay.codec.routing import ROUTERS, row_of_routers
-from asyncrl.replay.core.balance import EARLY, UPDATES
+from asyncrl.replay.core.batches.balance import EARLY, UPDATES
 from asyncrl.replay.protocol import LearnerReplay
 from asyncrl.storage.checkpoints import CHECKPOINT_DIR, SUPERVISED, finished, position_of
 from asyncrl.storage.lines import read_lines, row_of, tail

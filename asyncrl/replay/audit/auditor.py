@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncrl.replay.audit.accounts import Group, Step
 from asyncrl.replay.audit.books import Books
-from asyncrl.replay.core import events as ev
+from asyncrl.replay.core.durable import events as ev
 from asyncrl.types import NO_VERSION, GroupHeader, StalePolicy
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from asyncrl.replay.audit.accounts import Group, Step
 from asyncrl.replay.audit.lineage import Lineage
-from asyncrl.replay.core import events as ev
-from asyncrl.replay.core.state import ReplayState
+from asyncrl.replay.core.durable import events as ev
+from asyncrl.replay.core.durable.state import ReplayState
 from asyncrl.types import NO_VERSION
 
 KEPT_VIOLATIONS = 20

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from asyncrl.replay.core import events as ev
+from asyncrl.replay.core.durable import events as ev
 from asyncrl.storage.full_disk import FULL, RETRY_S, FullDisk, Patience, append_whole
 from asyncrl.storage.lines import chained, last_checksum
 

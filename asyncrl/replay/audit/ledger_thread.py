@@ -13,7 +13,7 @@ import threading
 from dataclasses import replace
 
 from asyncrl.replay.audit.ledger_file import LedgerFile
-from asyncrl.replay.core import events as ev
+from asyncrl.replay.core.durable import events as ev
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any
 from asyncrl.config import JOURNAL_DIR
 from asyncrl.errors import JournalError
 from asyncrl.replay.audit.auditor import Auditor
-from asyncrl.replay.core import events as ev
+from asyncrl.replay.core.durable import events as ev
 from asyncrl.replay.journal.recovery import read_journal
 
 EXIT_BALANCES, EXIT_WRONG, EXIT_UNREADABLE = 0, 1, 2

@@ -17,10 +17,10 @@ from asyncrl.evaluation.orders import EvalSummary
 from asyncrl.replay.codec.apart import join_texts
 from asyncrl.replay.codec.columns import decode
 from asyncrl.replay.codec.group import StoredGroup, decode_texts
-from asyncrl.replay.core import events as ev
-from asyncrl.replay.core.balance import shard_step
-from asyncrl.replay.core.siblings import joined
-from asyncrl.replay.core.versions import VersionTree, tree_edges
+from asyncrl.replay.core.batches.balance import shard_step
+from asyncrl.replay.core.durable import events as ev
+from asyncrl.replay.core.durable.siblings import joined
+from asyncrl.replay.core.durable.versions import VersionTree, tree_edges
 from asyncrl.replay.journal.disk import FolderDisk
 from asyncrl.replay.journal.recovery import decode_record, read_journal
 from asyncrl.replay.journal.segments import read_at

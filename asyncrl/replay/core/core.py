@@ -7,11 +7,13 @@
 No call waits. What cannot be answered yet returns None or an empty reply, and the host (`server/loop.py`) asks again
 after the next event. All durable changes go through `Run.record`, where a journal listens.
 
-    run         settings, clock, durable state, live workers: what the others share
-    retries     how attempts at groups end
-    space       the memory of payloads
-    rollouts    the workers' requests
-    steps       the learner's
+    requests/   what workers and the learner ask: `rollouts` and `steps`, above `retries` and `space`
+    tuning/     how far rollouts run ahead
+    batches/    which groups make up a step
+    run         settings, clock, durable state, live workers: what all of these share
+    live/       workers and evaluations as they are now
+    durable/    what survives a restart
+    admission   the two gates
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from asyncrl.replay.core import events as ev
 from asyncrl.replay.core.admission import AdmissionSettings
-from asyncrl.replay.core.retries import Retries
-from asyncrl.replay.core.rollouts import Rollouts
+from asyncrl.replay.core.durable import events as ev
+from asyncrl.replay.core.durable.state import ReplayState
+from asyncrl.replay.core.requests.retries import Retries
+from asyncrl.replay.core.requests.rollouts import Rollouts
+from asyncrl.replay.core.requests.space import Space
+from asyncrl.replay.core.requests.steps import Steps
 from asyncrl.replay.core.run import Run
-from asyncrl.replay.core.space import Space
-from asyncrl.replay.core.state import ReplayState
-from asyncrl.replay.core.steps import Steps
 from asyncrl.replay.protocol import Board
 
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 from asyncrl.errors import FencedError
 from asyncrl.pace import PACES
-from asyncrl.replay.core import events as ev
 from asyncrl.replay.core.admission import AdmissionSettings
-from asyncrl.replay.core.evaluations import Evaluations
-from asyncrl.replay.core.ledger import Entry
-from asyncrl.replay.core.metrics import Meter
-from asyncrl.replay.core.state import ReplayState
-from asyncrl.replay.core.workers import FAILED, Workers
+from asyncrl.replay.core.durable import events as ev
+from asyncrl.replay.core.durable.ledger import Entry
+from asyncrl.replay.core.durable.state import ReplayState
+from asyncrl.replay.core.live.evaluations import Evaluations
+from asyncrl.replay.core.live.metrics import Meter
+from asyncrl.replay.core.live.workers import FAILED, Workers
 from asyncrl.types import DropReason
 
 MAX_AGE = 64

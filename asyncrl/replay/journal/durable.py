@@ -10,12 +10,12 @@ from typing import Any
 
 from asyncrl.errors import JournalError
 from asyncrl.replay.codec.group import Elsewhere
-from asyncrl.replay.core import events as ev
 from asyncrl.replay.core.admission import AdmissionSettings
-from asyncrl.replay.core.buffer import IN_JOURNAL
 from asyncrl.replay.core.core import ReplayCore
-from asyncrl.replay.core.ledger import Entry
-from asyncrl.replay.core.state import ReplayState
+from asyncrl.replay.core.durable import events as ev
+from asyncrl.replay.core.durable.buffer import IN_JOURNAL
+from asyncrl.replay.core.durable.ledger import Entry
+from asyncrl.replay.core.durable.state import ReplayState
 from asyncrl.replay.journal.disk import Disk
 from asyncrl.replay.journal.log import Journal, JournalSettings
 from asyncrl.replay.journal.recovery import decode_record, segment_chain

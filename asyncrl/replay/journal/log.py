@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.errors import JournalError
-from asyncrl.replay.core import events as ev
-from asyncrl.replay.core.state import ReplayState
+from asyncrl.replay.core.durable import events as ev
+from asyncrl.replay.core.durable.state import ReplayState
 from asyncrl.replay.journal.disk import Bytes, Disk
 from asyncrl.replay.journal.records import encode_event
 from asyncrl.replay.journal.segments import (

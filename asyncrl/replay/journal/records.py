@@ -17,7 +17,7 @@ from asyncrl.replay.codec import headers, wire
 from asyncrl.replay.codec.columns import Columns, Frame, joined_sizes, own_sizes
 from asyncrl.replay.codec.extras import SideFrames, joined_size
 from asyncrl.replay.codec.group import Elsewhere, StoredGroup
-from asyncrl.replay.core import events as ev
+from asyncrl.replay.core.durable import events as ev
 from asyncrl.types import DropReason
 
 SCHEMA = 7

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from asyncrl.errors import JournalError, WireError
-from asyncrl.replay.core import events as ev
+from asyncrl.replay.core.durable import events as ev
 from asyncrl.replay.journal.disk import Disk, FolderDisk
 from asyncrl.replay.journal.records import decode_event
 from asyncrl.replay.journal.segments import (

@@ -11,7 +11,7 @@ from asyncrl.errors import NoProgress
 from asyncrl.replay.codec import headers, wire
 from asyncrl.replay.codec.apart import Apart
 from asyncrl.replay.codec.columns import Frame
-from asyncrl.replay.core.balance import EARLY, UPDATES, begin_step, shard_step
+from asyncrl.replay.core.batches.balance import EARLY, UPDATES, begin_step, shard_step
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.server.payloads import Payloads
 from asyncrl.replay.server.sessions import MIN_PATIENCE_S, Answer, Later, Reply, Session, now_or_later

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from asyncrl.replay.codec.dropped import shortened
 from asyncrl.replay.codec.group import StoredGroup, decode_texts
-from asyncrl.replay.core.ledger import Entry
+from asyncrl.replay.core.durable.ledger import Entry
 from asyncrl.replay.core.run import Run
 from asyncrl.replay.protocol import MEMBER, MOST_DROPPED, DroppedSample
 from asyncrl.types import NO_VERSION, DropReason, GroupHeader

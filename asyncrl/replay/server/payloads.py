@@ -13,7 +13,7 @@ from asyncrl.errors import JournalError, WireError
 from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.codec.group import Elsewhere, StoredGroup, check_stored, split_frames
 from asyncrl.replay.codec.lease import pack_places
-from asyncrl.replay.core.buffer import InJournal
+from asyncrl.replay.core.durable.buffer import InJournal
 from asyncrl.types import GroupHeader, Routers
 
 Places = set[tuple[int, int]]

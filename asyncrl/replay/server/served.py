@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from asyncrl.errors import AsyncRLError, FencedError, NoProgress, ReplayError, WireError
 from asyncrl.replay.codec.columns import Frame
-from asyncrl.replay.core.rollouts import UnknownPeer
+from asyncrl.replay.core.requests.rollouts import UnknownPeer
 from asyncrl.replay.server.sessions import Reply, Session
 
 ERROR_KINDS: dict[type[AsyncRLError], str] = {

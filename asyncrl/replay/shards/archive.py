@@ -7,7 +7,7 @@ from pathlib import Path
 
 from asyncrl.errors import JournalError
 from asyncrl.replay.codec.group import Elsewhere, StoredGroup
-from asyncrl.replay.core import events as ev
+from asyncrl.replay.core.durable import events as ev
 from asyncrl.replay.journal.disk import FolderDisk
 from asyncrl.replay.shards.store import Key, read_positions, read_stored, shard_folder
 

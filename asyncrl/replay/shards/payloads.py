@@ -10,7 +10,7 @@ from asyncrl.errors import FencedError, LedgerError, NoProgress, WireError
 from asyncrl.replay.codec import wire
 from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.codec.group import Elsewhere, shard_of
-from asyncrl.replay.core.ledger import Entry, GroupState
+from asyncrl.replay.core.durable.ledger import Entry, GroupState
 from asyncrl.replay.server.payloads import Places
 from asyncrl.replay.shards.receipts import Seals
 from asyncrl.replay.shards.store import Key

@@ -22,7 +22,7 @@ import xxhash
 from asyncrl.errors import JournalError, WireError
 from asyncrl.replay.codec import headers, wire
 from asyncrl.replay.codec.group import StoredGroup
-from asyncrl.replay.core import events as ev
+from asyncrl.replay.core.durable import events as ev
 from asyncrl.replay.journal.disk import Disk
 from asyncrl.replay.journal.log import JournalSettings, Opening, SegmentLog
 from asyncrl.replay.journal.records import decode_event, encode_event

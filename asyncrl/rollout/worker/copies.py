@@ -8,7 +8,7 @@ from typing import Any
 from asyncrl.checks.own_code import CODE, own_rollouts, workers_code
 from asyncrl.data.local_tokenizer import TOKENIZER
 from asyncrl.errors import ConfigError
-from asyncrl.replay.core.workers import OTHER_CODE
+from asyncrl.replay.core.live.workers import OTHER_CODE
 from asyncrl.schema import Config
 from asyncrl.telemetry.folder.resumed import ROWS, rows_here
 from asyncrl.weights.base import SubscriberRendezvous

@@ -33,7 +33,7 @@ from asyncrl.errors import (
     RewardError,
 )
 from asyncrl.evaluation.orders import EvalAssignment, EvalResult
-from asyncrl.replay.core.workers import INSERTED, LOST
+from asyncrl.replay.core.live.workers import INSERTED, LOST
 from asyncrl.replay.protocol import Acquired, RolloutReplay
 from asyncrl.rollout.groups.dropped import DroppedSamples, reason_of
 from asyncrl.rollout.groups.episode import EpisodeRunner, GroupShape, evaluation_name, order_name, traced

@@ -11,7 +11,7 @@ import torch
 from asyncrl.learner.batch.micro_batch import pack
 from asyncrl.learner.batch.plan import Budget, plan_minibatches
 from asyncrl.learner.step.targets import with_targets
-from asyncrl.replay.core.balance import shard_step
+from asyncrl.replay.core.batches.balance import shard_step
 from asyncrl.schema import AdvantageConfig
 from asyncrl.types import StepPlan
 from tests.learner.feed import header_of, make_group, make_lease

@@ -8,8 +8,8 @@ from dataclasses import asdict, replace
 import pytest
 
 from asyncrl.replay.audit.report import Audit, audit, table
-from asyncrl.replay.core import events as ev
-from asyncrl.replay.core.state import ReplayState
+from asyncrl.replay.core.durable import events as ev
+from asyncrl.replay.core.durable.state import ReplayState
 from asyncrl.types import NO_VERSION, DropReason, GroupHeader, TrajectoryHeader
 from tests.replay.simulator import run_schedule
 

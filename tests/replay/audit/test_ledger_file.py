@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.replay.audit.ledger_file import BLOCK, LEDGER_FILE, LedgerFile, lines_from_the_end
 from asyncrl.replay.audit.ledger_thread import LedgerThread
-from asyncrl.replay.core import events as ev
+from asyncrl.replay.core.durable import events as ev
 
 
 def test_a_step_trained_again_after_a_restore_names_its_groups_both_times_and_nothing_is_kept(tmp_path: Path) -> None:

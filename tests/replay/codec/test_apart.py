@@ -10,7 +10,7 @@ import pytest
 from asyncrl.replay.codec.apart import Apart
 from asyncrl.replay.codec.group import StoredGroup, encode_group, split_frames
 from asyncrl.replay.codec.lease import Unpacking, pack_places
-from asyncrl.replay.core.siblings import joined
+from asyncrl.replay.core.durable.siblings import joined
 from asyncrl.types import Assignment, StepPlan, TrajectoryGroup
 from tests.replay.helpers import group, same_trajectory
 

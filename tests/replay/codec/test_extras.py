@@ -18,7 +18,7 @@ from asyncrl.replay.codec import headers, support, wire
 from asyncrl.replay.codec.columns import LARGE_ARRAY
 from asyncrl.replay.codec.group import check_stored, encode_group, split_frames
 from asyncrl.replay.codec.lease import Unpacking, pack_places
-from asyncrl.replay.core.events import Inserted
+from asyncrl.replay.core.durable.events import Inserted
 from asyncrl.replay.journal.records import decode_event, encode_event
 from asyncrl.types import NO_VERSION, Assignment, GroupHeader, StepPlan, TrajectoryGroup
 from tests.replay.helpers import group, same_trajectory, trajectory

@@ -6,9 +6,9 @@ import random
 from dataclasses import replace
 
 from asyncrl.replay.audit.report import audit
-from asyncrl.replay.core import events as ev
-from asyncrl.replay.core.buffer import IN_JOURNAL
-from asyncrl.replay.core.state import ReplayState
+from asyncrl.replay.core.durable import events as ev
+from asyncrl.replay.core.durable.buffer import IN_JOURNAL
+from asyncrl.replay.core.durable.state import ReplayState
 from asyncrl.replay.journal.durable import open_core
 from asyncrl.replay.journal.log import JournalSettings
 from asyncrl.types import NO_VERSION, DropReason, StepPlan

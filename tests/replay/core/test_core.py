@@ -6,10 +6,10 @@ import pytest
 
 from asyncrl.errors import FencedError, LedgerError, ReplayError
 from asyncrl.evaluation.orders import EvalResult
-from asyncrl.replay.core import events as ev
 from asyncrl.replay.core.core import ReplayCore
-from asyncrl.replay.core.ledger import Entry, GroupState, Ledger
-from asyncrl.replay.core.rollouts import UnknownPeer
+from asyncrl.replay.core.durable import events as ev
+from asyncrl.replay.core.durable.ledger import Entry, GroupState, Ledger
+from asyncrl.replay.core.requests.rollouts import UnknownPeer
 from asyncrl.types import DropReason
 from tests.replay.helpers import Clock, header, settings
 from tests.replay.play import Play

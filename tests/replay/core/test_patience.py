@@ -6,8 +6,8 @@ import pytest
 
 from asyncrl.errors import NoProgress
 from asyncrl.replay.core.core import ReplayCore
-from asyncrl.replay.core.fair_share import MOST_NAMED
-from asyncrl.replay.core.workers import KEPT
+from asyncrl.replay.core.live.workers import KEPT
+from asyncrl.replay.core.requests.fair_share import MOST_NAMED
 from asyncrl.replay.server.handlers import Handlers
 from asyncrl.replay.server.sessions import Later, Session
 from asyncrl.types import NO_VERSION

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.replay.core.state import ReplayState
+from asyncrl.replay.core.durable.state import ReplayState
 from asyncrl.types import Assignment, DropReason, StalePolicy
 from tests.replay.helpers import header, settings
 from tests.replay.play import Play

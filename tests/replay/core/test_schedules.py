@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.replay.core import events as ev
-from asyncrl.replay.core.state import ReplayState
+from asyncrl.replay.core.durable import events as ev
+from asyncrl.replay.core.durable.state import ReplayState
 from asyncrl.types import DropReason, StalePolicy
 from tests.replay import schedules
 from tests.replay.simulator import Simulation, run_schedule

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.replay.core.ledger import Entry
-from asyncrl.replay.core.order import Waiting, within_window
+from asyncrl.replay.core.batches.order import Waiting, within_window
+from asyncrl.replay.core.durable.ledger import Entry
 from tests.replay.helpers import settings
 from tests.replay.play import Play
 

@@ -16,7 +16,7 @@ from asyncrl.evaluation.orders import EvalAssignment, EvalResult, EvalSummary
 from asyncrl.replay import serving
 from asyncrl.replay.client import connection
 from asyncrl.replay.client.client import RolloutClient
-from asyncrl.replay.core.balance import UPDATES, shard_step
+from asyncrl.replay.core.batches.balance import UPDATES, shard_step
 from asyncrl.replay.journal.durable import recover
 from asyncrl.types import NO_VERSION
 from tests.replay.cluster import begin, fill, wait_until

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import JournalError, ReplayError, WireError
 from asyncrl.replay.codec import wire
-from asyncrl.replay.core import events as ev
 from asyncrl.replay.core.core import ReplayCore
-from asyncrl.replay.core.state import ReplayState
+from asyncrl.replay.core.durable import events as ev
+from asyncrl.replay.core.durable.state import ReplayState
 from asyncrl.replay.journal.durable import open_core, recover
 from asyncrl.replay.journal.log import Journal, JournalSettings
 from asyncrl.replay.journal.records import KINDS, SCHEMA, decode_event, encode_event

@@ -7,8 +7,8 @@ import collections
 import pytest
 
 from asyncrl.errors import JournalError
-from asyncrl.replay.core import events as ev
 from asyncrl.replay.core.core import ReplayCore
+from asyncrl.replay.core.durable import events as ev
 from asyncrl.replay.journal.durable import open_core, recover
 from asyncrl.replay.journal.log import Journal, JournalSettings
 from asyncrl.replay.journal.recovery import read_history, unfinished_run

@@ -9,8 +9,8 @@ import pytest
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.replay.codec.columns import Frame
-from asyncrl.replay.core import steps
 from asyncrl.replay.core.core import ReplayCore
+from asyncrl.replay.core.requests import steps
 from asyncrl.replay.server.batches import PLANS_KEPT
 from asyncrl.replay.server.handlers import Handlers
 from asyncrl.replay.server.payloads import WithPlanner

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from asyncrl.replay.codec import wire
-from asyncrl.replay.core.peers import NAMES, Peers
+from asyncrl.replay.core.durable.peers import NAMES, Peers
 from asyncrl.replay.net.keys import secure_client
 from asyncrl.replay.server import doorkeeper
 from asyncrl.replay.server.doorkeeper import MAX_MALFORMED, MAX_STRANGE, REMEMBERED, Doorkeeper

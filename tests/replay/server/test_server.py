@@ -15,9 +15,9 @@ from asyncrl.replay import serving
 from asyncrl.replay.client.client import decode_lease
 from asyncrl.replay.client.requests import Response
 from asyncrl.replay.codec import wire
-from asyncrl.replay.core.balance import EARLY
-from asyncrl.replay.core.metrics import RolloutRates
-from asyncrl.replay.core.workers import Workers
+from asyncrl.replay.core.batches.balance import EARLY
+from asyncrl.replay.core.live.metrics import RolloutRates
+from asyncrl.replay.core.live.workers import Workers
 from asyncrl.replay.server.router import router
 from asyncrl.types import DropReason
 from tests.replay.helpers import ClockAhead, group, replay_config, running_server, same_trajectory, settings

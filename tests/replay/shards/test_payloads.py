@@ -17,8 +17,8 @@ from asyncrl.replay.client.requests import Response
 from asyncrl.replay.codec.columns import Columns
 from asyncrl.replay.codec.group import MAX_VOCABULARY, Elsewhere, StoredGroup, encode_group
 from asyncrl.replay.codec.headers import encode_group_header
-from asyncrl.replay.core.events import Inserted
-from asyncrl.replay.core.ledger import Entry, GroupState
+from asyncrl.replay.core.durable.events import Inserted
+from asyncrl.replay.core.durable.ledger import Entry, GroupState
 from asyncrl.replay.journal.log import JournalSettings
 from asyncrl.replay.journal.records import decode_event, encode_event
 from asyncrl.replay.net.keyring import make_keys

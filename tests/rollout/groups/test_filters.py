@@ -18,7 +18,7 @@ from asyncrl.rollout.worker.process import REFUSALS
 from asyncrl.rollout.worker.report import WorkerReport
 from asyncrl.schema import RolloutConfig
 from asyncrl.types import NO_VERSION, DropReason, Prompt, Trajectory
-from tests.replay.core.test_order import ORDER
+from tests.replay.core.batches.test_order import ORDER
 from tests.replay.helpers import group as replay_group
 from tests.replay.helpers import settings
 from tests.replay.inprocess import InProcessReplay

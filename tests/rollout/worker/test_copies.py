@@ -15,7 +15,7 @@ from asyncrl.config import load_config
 from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 from asyncrl.data.local_tokenizer import TOKENIZER, tokenizer_digest
 from asyncrl.errors import ConfigError
-from asyncrl.replay.core.workers import OTHER_CODE
+from asyncrl.replay.core.live.workers import OTHER_CODE
 from asyncrl.rollout.worker.copies import SameCopies
 from asyncrl.schema import Config
 from asyncrl.telemetry.folder.resumed import ROWS, rows_here

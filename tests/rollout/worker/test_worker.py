@@ -14,7 +14,7 @@ from asyncrl.engines.fake import FakeEngine
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.errors import ConfigError, DataError, GenerationError, NoProgress, RewardError, WeightsError
 from asyncrl.evaluation.orders import EvalAssignment
-from asyncrl.replay.core.workers import LOST
+from asyncrl.replay.core.live.workers import LOST
 from asyncrl.rewards.score import RewardScore
 from asyncrl.rollout.groups.evaluated import EvaluatedSet
 from asyncrl.rollout.groups.filters import Filters

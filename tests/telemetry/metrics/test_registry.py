@@ -23,7 +23,7 @@ from asyncrl.losses import PRESETS, policy_loss
 from asyncrl.losses.config import needs_first_pass, resolve
 from asyncrl.losses.kept import first_pass
 from asyncrl.losses.settings import LossConfig
-from asyncrl.replay.core.workers import KEPT
+from asyncrl.replay.core.live.workers import KEPT
 from asyncrl.schema import AdvantageConfig, Config, LearnerConfig, ModelConfig, RunConfig
 from asyncrl.sft.batches import Drawn
 from asyncrl.sft.train import TRAINED_TOKENS, step_row
@@ -168,7 +168,7 @@ ELSEWHERE = {
     "tests/learner/test_roles.py": ("kl/coef", "kl/in_reward", "kl/of_policy"),
     "tests/learner/step/test_turn_rewards.py": ("reward/turn_mean", "reward/turn_std", "reward/turns"),
     "tests/losses/test_own.py": ("own/",),
-    "tests/replay/core/test_tuning.py": (
+    "tests/replay/core/tuning/test_tuner.py": (
         "autotune/pipeline_depth", "autotune/max_in_flight", "autotune/moves",
     ),
     "tests/replay/core/test_curriculum.py": (

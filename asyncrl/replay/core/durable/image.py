@@ -1,0 +1,141 @@
+"""The whole durable state as plain values, payloads excepted, and back: what stands at the head of a segment."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from asyncrl.drawing.curriculum import Draws
+from asyncrl.errors import JournalError, WireError
+from asyncrl.replay.codec import headers, wire
+from asyncrl.replay.core.durable.buffer import Buffer, Step
+from asyncrl.replay.core.durable.ledger import Entry, GroupState, Ledger
+from asyncrl.replay.core.durable.peers import Peers
+from asyncrl.replay.core.durable.siblings import headers_of
+from asyncrl.replay.core.durable.versions import VersionTree, tree_edges
+from asyncrl.types import DropReason, StepPlan
+
+_APART = ("state", "ess", "header", "payload", "first", "siblings")
+_ENTRY = tuple(item.name for item in fields(Entry) if item.name not in _APART)
+
+
+@dataclass(slots=True, kw_only=True)
+class Parts:
+    """What a `ReplayState` is made of."""
+
+    plain: dict[str, Any]
+    """Attributes that are plain values."""
+    tree: VersionTree
+    readmitted: deque[int]
+    ledger: Ledger
+    buffer: Buffer
+    pending: dict[int, Entry]
+    held: dict[int, Entry]
+    peers: Peers
+    draws: Draws | None
+
+
+def encode_image(parts: Parts) -> dict[str, Any]:
+    """msgpack-able; `decode_image` makes the same parts of it, but for the payloads."""
+    ledger, buffer = parts.ledger, parts.buffer
+    return {
+        **parts.plain,
+        "tree": parts.tree.snapshot(),
+        "readmitted": list(parts.readmitted),
+        "admitted": ledger.admitted,
+        "committed": ledger.committed,
+        "counts": {key.value: count for key, count in ledger.counts.items()},
+        "dropped": {key.value: count for key, count in ledger.dropped.items()},
+        "entries": [_entry_row(entry) for entry in ledger.entries.values()],
+        "ess": [[entry.group_id, entry.ess] for entry in ledger.entries.values() if entry.ess != 1],
+        "siblings": [[e.group_id, e.first, e.siblings] for e in ledger.entries.values() if e.siblings],
+        "pending": list(parts.pending),
+        "held": list(parts.held),
+        "waiting": list(buffer.waiting),
+        "leased": list(buffer.leased),
+        "done": list(buffer.done),
+        "untrained": [_step_row(step) for step in buffer.untrained.values()],
+        "trained": [_step_row(step) for step in buffer.trained.values()],
+        "bytes": buffer.nbytes,
+        "peers": parts.peers.image(),
+        "draws": None if parts.draws is None else parts.draws.image(),
+    }
+
+
+def decode_image(image: dict[str, Any], plain: Iterable[str]) -> Parts:
+    """The parts that `image` was taken of. `plain`: names of the attributes that are plain values.
+
+    Raises:
+        JournalError: it is no such image.
+    """
+    try:
+        return _decode(image, plain)
+    except (KeyError, TypeError, ValueError, AttributeError, WireError) as error:
+        raise JournalError(f"a snapshot in the journal cannot be read ({error!r}): another version wrote it") from error
+
+
+def _entry_row(entry: Entry) -> list[Any]:
+    header = None if entry.header is None else headers.encode_group_header(entry.header)
+    return [entry.state.value, header, [getattr(entry, name) for name in _ENTRY]]
+
+
+def _step_row(step: Step) -> list[Any]:
+    plan = step.plan
+    row = [plan.policy_version, wire.flatten_runs(tuple(plan.staleness.items())), plan.max_staleness]
+    return [step.step, [entry.group_id for entry in step.members], row, step.evicted]
+
+
+def _decode(image: dict[str, Any], plain: Iterable[str]) -> Parts:
+    ledger = Ledger()
+    ledger.entries = {entry.group_id: entry for entry in map(_entry, image["entries"])}
+    for group, ess in image.get("ess", ()):  # an image of before it was measured has none
+        ledger.entries[group].ess = ess
+    for group, first, siblings in image.get("siblings", ()):
+        ledger.entries[group].first, ledger.entries[group].siblings = first, siblings
+    ledger.sizes = Counter(entry.siblings for entry in ledger.entries.values())
+    ledger.admitted, ledger.committed = image["admitted"], image["committed"]
+    ledger.counts.update({GroupState(name): count for name, count in image["counts"].items()})
+    ledger.dropped.update({DropReason(name): count for name, count in image["dropped"].items()})
+    buffer = Buffer()
+    for name in ("waiting", "leased", "done"):
+        setattr(buffer, name, {group: ledger.entries[group] for group in image[name]})
+    for row in image["untrained"]:
+        buffer.untrained[row[0]] = _step(row, ledger)
+    for row in image["trained"]:
+        buffer.trained[row[0]] = _step(row, ledger)
+    buffer.nbytes = image["bytes"]
+    return Parts(
+        plain={name: image[name] for name in plain},
+        tree=VersionTree.restore(tree_edges(image["tree"])),
+        readmitted=deque(image["readmitted"]),
+        ledger=ledger,
+        buffer=buffer,
+        pending={group: ledger.entries[group] for group in image["pending"]},
+        held={group: ledger.entries[group] for group in image["held"]},
+        peers=Peers.load(image["peers"]),
+        draws=Draws.load(image["draws"]) if image["draws"] else None,
+    )
+
+
+def _entry(row: list[Any]) -> Entry:
+    name, header, values = row
+    entry = Entry(**dict(zip(_ENTRY, values, strict=True)))
+    entry.state = GroupState(name)
+    entry.header = None if header is None else headers.decode_group_header(header)
+    return entry
+
+
+def _step(row: list[Any], ledger: Ledger) -> Step:
+    number, groups, (version, ages, bound), evicted = row
+    members = [ledger.entries[group] for group in groups]
+    plan = StepPlan(
+        step=number,
+        policy_version=version,
+        groups=headers_of(members),
+        staleness=dict(zip(ages[::2], ages[1::2], strict=True)),
+        max_staleness=bound,
+        shards=(),
+    )
+    return Step(step=number, members=members, plan=plan, evicted=evicted)

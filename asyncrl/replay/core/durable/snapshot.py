@@ -1,0 +1,112 @@
+"""What a checkpoint keeps of the replay, and how a state goes back to it: groups that were open are made again from
+their prompts, so neither their payloads nor the plans of steps are kept."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from typing import Any
+
+from asyncrl.drawing.curriculum import Draws
+from asyncrl.errors import ReplayError
+from asyncrl.replay.core.durable.buffer import Buffer
+from asyncrl.replay.core.durable.image import Parts
+from asyncrl.replay.core.durable.ledger import Entry, GroupState, Ledger
+from asyncrl.replay.core.durable.versions import VersionTree, tree_edges
+from asyncrl.types import DropReason
+
+SNAPSHOT_SCHEMA = 4
+READ_SCHEMAS = (2, 3, SNAPSHOT_SCHEMA)
+"""2 is of runs without a curriculum, 3 of those before there was admission by sample."""
+
+
+def encode_snapshot(parts: Parts) -> dict[str, Any]:
+    """msgpack-able; of the state after its last trained step."""
+    ledger = parts.ledger
+    entries = ledger.entries.values()
+    open_groups = [
+        [entry.group_id, entry.prompt_index, entry.attempt, entry.failures] for entry in entries if not entry.trained
+    ]
+    used = sum(1 for entry in entries if entry.trained and entry.state is not GroupState.TRAINED)
+    return {
+        "schema": SNAPSHOT_SCHEMA,
+        "step": parts.plain["trained_steps"] - 1,
+        "cursor": parts.plain["cursor"],
+        "readmitted": list(parts.readmitted),
+        "draws": None if parts.draws is None else parts.draws.image(),
+        "next_group_id": parts.plain["next_group_id"],
+        "tree": parts.tree.snapshot(),
+        "open": open_groups,
+        "siblings": [[e.group_id, e.first, e.siblings] for e in entries if e.siblings and not e.trained],
+        "trained": ledger.counts[GroupState.TRAINED] + used,
+        "dropped": {reason.value: count for reason, count in ledger.dropped.items()},
+    }
+
+
+def rolled_back(now: Parts, snapshot: dict[str, Any]) -> Parts:
+    """The state `snapshot` was taken of, with its open groups waiting to be issued again. Version numbers and group ids
+    that this server has seen since, which `now` tells, stay used.
+
+    Raises:
+        ReplayError: it is not such a snapshot.
+    """
+    try:
+        return _rolled_back(now, snapshot)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ReplayError(f"the checkpoint's replay snapshot cannot be read: {error!r}") from error
+
+
+def _rolled_back(now: Parts, snapshot: dict[str, Any]) -> Parts:
+    if snapshot["schema"] not in READ_SCHEMAS:
+        raise ReplayError(f"the checkpoint's replay snapshot has schema {snapshot['schema']}, not {SNAPSHOT_SCHEMA}")
+    tree = VersionTree.restore(tree_edges(snapshot["tree"]))
+    ledger, pending = _open_groups(now, snapshot)
+    ledger.committed = ledger.counts[GroupState.TRAINED] = snapshot["trained"]
+    ledger.dropped.update({DropReason(name): count for name, count in snapshot["dropped"].items()})
+    ledger.admitted += ledger.committed + sum(ledger.dropped.values())
+    step = snapshot["step"]
+    plain = {
+        "cursor": snapshot["cursor"],
+        "next_group_id": max(snapshot["next_group_id"], now.plain["next_group_id"]),
+        "trained_steps": step + 1,
+        "committed_step": step,
+    }
+    return replace(
+        now,
+        plain=now.plain | plain,
+        # A server that outlived the rolled-back learner has seen later versions; forgetting them would reuse numbers.
+        tree=tree if tree.newest >= now.tree.newest else now.tree,
+        readmitted=deque(snapshot["readmitted"]),
+        ledger=ledger,
+        buffer=Buffer(),
+        pending=pending,
+        held={},
+        draws=_draws(now.draws, snapshot),
+    )
+
+
+def _open_groups(now: Parts, snapshot: dict[str, Any]) -> tuple[Ledger, dict[int, Entry]]:
+    """A ledger of the open groups alone, and these as they wait."""
+    ledger, pending = Ledger(), {}
+    siblings = {group_id: row for group_id, *row in snapshot.get("siblings", ())}
+    for group_id, prompt_index, attempt, failures in snapshot["open"]:
+        known = now.ledger.entries.get(group_id)
+        attempt = max(attempt, known.attempt if known else 0)
+        entry = Entry(group_id=group_id, prompt_index=prompt_index, attempt=attempt, failures=failures)
+        entry.first, entry.siblings = siblings.get(group_id, (-1, 0))
+        ledger.admit(entry)
+        pending[group_id] = entry
+    return ledger, pending
+
+
+def _draws(now: Draws | None, snapshot: dict[str, Any]) -> Draws | None:
+    drawn = snapshot.get("draws")
+    draws = Draws.load(drawn) if drawn else now and now.begun_at(snapshot["cursor"])
+    if drawn and draws and now and draws.rows != now.rows:
+        # Prompts of the one would be rows of the other: what is measured would be kept of others.
+        raise ReplayError(
+            f"the checkpoint's run draws from {list(draws.rows)} rows (data.curriculum), and the workers have "
+            f"{list(now.rows)}: data.path, data.mixture and data.where must lead to the rows that it began with. Give "
+            "those, or start a new run with another run.name"
+        )
+    return draws

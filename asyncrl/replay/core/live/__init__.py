@@ -1,0 +1,1 @@
+"""State that a restart loses: connected workers, running evaluations, measurements."""

@@ -1,0 +1,382 @@
+"""The learner's side of the core: from restore to commit, and the evaluations it asks for."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from asyncrl.errors import FencedError, ReplayError
+from asyncrl.evaluation.orders import EvalSummary
+from asyncrl.replay.core.batches.selection import certain_members, choose_batch
+from asyncrl.replay.core.durable import events as ev
+from asyncrl.replay.core.durable.ledger import Entry, GroupState
+from asyncrl.replay.core.durable.siblings import Group, groups_of
+from asyncrl.replay.core.durable.state import ReplayState
+from asyncrl.replay.core.requests.fair_share import what_is_missing, who_is_silent, why_no_batch
+from asyncrl.replay.core.requests.retries import Retries
+from asyncrl.replay.core.requests.space import Space
+from asyncrl.replay.core.run import Run
+from asyncrl.replay.core.tuning.tuner import Autotune
+from asyncrl.replay.protocol import Restored, TrainedReply
+from asyncrl.types import NO_VERSION, DropReason, StepPlan
+
+LEADER = "learner rank 0"
+"""The rank that restores, for all."""
+REPLACED = (
+    "a newer learner has restored since; this one has to stop. If that one was started by mistake, stop it and start "
+    "this one again with resume=auto"
+)
+
+STRANGER = (
+    "a learner of another run folder trains here, and was heard of when this one came. If this one was started by "
+    "mistake, stop it; if it is to take over, end that one first"
+)
+
+
+class Steps:
+    """Every request of the learner."""
+
+    def __init__(self, run: Run, retries: Retries, space: Space) -> None:
+        self._run, self._state, self._retries, self._space = run, run.state, retries, space
+        self._last_trained: tuple[int, int, TrainedReply] | None = None
+        self._handed_out: tuple[EvalSummary, ...] = ()
+        """Evaluation results that were given to the learner last."""
+        self._handed_to = ("", -1)
+        """Incarnation and number of the request they answered."""
+        self._autotune = Autotune(run)
+
+    def restore(
+        self,
+        *,
+        step: int | None,
+        policy_version: int,
+        snapshot: dict[str, Any] | None,
+        incarnation: str = "",
+        settings: str = "",
+        branch: bool = False,
+        run: str = "",
+        beside: Collection[str] = (),
+    ) -> Restored:
+        """A learner goes on from the checkpoint of `step`; see `LearnerReplay.restore`.
+
+        Args:
+            beside: incarnations that were heard of when it came.
+
+        Raises:
+            FencedError: a newer learner has taken over.
+            ReplayError: neither this server's memory nor the snapshot reaches that checkpoint.
+        """
+        number = -1 if step is None else step
+        peers = self._state.peers
+        if incarnation in peers.past_learners:
+            raise FencedError(REPLACED)
+        if peers.restored and incarnation == peers.learner and peers.restored[:2] == (number, policy_version):
+            # A resent request must not undo what was trained in between.
+            return Restored(next_step=number + 1, next_version=peers.restored[2])
+        self._run.refuse_replaced(LEADER, incarnation)
+        if peers.learner in beside and run and peers.run not in ("", run):
+            raise FencedError(STRANGER)
+        remembered = self._state.committed_step <= number < self._state.trained_steps
+        if not remembered:
+            self._reload(number, snapshot)
+        if policy_version != NO_VERSION and policy_version not in self._state.tree:
+            raise ReplayError(
+                f"the checkpoint of step {number} has policy_version {policy_version}, never published here"
+            )
+        same = settings == self._state.learner_settings and not self._state.forking
+        again = remembered and same and not branch
+        self._run.record(ev.Restored(number, policy_version, incarnation, settings, again, run))
+        self._run.meter.restore(number)
+        self._autotune.interrupted()
+        self._run.evaluations.cancel()
+        self._last_trained, self._handed_out = None, ()
+        return Restored(next_step=number + 1, next_version=self._state.tree.newest + 1)
+
+    def hello_learner(self, rank: str, incarnation: str) -> None:
+        """A learner rank is there. A restore of an earlier life of it is refused from now on: one that arrives late
+        would fence the learner that runs.
+
+        Raises:
+            FencedError: see `check_rank`.
+        """
+        name, peers = f"learner {rank}", self._state.peers
+        self.check_rank(rank, incarnation)
+        if peers.newest(name) != incarnation and not peers.replaced(name, incarnation):
+            self._run.record(ev.Joined(name, incarnation))
+
+    def check_rank(self, rank: str, incarnation: str) -> None:
+        """Raises FencedError when a newer incarnation of this rank has said hello. The ranks of the learner that runs
+        go on until the newer one has restored: that may be refused, and the run would have no learner."""
+        name, peers = f"learner {rank}", self._state.peers
+        runs = incarnation == peers.learner if name == LEADER else not peers.outlived(name, incarnation)
+        if not runs:
+            self._run.refuse_replaced(name, incarnation)
+
+    def check_learner(self, incarnation: str) -> None:
+        """Raises FencedError for a learner that was replaced, ReplayError for one that has not restored."""
+        if incarnation in self._state.peers.past_learners:
+            raise FencedError(REPLACED)
+        if incarnation != self._state.peers.learner:
+            raise ReplayError("this server knows of no running learner; restart the learner from its checkpoint")
+
+    def publish(self, *, policy_version: int, parent: int) -> None:
+        """Weights that no step trained: the initial ones, or restored ones (the parent's own) under a new number."""
+        if policy_version in self._state.tree:
+            # Asked again, perhaps long after: refused if it means other weights, and never a step back.
+            self._state.tree.publish(policy_version, parent, length=0)
+        else:
+            # Refused before it is journalled: a record that cannot be applied would stop every recovery.
+            copy.deepcopy(self._state.tree).publish(policy_version, parent, length=0, again=self._state.again)
+            self._run.record(ev.Published(policy_version, parent))
+
+    def lease(self, step: int) -> StepPlan | None:
+        """The sealed batch of `step` (without shards); None while it cannot be sealed. The same plan every time.
+
+        Raises:
+            ReplayError: the step is committed, or more than one ahead of the next.
+        """
+        state, buffer = self._state, self._state.buffer
+        if step < state.trained_steps:
+            trained = buffer.trained.get(step)
+            if trained is None or trained.evicted:
+                raise ReplayError(f"step {step} was trained and forgotten; the next step is {state.trained_steps}")
+            return trained.plan
+        ahead = step - state.trained_steps
+        if state.finished or ahead > 1:
+            why = "the run is finished" if state.finished else f"step {state.trained_steps} is not trained"
+            raise ReplayError(f"step {step} cannot be leased: {why}")
+        plan = self._seal(step, ahead)
+        if ahead == 0 and plan is not None:
+            self._run.meter.idle.note(self._run.clock(), None)
+        return plan
+
+    def is_sealed(self, step: int) -> bool:
+        """Whether `lease` has chosen its batch, and it is not trained yet."""
+        return step in self._state.buffer.untrained
+
+    def certain(self, step: int) -> StepPlan | None:
+        """The batch of `step`, as far as it is certain (without shards): the groups that it begins with, or all once it
+        is sealed. None of a step that is not the next. Changes nothing, and promises nothing: only `lease` seals."""
+        state = self._state
+        if step != state.trained_steps or state.finished:
+            return None
+        if self.is_sealed(step):
+            return state.buffer.untrained[step].plan
+        members = certain_members(state, self._run.settings)
+        ids = tuple(entry.group_id for entry in members)
+        return state.plan_of(ev.Sealed(step, state.version, 0, ids, self._run.settings.max_staleness), members)
+
+    def patience_mark(self, step: int) -> tuple[int, ...] | None:
+        """What a waiting `lease(step)` may see move: groups inserted, steps trained, tokens and environment steps of
+        any worker. Its patience starts anew with each change: one answer may take longer than it. None: steps before it
+        are still to be trained, so it waits for the learner itself and not for rollouts.
+        """
+        mark = self._run.meter.inserted_groups, self._state.trained_steps, self._run.workers.moves
+        return None if step > self._state.trained_steps else mark
+
+    def trained(self, *, step: int, policy_version: int, ess: Sequence[float] = ()) -> TrainedReply:
+        """Count a step and publish its version. Repeating the last one returns the same reply. `ess`: see
+        `LearnerReplay.trained`.
+
+        Raises:
+            ReplayError: not the next step, or it was never leased; or `ess` is not of its groups.
+        """
+        state = self._state
+        if self._last_trained and self._last_trained[:2] == (step, policy_version):
+            return self._last_trained[2]
+        if (step + 1, policy_version) == (state.trained_steps, state.version):
+            # Asked again of a server that was restarted since: it is counted, only the reply was lost.
+            return TrainedReply(metrics=self._run.metrics(), evaluations=self._take_evaluations())
+        sealed = state.buffer.untrained.get(step)
+        if step != state.trained_steps or sealed is None:
+            raise ReplayError(f"step {step} was not leased as the next step; the next is {state.trained_steps}")
+        if policy_version <= state.tree.newest:
+            raise ReplayError(f"policy_version {policy_version} is not above {state.tree.newest}: never reused")
+        plan = sealed.plan
+        if ess and (len(ess) != len(plan.groups) or not all(0 <= share <= 1 for share in ess)):
+            raise ReplayError(f"ess is a number from 0 to 1 for each of {len(plan.groups)} groups, not {list(ess)[:8]}")
+        before = {entry.group_id for entry in sealed.members if entry.trained}
+        self._run.record(ev.Trained(step, policy_version))
+        if ess:
+            shares = zip(ess, groups_of(sealed.members), strict=True)
+            self._run.record(ev.Weighed(step, tuple(round(share * 1e6) for share, group in shares for _ in group)))
+        again = [entry.group_id for entry in sealed.members if self._may_reuse(entry)]
+        if again:
+            self._run.record(ev.Reused(tuple(again)))
+        self._space.make_room()
+        staleness = self._run.meter.train(plan, before)
+        metrics = self._run.metrics() | staleness | self._autotune.trained(plan)
+        reply = TrainedReply(metrics=metrics, evaluations=self._take_evaluations())
+        self._last_trained = (step, policy_version, reply)
+        return reply
+
+    @property
+    def last_metrics(self) -> Mapping[str, float]:
+        """Of the last step that was trained since this began."""
+        return self._last_trained[2].metrics if self._last_trained else {}
+
+    def commit(self, step: int) -> None:
+        """Raises ReplayError when `step` was not trained."""
+        if step >= self._state.trained_steps:
+            raise ReplayError(f"step {step} cannot be committed: the next to be trained is {self._state.trained_steps}")
+        if step > self._state.committed_step:
+            self._run.record(ev.Committed(step))
+            self._run.meter.commit(step)
+
+    def announce(self, values: dict[str, Any]) -> None:
+        self._run.record(ev.Announced(values))
+
+    def evaluate(self, *, step: int, policy_version: int, eval_set: str, rows: int, chunk: int) -> int:
+        wanted = {
+            "step": step,
+            "policy_version": policy_version,
+            "eval_set": eval_set,
+            "rows": rows,
+            "chunk": chunk,
+        }
+        known = [
+            job for job in self._state.peers.evaluations.values() if asdict(job) == wanted | {"job_id": job.job_id}
+        ]
+        if known:
+            return known[0].job_id  # Asked again of a server that was restarted before it could answer.
+        job_id = self._state.peers.next_job
+        asked = ev.EvaluationAsked(job_id=job_id, **wanted)
+        superseded = self._run.evaluations.start(**asdict(asked))
+        self._run.record(asked)
+        for older in superseded:
+            self._run.record(ev.EvaluationClosed(older))
+        return job_id
+
+    def evaluation_mark(self) -> tuple[int, int]:
+        """What moves while an evaluation gets on: its results, and tokens of any worker."""
+        return self._run.evaluations.moves, self._run.workers.moves
+
+    def finished_evaluations(self, incarnation: str = "", request: int = -1) -> tuple[EvalSummary, ...] | None:
+        """Those not handed out before, once none is open; None until then. The same `request` asked again gets the same
+        ones: its answer was lost, and nothing else still has them."""
+        if request >= 0 and (incarnation, request) == self._handed_to:
+            return self._handed_out
+        return None if self._run.evaluations.open else self._take_evaluations((incarnation, request))
+
+    def _take_evaluations(self, asked_by: tuple[str, int] = ("", -1)) -> tuple[EvalSummary, ...]:
+        """Results not handed out yet. Those handed out before have arrived, or the learner would not ask for more."""
+        for summary in self._handed_out:
+            self._run.record(ev.EvaluationClosed(summary.job_id))
+        self._handed_out, self._handed_to = self._run.evaluations.take(), asked_by
+        return self._handed_out
+
+    def finish(self) -> None:
+        """Drop what is open and tell workers to stop. Repeating it is harmless."""
+        if self._state.finished:
+            return
+        for entry in list(self._state.ledger.entries.values()):
+            if entry.state is GroupState.TRAINED:
+                continue
+            if entry.trained:
+                self._run.record(ev.Retired(entry.group_id))
+            else:
+                self._retries.drop(entry, DropReason.SHUTDOWN)
+        self._run.evaluations.cancel()
+        self._run.record(ev.Finished())
+
+    def snapshot(self) -> dict[str, Any]:
+        return self._state.snapshot()
+
+    def explain(self, step: int) -> str:
+        """Whom the learner waits for, and who is silent, in words."""
+        why = why_no_batch(self._state, self._run.settings, self._run.workers, step)
+        return "; ".join(
+            part for part in (self._run.why_paused, why, who_is_silent(self._run.workers, self._run.clock())) if part
+        )
+
+    def explain_evaluation(self) -> str:
+        """What of the open evaluations is missing, and who is silent, in words."""
+        silent = who_is_silent(self._run.workers, self._run.clock()) or "no rollout worker is connected"
+        return f"{self._run.evaluations.waiting_rows()} rows are open; {silent}"
+
+    def _may_reuse(self, entry: Entry) -> bool:
+        if entry.state is not GroupState.TRAINED or entry.payload is None or entry.header is None:
+            return False
+        # A resume by group may find members of groups begun by sample: of those some could be reused without the rest.
+        if entry.siblings or entry.trained >= self._run.settings.max_times_sampled:
+            return False
+        # Over-age for the next step it would only hold a place that a new group could have.
+        state = self._state
+        return (
+            min(state.tree.distance(v, state.version) for v in _sampled_by(entry)) <= self._run.settings.max_staleness
+        )
+
+    def _left_behind(self, entry: Entry) -> bool:
+        """Whether weights sampled it that the learner's own do not come from: then it was not too slow, a resume went
+        back behind it."""
+        tree, version = self._state.tree, self._state.version
+        return any(not tree.leads_to(sampled, version) for sampled in _sampled_by(entry))
+
+    def _seal(self, step: int, ahead: int) -> StepPlan | None:
+        buffer = self._state.buffer
+        sealed = buffer.untrained.get(step)
+        if sealed is not None:
+            return sealed.plan
+        if ahead and self._seal(step - 1, ahead - 1) is None:
+            return None  # Sealing out of order would let a later step take the older groups.
+        choice = choose_batch(self._state, self._run.settings, step=step, ahead=ahead, seed=self._run.seed)
+        for group in choice.short:
+            for entry in group:
+                self._retries.drop(entry, DropReason.INCOMPLETE)
+        for group in choice.stale:
+            self._drop_stale(group)
+        if choice.batch is None:
+            if ahead == 0:
+                self._run.meter.idle.note(
+                    self._run.clock(), what_is_missing(self._state, self._run.settings, self._run.workers)
+                )
+            return None
+        for group in groups_of(choice.batch):
+            if group[0].siblings:
+                rewards = [reward for entry in group if entry.header for reward in entry.header.member_rewards]
+                self._run.meter.whole(rewards, missing=group[0].siblings - len(group))
+        members = tuple(entry.group_id for entry in choice.batch)
+        self._run.record(ev.Sealed(step, self._state.version, ahead, members, self._run.settings.max_staleness))
+        return buffer.untrained[step].plan
+
+    def _drop_stale(self, group: Group) -> None:
+        """All of it, and its prompt goes back once."""
+        left = any(map(self._left_behind, group))
+        reason = DropReason.DEAD_BRANCH if left else DropReason.STALE
+        for entry in group:
+            if entry.trained:
+                self._run.record(ev.Retired(entry.group_id))
+                continue
+            if entry.header is not None:
+                self._run.meter.drop_stale(entry.header, reason)
+                self._run.on_stale(entry, reason)
+            readmit = (left or self._run.settings.readmit_dropped) and entry is group[0]
+            self._retries.drop(entry, reason, readmit=readmit)
+
+    def _reload(self, number: int, snapshot: dict[str, Any] | None) -> None:
+        if snapshot is None and number < 0:
+            raise ReplayError(
+                f"this learner begins at step 0, and the replay server serves a run of which "
+                f"{self._state.trained_steps} steps are trained and a checkpoint is saved. Start it with that run's "
+                "folder and resume=auto, or with a replay server of its own"
+            )
+        if snapshot is None:
+            raise ReplayError(
+                f"the learner's checkpoint is of step {number}; this server remembers steps "
+                f"{self._state.committed_step}..{self._state.trained_steps - 1} and the checkpoint has no snapshot. "
+                f"Resume from a newer checkpoint, or start with a new run folder"
+            )
+        if snapshot.get("step") != number:
+            raise ReplayError(f"the replay snapshot is of step {snapshot.get('step')}, the checkpoint of step {number}")
+        ReplayState().apply(ev.Reloaded(snapshot))  # Or it would be refused too late.
+        for member in self._run.workers.live.values():
+            member.held.clear()
+        self._run.record(ev.Reloaded(snapshot))
+
+
+def _sampled_by(entry: Entry) -> set[int]:
+    """Versions that its loss tokens are from."""
+    members = entry.header.trajectories if entry.header else ()
+    return {version for trajectory in members for version, _ in trajectory.version_tokens}

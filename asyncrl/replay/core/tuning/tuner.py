@@ -1,0 +1,118 @@
+"""The tuner of a run, where its settings want one: told of each trained step, and its moves carried out."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+
+from asyncrl.replay.core.run import Run
+from asyncrl.replay.core.tuning.autotune import Move, Tuner
+from asyncrl.replay.core.tuning.forecast import Bounds, Limits, Seen
+from asyncrl.types import StepPlan
+
+log = logging.getLogger(__name__)
+
+LEAST_S = 5.0
+"""Of heartbeats: see `Limits.least_s`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """Of a run so far; what is measured is the difference of two."""
+
+    clock: float
+    waited_s: float
+    """By the learner."""
+    in_flight: dict[int, float]
+    """Seconds by how many groups were in flight."""
+    generated: float
+    """Tokens."""
+    wasted: int
+    """Of them, too old to be trained."""
+    workers: frozenset[str]
+    """Incarnations of those that are there."""
+
+    @classmethod
+    def of(cls, run: Run) -> Totals:
+        now = run.clock()
+        return cls(
+            clock=now,
+            waited_s=sum(run.meter.idle.seconds.values()),
+            in_flight=run.flight.until(now),
+            generated=run.workers.generated(now),
+            wasted=sum(run.meter.wasted),
+            workers=frozenset(worker.incarnation for worker in run.workers.live.values()),
+        )
+
+    def since(self, before: Totals, trained: dict[int, int]) -> Seen:
+        seconds = self.clock - before.clock
+        return Seen(
+            seconds=seconds,
+            waited_s=self.waited_s - before.waited_s,
+            in_flight={
+                count: passed - before.in_flight.get(count, 0.0)
+                for count, passed in self.in_flight.items()
+                if passed > before.in_flight.get(count, 0.0)
+            },
+            generated=max(0.0, self.generated - before.generated),
+            trained=trained,
+            wasted=self.wasted - before.wasted,
+        )
+
+
+class Autotune:
+    """Of a run whose settings want none it does nothing."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._tuner: Tuner | None = None
+        settings = run.settings
+        if settings.most_in_flight:
+            limits = Limits(
+                groups_per_step=settings.groups_per_step,
+                deepest=settings.max_staleness - settings.bypass_steps,
+                most_in_flight=settings.most_in_flight,
+                least_s=LEAST_S if run.workers.timeout_s < math.inf else 0.0,
+            )
+            begin = Bounds(pipeline_depth=settings.pipeline_depth, max_in_flight=settings.max_in_flight)
+            self._tuner = Tuner(limits, begin)
+        self._before: Totals | None = None
+        """At the last step."""
+        self.moves = 0
+
+    def interrupted(self) -> None:
+        """A learner was restored."""
+        self._before = None
+        if self._tuner is not None:
+            self._tuner.interrupted()
+
+    def trained(self, plan: StepPlan) -> dict[str, float]:
+        """Metrics of what is in force after a step."""
+        if self._tuner is None:
+            return {}
+        run = self._run
+        now = Totals.of(run)
+        before, self._before = self._before, now
+        if before is not None and now.workers != before.workers:
+            self._tuner.interrupted(others=True)
+        elif run.why_paused or run.state.replays(run.settings.pipeline_depth):
+            self._tuner.interrupted()
+        elif before is not None and now.clock > before.clock:
+            self._carry_out(self._tuner.step(now.since(before, plan.tokens_by_staleness())))
+        return {
+            "autotune/pipeline_depth": float(run.settings.pipeline_depth),
+            "autotune/max_in_flight": float(run.settings.max_in_flight),
+            "autotune/moves": float(self.moves),
+        }
+
+    def _carry_out(self, move: Move | None) -> None:
+        if move is None:
+            return
+        old, new = self._run.settings, move.bounds
+        self._run.allow(pipeline_depth=new.pipeline_depth, max_in_flight=new.max_in_flight)
+        self.moves += 1
+        log.info(
+            "autotune: pipeline_depth %d -> %d, max_in_flight %d -> %d: %s",
+            old.pipeline_depth, new.pipeline_depth, old.max_in_flight, new.max_in_flight, move.reason,
+        )  # fmt: skip
