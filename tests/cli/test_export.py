@@ -163,7 +163,7 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_is_passed_over_for_a_newer_
 @pytest.mark.slow
 def test_two_exports_into_one_folder_come_one_after_the_other(run: Path, capfd: pytest.CaptureFixture[str]):
     (run / "exports" / "step_1").mkdir(parents=True)
-    with in_turn(run / "exports" / "step_1", list):
+    with in_turn(run / "exports" / "step_1", lambda: None):
         other = subprocess.Popen([sys.executable, "-m", "asyncrl.cli.export", str(run), "1"])
         until = time.monotonic() + 120
         while "another export writes into" not in (said := capfd.readouterr().err):

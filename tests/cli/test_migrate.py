@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,7 @@ reward_model.enable=True reward_model.model.path=rm trainer.critic_warmup=3
 
 
 def migrated(
-    framework: str, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], *needed: str
+    framework: str, arguments: Sequence[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], *needed: str
 ) -> tuple[Config, str]:
     """The settings that what it prints makes, and the text."""
     assert main(["migrate", framework, *arguments]) == 0

@@ -72,7 +72,7 @@ def test_two_layers_of_a_deep_model_that_changed_places_are_found_in_bfloat16(tm
 def save_mixture(folder) -> str:
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        **SHAPE | {"vocab_size": 320, "hidden_size": 64}, head_dim=32, tie_word_embeddings=False, num_experts=8,
+        **SHAPE | {"vocab_size": 320, "hidden_size": 64, "head_dim": 32}, tie_word_embeddings=False, num_experts=8,
         num_experts_per_tok=2, norm_topk_prob=True, moe_intermediate_size=64, decoder_sparse_step=1, mlp_only_layers=[],
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
