@@ -67,8 +67,6 @@ class Lines(Generic[Part]):
     """Numbers, from 1, of lines that were changed, or whose predecessor is missing."""
     unread: int = 0
     """Number of lines that are not JSON objects."""
-    cut_off: bool = False
-    """The file ends in the middle of a line, as after a writer was killed."""
     crc: int = 0
     """Checksum of the last row."""
 
@@ -92,8 +90,7 @@ def read_parts(path: Path, part: Callable[[Row], Part]) -> Lines[Part]:
     end, before = 0, 0
     for number, line in enumerate(_lines_of(path), start=1):
         end += len(line)
-        if not line.endswith(b"\n"):
-            found.cut_off = True
+        if not line.endswith(b"\n"):  # a killed writer may leave the last one so
             break
         crc = checksum_of(line, before)
         row = row_of(line)

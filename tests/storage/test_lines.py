@@ -33,7 +33,7 @@ def test_each_line_is_one_json_object_and_reads_back(path: Path) -> None:
     plain = [json.loads(line) for line in path.read_text().splitlines()]
     assert [{name: value for name, value in row.items() if name != "crc"} for row in plain] == ROWS
     found = read_lines(path)
-    assert found.rows == ROWS and not found.damaged and not found.cut_off
+    assert found.rows == ROWS and not found.damaged
 
 
 def test_no_flipped_bit_goes_unseen(path: Path) -> None:
@@ -41,7 +41,7 @@ def test_no_flipped_bit_goes_unseen(path: Path) -> None:
     for place in range(len(whole)):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
         found = read_lines(path)
-        assert found.damaged or found.cut_off, f"byte {place}: {whole[place : place + 1]!r}"
+        assert found.damaged or len(found.rows) < len(ROWS), f"byte {place}: {whole[place : place + 1]!r}"
 
 
 @pytest.mark.parametrize("gone", [0, 1, 3])
