@@ -245,7 +245,7 @@ class LearnerReplay(Protocol):
         ...
 
     def early(self, *, step: int, rank: int, world: int, after: int, upto: int, wait_s: float) -> Lease | None:
-        """Of the groups that the next batch is certain to begin with (`replay.core.balance.begin_step`) those from
+        """Of the groups that the next batch is certain to begin with (`begin_step` in `replay.core.batches`) those from
         `after` on: the plan of those alone, counted from 0, and this rank's trajectories. None if there are none within
         `wait_s`, or the batch is sealed. Reserves nothing: what is trained is what `lease` says.
 
