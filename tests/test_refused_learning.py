@@ -310,6 +310,8 @@ REFUSED: Refused = [
     (["loss=null"], ["`loss` takes the name of a file in configs/loss/, got 'null'"]),
     (["data.path=[a"], ["could not be read as `key=value`", "quotes"]),
     (["learner.lr=choice(1,2)"], ["could not be read as `key=value`", "'learner.lr=\"choice(1,2)\"'"]),
+    (["engine.urls=[http://[::1]:1,http://a:2]"], ["""'engine.urls=["http://[::1]:1","http://a:2"]'"""]),
+    (["engine.urls=http://a:1"], ["is refused", """It is a list: 'engine.urls=["http://a:1"]'"""]),
     (
         ["learner.offload=optimizer", "learner.optimizer=adamw_8bit"],
         ["only moves float32 moments", "learner.optimizer=adamw_8bit", "learner.offload=all works with both"],

@@ -183,7 +183,10 @@ def explain_refused_value(message: str, overrides: Sequence[str]) -> str:
     if full_key:
         key = full_key.group(1)
         given = _refused_one([text for text in overrides if text.split("=", 1)[0] == key], reason) or key
-        way_out = OTHERWISE.get(key, f"`asyncrl settings {key}` says which values it takes")
+        value, known = given.partition("=")[2], f"`asyncrl settings {key}` says which values it takes"
+        if reason.endswith("is not a ListConfig, list or tuple") and value and not set(value) & set("'\"[]"):
+            known = f"It is a list: '{key}={_in_quotes(f'[{value}]')}'"
+        way_out = OTHERWISE.get(key, known)
         return f"`{given}` is refused: {reason}. {way_out}"
     if any(word in message for word in ("parsing", "mismatched", "NoViable", "no viable", "Ambiguous")):
         return f"an argument could not be read as `key=value`: {reason}. {_how_to_quote(overrides)}"
@@ -203,8 +206,15 @@ def _how_to_quote(overrides: Sequence[str]) -> str:
     suspects = [(key, value) for key, _, value in pairs if not re.fullmatch(r"[A-Za-z0-9_./:%@+-]*", value)]
     if any(value.startswith("~") for _, value in suspects):
         return f'{rule}, and `~` is not expanded inside an argument: write key="$HOME/..."'
-    typed = " ".join(f"'{key}=\"{value}\"'" for key, value in suspects if not set(value) & set("'\""))
+    typed = " ".join(f"'{key}={_in_quotes(value)}'" for key, value in suspects if not set(value) & set("'\""))
     return f"{rule}: {typed or 'key=' + repr(chr(34) + 'a value' + chr(34))}"
+
+
+def _in_quotes(value: str) -> str:
+    """Of a list the entries, which in quotes as a whole would be a text."""
+    if value.startswith("[") and value.endswith("]"):
+        return f"[{','.join(f'{chr(34)}{entry}{chr(34)}' for entry in value[1:-1].split(','))}]"
+    return f'"{value}"'
 
 
 def _unknown_key(key: str, given: str, known: Sequence[str], groups: Sequence[str]) -> str:
