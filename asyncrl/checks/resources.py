@@ -62,7 +62,7 @@ def taken_addresses(config: Config, role: str) -> Iterator[str]:
     if given.startswith("tcp://") and given != Config().replay.address:
         yield from _taken("replay.address", host_of(given), int(given.rpartition(":")[2]))
     if serves_weights(config):
-        yield from _taken("weights.host", config.weights.host, 0)
+        yield from _taken("weights.host", config.weights.host, config.weights.port)
 
 
 def missing_interfaces(config: Config, role: str) -> Iterator[str]:
