@@ -214,18 +214,20 @@ def positions_of(path: str) -> int | None:
 
 
 def _too_few_positions(config: Config) -> Iterator[str]:
-    """A model with these never gives a completion worth a reward."""
-    positions = positions_of(config.model.path)
-    if positions is None or config.engine.name == "fake":
+    """Completions would be cut before `max_new_tokens`, and at worst never be worth a reward."""
+    positions, held = positions_of(config.model.path), config.engine.max_model_len
+    rooms = [(positions, f"the model of model.path has {positions} positions"), (held, f"engine.max_model_len={held}")]
+    room, said = min(((tokens, said) for tokens, said in rooms if tokens), default=(0, ""))
+    if not said or config.engine.name == "fake":
         return
     prompt = config.data.max_prompt_tokens
     wanted = {"rollout": config.rollout.max_new_tokens}
     wanted |= {each.key: each.config.rollout.max_new_tokens for each in eval_sets(config)}
     for key, tokens in wanted.items():
-        if prompt + tokens > positions and (key == "rollout" or tokens != wanted["rollout"]):
+        if prompt + tokens > room and (key == "rollout" or tokens != wanted["rollout"]):
             yield (
-                f"data.max_prompt_tokens={prompt} + {key}.max_new_tokens={tokens} = {prompt + tokens}, and the model "
-                f"of model.path has {positions} positions. Lower one of them"
+                f"data.max_prompt_tokens={prompt} + {key}.max_new_tokens={tokens} = {prompt + tokens}, and {said}. "
+                "Lower one of them"
             )
 
 

@@ -8,10 +8,33 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from asyncrl.checks.addresses import is_private, resolved
-from asyncrl.schema import EngineConfig
+from asyncrl.schema import Config, EngineConfig
 
 SERVERS = ("server", "sglang")
 """Of `engine.name`."""
+SCORED = 25
+"""Tokens that a server has to hold for the canary: its probes have 24, and none is scored without making one more."""
+
+
+def too_short(url: str, held: int, config: Config, beside: int = 0) -> str:
+    """Why a server that holds `held` tokens cannot be used by a run of this config; empty where it can.
+
+    Args:
+        beside: what the servers hold that the run goes on with.
+    """
+    prompt, new = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    wanted = {
+        f"data.max_prompt_tokens={prompt} + rollout.max_new_tokens={new} = {prompt + new}": prompt + new,
+        f"the canary takes {SCORED}": SCORED,
+        f"requests may have {beside}": beside,
+    }
+    what, most = max(wanted.items(), key=lambda item: item[1])
+    if held >= most:
+        return ""
+    return (
+        f"engine.urls: {url} cannot be used: it holds {held} tokens, and {what}. Start it with --max-model-len {most} "
+        "(SGLang: --context-length)"
+    )
 
 
 def refused(engine: EngineConfig) -> Iterator[str]:

@@ -32,6 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
 def live(server: VllmServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     config = engine_config(tmp_path_factory.mktemp("settings"), "qwen3_tied")
     config.engine.name, config.engine.urls, config.engine.dtype = "server", [server.url], "float32"
+    config.data.max_prompt_tokens = config.rollout.max_new_tokens = 64
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server_engine, "LOOK_S", 0.2)
         patch.setattr(server_engine, "SILENT_S", 2 * WAIT_S)  # a busy machine makes nobody silent

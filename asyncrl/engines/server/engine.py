@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.checks.dtypes import dtype_on
+from asyncrl.checks.servers import too_short
 from asyncrl.engines.base import GenerateRequest
 from asyncrl.engines.parameters import ParameterTable
 from asyncrl.engines.server.answers import Answer, ServerGoneError, foreign, label_of, version_in
@@ -66,6 +67,7 @@ class ServerEngine(ABC):
     """Text for users: how a server of this kind is started."""
 
     def __init__(self, config: Config, links: Sequence[Dialect]) -> None:
+        self._config = config
         self._recompute = config.weights.on_update == "recompute"
         self._timeout_s = config.weights.timeout_s
         # Shorter than the worker's wait for a token, which would end without mentioning servers.
@@ -222,12 +224,8 @@ class ServerEngine(ABC):
                 if time.monotonic() < server.not_before:
                     return
                 facts = await server.link.facts(self._dtype, self._shape)
-                if facts.max_length < self._max_length:
-                    raise ConfigError(
-                        f"engine.urls: {server.url} cannot be used: it holds {facts.max_length} tokens, and requests "
-                        f"may have {self._max_length}. Start it with --max-model-len {self._max_length} "
-                        "(SGLang: --context-length)"
-                    )
+                if why := too_short(server.url, facts.max_length, self._config, self._max_length):
+                    raise ConfigError(why)
                 server.arrive(facts)
                 log.info("%s is there", server.url)
                 await self._arrived(server)

@@ -8,7 +8,7 @@ import os
 from typing import TypeVar
 
 from asyncrl.checks.machine import model_settings
-from asyncrl.checks.servers import connected_at
+from asyncrl.checks.servers import connected_at, too_short
 from asyncrl.engines.server.answers import ServerGoneError
 from asyncrl.engines.server.link import Dialect
 from asyncrl.engines.server.sglang_link import SglangLink
@@ -38,11 +38,13 @@ def look_at_servers(config: Config) -> None:
     async def look(link: Dialect) -> str:
         dtype = "" if config.engine.dtype == "auto" else config.engine.dtype
         try:
-            await link.facts(dtype, shape)
+            facts = await link.facts(dtype, shape)
         except ServerGoneError as error:
             return str(error)
         finally:
             await link.close()
+        if why := too_short(link.url, facts.max_length, config):
+            raise ConfigError(why)
         return ""
 
     async def look_at_all() -> list[str]:

@@ -272,6 +272,7 @@ def test_the_longest_row_is_found_and_what_becomes_of_it_said(
     ("settings", "says"),
     [
         (["rollout.max_new_tokens=600"], ["= 1112, and the model of model.path has 1024 positions"]),
+        (["engine=vllm", "engine.max_model_len=600"], ["= 768, and engine.max_model_len=600. Lower one of them"]),
         (
             ["engine.record_topk=300"],
             ["engine.record_topk=300 is more than the 258 tokens in the vocabulary of model.path. Lower it"],
@@ -337,7 +338,9 @@ def test_an_address_that_is_taken_is_refused(task: list[str], capsys: pytest.Cap
         other.listen()
         port = other.getsockname()[1]
         said = refused([*task, f"replay.address=tcp://127.0.0.1:{port}"], capsys)
+        weights = refused([*task, f"weights.port={port}"], capsys)
     assert f"replay.address=127.0.0.1:{port} is already in use" in said
+    assert f"weights.host=127.0.0.1:{port} is already in use" in weights
 
 
 def test_an_environment_that_scores_by_itself_needs_no_reward(

@@ -56,6 +56,7 @@ def settings(folder: Path, *servers: ContractServer) -> Config:
     config = Config()
     config.model.path, config.engine.name, config.engine.dtype = str(folder), "server", "float32"
     config.engine.urls = [server.url for server in servers]
+    config.data.max_prompt_tokens, config.rollout.max_new_tokens = 24, 16
     return config
 
 
@@ -333,6 +334,30 @@ def test_one_that_came_back_with_less_room_is_not_used(folder, pair):
     wait_until(lambda: "Start it with --max-model-len 64" in engine._servers[pair[0].url].why)
     assert list(engine._there()) == [pair[1].url]
     asyncio.run(engine.close())
+
+
+@pytest.mark.parametrize(
+    ("held", "new", "said"),
+    [
+        (32, 16, r"data.max_prompt_tokens=24 \+ rollout.max_new_tokens=16 = 40. Start it with --max-model-len 40"),
+        (24, 0, "the canary takes 25. Start it with --max-model-len 25"),
+    ],
+)
+def test_one_that_holds_less_than_the_run_needs_is_refused_before_it_and_by_a_worker(folder, pair, held, new, said):
+    """Its worker died of a canary that was too long for it, and was started again, without an end."""
+    config = settings(folder, *pair)
+    config.rollout.max_new_tokens = new
+    small = SETTINGS | {"model_config": SETTINGS["model_config"] | {"max_model_len": held}}
+    pair[1].instead["/server_info"] = {"vllm_config": small}
+    with pytest.raises(ConfigError, match=f"{pair[1].url} cannot be used: it holds {held} tokens, and {said}"):
+        look_at_servers(config)
+    engine = make_server_engine(config)  # goes on with the other
+    assert isinstance(engine, VllmServers) and list(engine._there()) == [pair[0].url]
+    assert "cannot be used: it holds" in engine._servers[pair[1].url].why
+    asyncio.run(engine.close())
+    pair[0].instead = dict(pair[1].instead)
+    with pytest.raises(ConfigError, match=said):
+        make_server_engine(config)
 
 
 def test_a_request_that_meets_a_server_without_our_key_is_made_by_the_other(folder, pair):

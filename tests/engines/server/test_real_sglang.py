@@ -56,6 +56,7 @@ def engine(server: SglangServer, tmp_path_factory: pytest.TempPathFactory) -> It
     folder = tmp_path_factory.mktemp("settings")
     config = engine_config(folder, "qwen3_tied")
     config.engine.name, config.engine.urls, config.engine.dtype = "sglang", [server.url], "float32"
+    config.data.max_prompt_tokens = config.rollout.max_new_tokens = 64
     config.run.dir = str(folder / "run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server_engine, "LOOK_S", 0.2)

@@ -51,6 +51,7 @@ def engine(folder: Path, pair: tuple[SglangContract, SglangContract]) -> Iterato
     config = Config()
     config.model.path, config.engine.name, config.run.dir = str(folder), "sglang", str(folder / "run")
     config.engine.urls = [server.url for server in pair]
+    config.data.max_prompt_tokens, config.rollout.max_new_tokens = 24, 16
     made = make_server_engine(config)
     assert isinstance(made, SglangServers)
     yield made
