@@ -92,7 +92,7 @@ def _run(config: Config, overrides: Sequence[str], typed: Sequence[str]) -> int:
     if gone := said_of_gone(run_id, folder):
         say(console, gone)
     else:
-        show_report(config, folder, console, typed, ended)
+        show_report(config, folder, console, typed, ended, overrides)
     return ended.code
 
 
@@ -112,7 +112,9 @@ def check_room(config: Config, folder: Path) -> None:
         )
 
 
-def show_report(config: Config, folder: Path, console: Console, typed: Sequence[str], ended: Ended) -> None:
+def show_report(
+    config: Config, folder: Path, console: Console, typed: Sequence[str], ended: Ended, given: Sequence[str]
+) -> None:
     """Summary, curves and what to type next. Nothing is drawn when no step was trained."""
     rows = read_metrics(folder)
     say(console, f"\n{summary(rows)}")
@@ -134,7 +136,7 @@ def show_report(config: Config, folder: Path, console: Console, typed: Sequence[
         say(console, how_to_go_on(folder, typed, ended))
         return
     say(console, "now try:")
-    for line in suggestions(config, typed):
+    for line in suggestions(config, typed, given):
         say(console, f"  {line}")
 
 

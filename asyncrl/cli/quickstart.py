@@ -26,6 +26,7 @@ from typing import Any
 from asyncrl.cli.arguments.overrides import quoted
 from asyncrl.cli.local import run_local
 from asyncrl.collector import load
+from asyncrl.config import load_config
 from asyncrl.data.modes import LETTERS, REVERSE_SHARE, WORD_LENGTH, write_modes
 from asyncrl.data.quick_agents import AGENTS, write_rows
 from asyncrl.data.warmup_recipe import AgentRecipe, RewardRecipe, WarmupRecipe
@@ -158,6 +159,8 @@ def make(module: str, *arguments: str) -> None:
         raise AsyncRLError(
             f"the warm-up did not finish within {WARMUP_TIMEOUT_S:.0f} s: is the machine busy?"
         ) from error
+    except OSError as error:  # would be taken for one of the folder
+        raise AsyncRLError(f"the warm-up cannot be started: {error}") from error
     if done.returncode:
         raise AsyncRLError(f"the warm-up failed with exit code {done.returncode}:\n{done.stdout[-4000:]}")
     print(f"{done.stdout.strip().splitlines()[-1]} ({time.monotonic() - started:.0f} s)", flush=True)
@@ -168,24 +171,47 @@ def quickstart_overrides(folder: Path, overrides: Sequence[str]) -> list[str]:
 
     The quickstart's own folder, runs/quickstart, is made anew each time; one that the user named is not.
     """
+    wanted = _wants_reward_model(overrides)
+    return _settings(folder, prepare_reward_model(folder, RewardRecipe()) if wanted else folder, overrides)
+
+
+def _wants_reward_model(overrides: Sequence[str]) -> bool:
+    named = any(text.startswith("reward.model=") for text in overrides)
+    return not named and not REWARD_MODEL.isdisjoint(overrides)
+
+
+def _settings(folder: Path, reward_model: Path, overrides: Sequence[str]) -> list[str]:
     own = [] if any(text.startswith(NAMES_A_RUN) for text in overrides) else ["overwrite=true"]
     paths = {"model.path": folder / "model", "data.path": folder / "train.jsonl", "eval.path": folder / "heldout.jsonl"}
     if (corpus := folder / "corpus.jsonl").is_file():
         paths["environment.args.corpus"] = corpus
-    if REWARD_MODEL.intersection(overrides) and not any(text.startswith("reward.model=") for text in overrides):
-        paths["reward.model"] = prepare_reward_model(folder, RewardRecipe())
+    if _wants_reward_model(overrides):
+        paths["reward.model"] = reward_model
     experiment = [] if any(text.startswith("experiment=") for text in overrides) else ["experiment=quickstart"]
     settings = (f"{key}={quoted(str(path))}" for key, path in paths.items())
     return [*experiment, *settings, *own, *overrides]
 
 
 def main(overrides: Sequence[str]) -> int:
-    folder = prepare(recipe_of(overrides))
-    typed = ["bash", QUICKSTART, *overrides]
-    return run_local(quickstart_overrides(folder, overrides), typed=typed)
+    folder = _prepared(overrides)
+    return run_local(quickstart_overrides(folder, overrides), typed=[*command_of(sys.argv[0]), *overrides])
+
+
+def command_of(program: str) -> tuple[str, str]:
+    """What was typed: the command itself, or the launcher, which calls it as a module."""
+    launcher, command = QUICKSTART
+    return command if Path(program).name == command[0] else launcher
+
+
+def _prepared(overrides: Sequence[str]) -> Path:
+    """The folder of the task. Settings that cannot be are refused before minutes are spent on it."""
+    recipe = recipe_of(overrides)
+    folder = cache_folder(recipe)
+    load_config(_settings(folder, folder, overrides))
+    return prepare(recipe)
 
 
 def plan(overrides: Sequence[str]) -> int:
     """`--dry-run`: the plan of the run. Makes the cached model if there is none, since the plan reads its size."""
-    settings = quickstart_overrides(prepare(recipe_of(overrides)), overrides)
+    settings = quickstart_overrides(_prepared(overrides), overrides)
     return load("asyncrl.cli.dry_run.command").main("local", settings)

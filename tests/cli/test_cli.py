@@ -381,6 +381,35 @@ def test_a_cache_that_cannot_be_made_is_an_error_with_the_variable_to_set(
     assert "Set ASYNCRL_CACHE=DIR" in capsys.readouterr().err
 
 
+def test_a_warm_up_that_cannot_be_started_is_not_blamed_on_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ASYNCRL_CACHE", str(tmp_path))
+    monkeypatch.setattr("sys.executable", str(tmp_path / "no-python"))
+    assert main(["quickstart"]) == 2
+    said = capsys.readouterr().err
+    assert "the warm-up cannot be started" in said and "no-python" in said and "ASYNCRL_CACHE" not in said
+
+
+@pytest.mark.parametrize(
+    ("name", "refused"), [("quickstart", "run.dir=a/ü"), ("search_quickstart", "loss=own"), ("reward_model", "seed=x")]
+)
+def test_the_quickstart_refuses_settings_before_it_makes_a_model(
+    name: str, refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ASYNCRL_CACHE", str(tmp_path))
+    monkeypatch.setattr(quickstart, "prepare", lambda recipe: pytest.fail("made before it was refused"))
+    assert main(["quickstart", f"experiment={name}", refused]) == 2
+    assert "ConfigError" in capsys.readouterr().err
+    with pytest.raises(pytest.fail.Exception, match="made before"):
+        main(["quickstart", f"experiment={name}"])
+
+
+def test_what_the_quickstart_says_to_type_is_what_was_typed() -> None:
+    assert quickstart.command_of("/venv/bin/asyncrl") == ("asyncrl", "quickstart")
+    assert quickstart.command_of("/checkout/asyncrl/cli/__main__.py") == ("bash", "launchers/quickstart.sh")
+
+
 def test_the_user_s_settings_win_over_the_quickstart_s(tmp_path: Path) -> None:
     overrides = quickstart.quickstart_overrides(tmp_path / "a b", ["data.path=mine.jsonl"])
     assert overrides[0] == "experiment=quickstart"

@@ -138,9 +138,8 @@ def test_a_plan_of_a_resume_says_from_which_checkpoint_and_refuses_what_the_star
 def test_the_report_leaves_curves_and_suggestions(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "policy_version": 1, "time": 1.0, "reward/mean": 0.5}\n')
     out = io.StringIO()
-    show_report(
-        load_config(REQUIRED), tmp_path, Console(file=out, width=300), ["asyncrl", "local", *REQUIRED], Ended(code=0)
-    )
+    console = Console(file=out, width=300)
+    show_report(load_config(REQUIRED), tmp_path, console, ["asyncrl", "local", *REQUIRED], Ended(code=0), REQUIRED)
     assert (tmp_path / "curves.png").exists()
     assert "trained 1 steps to version 1" in out.getvalue()
     assert "asyncrl local model.path=m data.path=d.jsonl reward.function=r.py:f run.name=run-sync" in out.getvalue()
@@ -160,9 +159,8 @@ def test_a_report_that_cannot_be_drawn_says_so_and_does_not_hide_how_the_run_end
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = io.StringIO()
-    show_report(
-        load_config(REQUIRED), tmp_path, Console(file=out, width=300), ["asyncrl", "local", *REQUIRED], Ended(code=0)
-    )
+    console = Console(file=out, width=300)
+    show_report(load_config(REQUIRED), tmp_path, console, ["asyncrl", "local", *REQUIRED], Ended(code=0), REQUIRED)
     assert "not drawn" in out.getvalue() and "now try" in out.getvalue()
 
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config import load_config
+from asyncrl.errors import ConfigError
 from asyncrl.schema import Config
 from asyncrl.storage.checkpoints import CHECKPOINT_DIR, last_saved
 from asyncrl.storage.lines import read_lines
@@ -140,8 +142,8 @@ OF_ONE_RUN = ("seed", "run.name", "run.dir", "resume", "overwrite", "learner.cop
 """Settings in which repeats of one experiment differ."""
 
 
-QUICKSTART = "launchers/quickstart.sh"
-"""Its command, as one types it."""
+QUICKSTART = ("bash", "launchers/quickstart.sh"), ("asyncrl", "quickstart")
+"""Its commands, as one types them."""
 
 
 def without(typed: Sequence[str], settings: tuple[str, ...]) -> list[str]:
@@ -149,16 +151,32 @@ def without(typed: Sequence[str], settings: tuple[str, ...]) -> list[str]:
     return [text for text in typed if text.partition("=")[0] not in settings]
 
 
-def suggestions(config: Config, typed: Sequence[str]) -> list[str]:
-    """Commands worth typing next; `typed` is the command of this run."""
-    again = shlex.join(without(typed, OF_ONE_RUN)) + f" run.name={config.run.name}"
+def suggestions(config: Config, typed: Sequence[str], given: Sequence[str]) -> list[str]:
+    """Commands worth typing next, without those that would be refused.
+
+    Args:
+        typed: the command of this run.
+        given: all its settings, also those that the command did not name.
+    """
     tries = []
     if config.replay.max_staleness > 0:
-        tries.append(f"{again}-sync replay=sync        # exactly on-policy: the two sides take turns")
-    if QUICKSTART in typed:  # the one task on which this was measured
+        tries.append(("-sync replay=sync", "exactly on-policy: the two sides take turns"))
+    if tuple(typed[:2]) in QUICKSTART:  # the one task on which this was measured
         tries.append(
-            f"{again}-uncorrected loss=no_correction replay.max_staleness=16 replay.pipeline_depth=16 learner.lr=1e-3"
-            "        # old data, no correction: it breaks; without `loss=no_correction` it does not"
+            (
+                "-uncorrected loss=no_correction replay.max_staleness=16 replay.pipeline_depth=16 learner.lr=1e-3",
+                "old data, no correction: it breaks; without `loss=no_correction` it does not",
+            )
         )
-    tries.append(f"{again}-seed{config.seed + 1} seed={config.seed + 1}        # was it luck?")
-    return tries
+    tries.append((f"-seed{config.seed + 1} seed={config.seed + 1}", "was it luck?"))
+    again, kept = shlex.join(without(typed, OF_ONE_RUN)), without(given, OF_ONE_RUN)
+    lines = ((f"run.name={config.run.name}{settings}", why) for settings, why in tries)
+    return [f"{again} {settings}        # {why}" for settings, why in lines if _allowed([*kept, *settings.split()])]
+
+
+def _allowed(given: Sequence[str]) -> bool:
+    try:
+        load_config(given)
+    except ConfigError:
+        return False
+    return True

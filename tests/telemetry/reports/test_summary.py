@@ -154,16 +154,24 @@ def test_every_curve_has_the_numbers_of_the_rows_a_unit_and_whole_steps() -> Non
 
 def test_every_suggested_command_is_a_valid_configuration() -> None:
     required = ["model.path=m", "data.path=d", "reward.function=r.py:f"]
-    for typed in (["asyncrl", "local"], ["bash", QUICKSTART]):
-        lines = suggestions(
-            load_config(required), [*typed, *required, "run.dir=x", "resume=auto", "learner.copy_to=s3://b/x"]
-        )
+    for typed in (("asyncrl", "local"), *QUICKSTART):
+        given = [*required, "run.dir=x", "resume=auto", "learner.copy_to=s3://b/x"]
+        lines = suggestions(load_config(required), [*typed, *given], given)
         # That uncorrected old data breaks it was measured on the quickstart's task and no other.
-        assert any("no_correction" in line for line in lines) == (QUICKSTART in typed)
-        assert len(lines) == 2 + (QUICKSTART in typed)
+        assert any("no_correction" in line for line in lines) == (typed in QUICKSTART)
+        assert len(lines) == 2 + (typed in QUICKSTART)
         for line in lines:
             command, _, why = line.partition("#")
             assert why.strip()
             again = load_config(shlex.split(command)[2:])
             assert again.run.dir == f"runs/{again.run.name}" != "runs/run"
             assert not again.learner.copy_to, "where the copies of this run lie no other begins"
+
+
+def test_a_command_that_would_be_refused_is_not_suggested() -> None:
+    given = ["model.path=m", "data.path=d", "reward.function=r.py:f", "loss=own", "loss.function=mine.py:f"]
+    lines = suggestions(load_config(given), [*QUICKSTART[0], *given], given)
+    assert [line.split("=")[0] for line in (each.partition("run.name=run-")[2] for each in lines)] == [
+        "sync replay",
+        "seed1 seed",
+    ]
