@@ -25,6 +25,7 @@ from asyncrl.config import (
     load_config,
     read_config,
     read_settings,
+    settings_as_used,
     to_yaml,
 )
 from asyncrl.errors import ConfigError
@@ -117,6 +118,24 @@ def test_a_file_of_one_s_own_is_overruled_by_what_is_typed_after_it(tmp_path: Pa
     assert (config.loss.preset, config.learner.lr, config.learner.steps) == ("ppo", 1e-5, 7)
     assert (config.run.name, config.model.path, config.model.lora_targets) == ("12", "a b, c", ["x", "y"])
     assert config.engine.vllm == {"gpu_memory_utilization": 0.5}
+
+
+@pytest.mark.parametrize("once", ["overwrite=true", "resume=auto"])
+@pytest.mark.parametrize("kind", [Config, SftConfig])
+def test_a_copy_of_a_run_s_settings_neither_overwrites_that_run_nor_goes_on_in_it(
+    kind: type, once: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = load_config if kind is Config else load_sft
+    needed = GIVEN if kind is Config else ["model.path=m", "data.path=d"]
+    file = tmp_path / "my.yaml"
+    file.write_text(to_yaml(settings_as_used(load([*needed, "run.name=first", once]))))
+    copied = load(with_files([str(file)], kind))
+    assert (copied.run.dir, copied.resume, copied.overwrite) == ("runs/first", "never", False)
+    assert f"{once.partition('=')[0]}=" in capsys.readouterr().err, "it is said"
+    second = load(with_files([str(file), "run.name=second"], kind))
+    assert (second.run.name, second.run.dir, second.overwrite) == ("second", "runs/second", False)
+    typed = load(with_files([str(file), "resume=auto", "run.dir=x"], kind))
+    assert (typed.run.dir, typed.resume, typed.overwrite) == ("x", "auto", False)
 
 
 @pytest.mark.parametrize("kind", [Config, SftConfig])

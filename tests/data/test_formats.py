@@ -233,6 +233,9 @@ def test_the_column_of_the_prompt_may_have_another_name_and_stays(tmp_path: Path
     file.write_text(json.dumps({"messages": talk[:1]}) + "\n" + json.dumps({"messages": talk}) + "\n")
     with pytest.raises(DataError, match=r"rows\.jsonl:2: `messages` ends with the assistant's answer"):
         opened(file, prompt_column="messages").check()
+    file.write_text(json.dumps({"prompt": talk}) + "\n")
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: `prompt` ends with the assistant's answer"):
+        opened(file).check()
 
 
 def test_prompts_of_two_forms_in_one_source_are_refused_by_row(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from asyncrl.telemetry.folder.run_folder import RUN_FILE, without_blots
 ENDINGS = (".yaml", ".yml")
 OF_ITS_OWN = ("resume", "overwrite", "run.name", "run.dir", "replay.shard_address")
 """Settings of a run that another one does not take over."""
+ONLY_A_RUN_WRITES = {"seed", "resume", "overwrite", "run.name", "run.dir", "run.disk_patience_s"}
 CHOOSES_A_FOLDER = ("run.name=", "run.dir=", "resume=", "overwrite=")
 
 
@@ -72,6 +73,8 @@ def _as_arguments(path: Path, later: Sequence[str]) -> list[str]:
     own: list[str] = []
     if (path.parent / RUN_FILE).is_file():
         settings, own = _of_a_run(path.parent, settings, idle, later)
+    elif _is_a_copy(values):
+        settings = _of_a_copy(path, settings, later)
     taken = {text.partition("=")[0] for text in later} | _chosen(later)
     chosen = [f"{group}={name}" for group, name in groups.items()]
     said = [f"{key}={written(value)}" for key, value in settings.items() if key not in taken]
@@ -85,6 +88,8 @@ def _plain_arguments(path: Path, later: Sequence[str], kind: type) -> list[str]:
     own: list[str] = []
     if (path.parent / RUN_FILE).is_file():
         settings, own = _of_a_run(path.parent, settings, without_effect(values), later)
+    elif _is_a_copy(values):
+        settings = _of_a_copy(path, settings, later)
     taken = {text.partition("=")[0] for text in later}
     return [*(f"{key}={written(value)}" for key, value in settings.items() if key not in taken), *own]
 
@@ -144,6 +149,21 @@ def _of_a_run(
     fresh = next(name for n in itertools.count(2) if not (folder.parent / (name := f"{base}-{n}")).exists())
     print(f"repeats {folder} in {folder.parent / fresh} (run.name=NAME chooses another)", file=sys.stderr, flush=True)
     return kept, [f"run.name={quoted(fresh)}", f"run.dir={quoted(str(folder.parent / fresh))}"]
+
+
+def _is_a_copy(values: dict[str, Any]) -> bool:
+    """Whether it is what a run wrote, copied out of its folder: it names all that nobody writes down by hand."""
+    return ONLY_A_RUN_WRITES <= values.keys()
+
+
+def _of_a_copy(path: Path, settings: dict[str, Any], later: Sequence[str]) -> dict[str, Any]:
+    """Its `overwrite=true` was meant for what was there when that run began, and would now delete that run itself."""
+    kept = {key: value for key, value in settings.items() if key not in ("resume", "overwrite")}
+    if any(text.startswith("run.name=") for text in later):
+        kept.pop("run.dir", None)  # follows from the name
+    for key in sorted(settings.keys() - kept.keys() - {text.partition("=")[0] for text in later}):
+        print(f"{path} is a copy of a run's settings: {key}={settings[key]} is left out", file=sys.stderr, flush=True)
+    return kept
 
 
 def _chosen(later: Sequence[str]) -> set[str]:

@@ -16,7 +16,6 @@ from asyncrl.data.rows.messages import TOOLS, messages_of, refuse_halves, tools_
 from asyncrl.errors import DataError
 
 PROMPT = "prompt"
-CONVERSATION = "messages"
 DATA_SOURCE = "data_source"
 
 
@@ -157,10 +156,10 @@ def checked_prompt(prompt: object, column: str, where: str) -> str | list[dict[s
         refuse_halves(prompt, column, where)
         return prompt
     messages = messages_of(prompt, column, where)
-    if column == CONVERSATION and messages[-1]["role"] == "assistant":
+    if messages[-1]["role"] == "assistant":
         raise DataError(
-            f"{where}: `{column}` ends with the assistant's answer, which the model would be shown. Write a column "
-            "`prompt` without it (and the answer in one of its own, for the reward)"
+            f"{where}: `{column}` ends with the assistant's answer, which the model would be shown as a turn that is "
+            "over. End the prompt with what it should answer (an answer goes into a column of its own, for the reward)"
         )
     return messages
 
