@@ -153,7 +153,7 @@ def _of_a_run(
 
 def _is_a_copy(values: dict[str, Any]) -> bool:
     """Whether it is what a run wrote, copied out of its folder: it names all that nobody writes down by hand."""
-    return ONLY_A_RUN_WRITES <= values.keys()
+    return values.keys() >= ONLY_A_RUN_WRITES
 
 
 def _of_a_copy(path: Path, settings: dict[str, Any], later: Sequence[str]) -> dict[str, Any]:
