@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -75,6 +77,20 @@ class _Started:
     pid: int = 0
 
 
+def give_token() -> None:
+    """To a Ray of our own, which keeps its token in ~/.ray and does not start where nothing can be written there."""
+    if any(name in os.environ for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
+        return
+    try:
+        token = Path.home() / ".ray" / "auth_token"
+        there = next(path for path in (token, *token.parents) if path.exists())
+        kept = os.access(there, os.R_OK) if there == token else there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    except (RuntimeError, OSError):  # a user without a name, or a folder that may not be entered
+        kept = False
+    if not kept:
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
 class RayHost:
     """Implements `host.WorkerHost`.
 
@@ -114,6 +130,7 @@ class RayHost:
             # Ray's default, 15, starves the engines when the learner or another process competes for the cores.
             os.environ.setdefault("RAY_worker_niceness", "0")
             os.environ.setdefault("RAY_TMPDIR", socket_folder(RAY_SOCKET))
+            give_token()
             # One logical CPU per worker: Ray pre-starts this many processes, so each worker finds one ready.
             options |= {"num_cpus": workers * processes_per_worker, "num_gpus": gpus, "include_dashboard": False}
             try:
