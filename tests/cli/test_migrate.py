@@ -228,6 +228,9 @@ def test_a_framework_s_defaults_alone_load(framework: str, tmp_path: Path, capsy
     needed = ("model.path=m", "data.path=d", "reward.function=r.py:f", "rollout.group_size=8")
     config, _ = migrated(framework, ["data.seed=3" if framework == "verl" else "seed=3"], tmp_path, capsys, *needed)
     assert config.seed == 3
+    # As long as theirs, with their optimizer.
+    assert config.learner.epochs == {"verl": 30, "trl": 3}[framework]
+    assert (config.learner.beta1, config.learner.beta2, config.model.activation_checkpointing) == (0.9, 0.999, True)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ DEFAULTS = {
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1,
     "num_iterations": 1,
+    "num_train_epochs": 3,
     "num_processes": 1,
     "num_generations": 8,
     "max_completion_length": 256,

@@ -19,6 +19,7 @@ DEFAULTS = {
     "actor_rollout_ref.model.lora_rank": 0,
     "actor_rollout_ref.actor.optim.lr": 1e-6,
     "actor_rollout_ref.actor.optim.weight_decay": 0.01,
+    "actor_rollout_ref.actor.optim.betas": [0.9, 0.999],
     "actor_rollout_ref.actor.grad_clip": 1.0,
     "actor_rollout_ref.actor.ppo_mini_batch_size": 256,
     "actor_rollout_ref.actor.ppo_epochs": 1,
@@ -40,7 +41,9 @@ DEFAULTS = {
     "algorithm.kl_ctrl.horizon": 10000,
     "critic.optim.lr": 1e-5,
     "critic.cliprange_value": 0.5,
+    "actor_rollout_ref.model.enable_gradient_checkpointing": True,
     "custom_reward_function.name": "compute_score",
+    "trainer.total_epochs": 30,
 }
 """Those that our defaults differ from, or that a translation reads."""
 
