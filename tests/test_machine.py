@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,20 @@ def test_the_machine_is_asked_for_files_before_a_start(tmp_path: Path, monkeypat
         check_machine(config, "local")
     for part in ("data.path=d.jsonl", "eval.path=e.jsonl", "there is no file r.py", "model.path=./m", "no such"):
         assert part in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "mend"), [(errno.ENOSPC, "Free space there"), (errno.EACCES, "Let this user write there")]
+)
+def test_a_run_folder_that_cannot_be_written_is_refused_with_what_to_mend(
+    code: int, mend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(**_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("asyncrl.checks.resources.tempfile.TemporaryFile", refused)
+    with pytest.raises(ConfigError, match=f"cannot be written: .*{mend}, or give another run.dir"):
+        check_machine(load_config([*REQUIRED, f"run.dir={tmp_path}/run"]), "local")
 
 
 def test_a_replay_server_needs_no_data_and_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

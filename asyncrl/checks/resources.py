@@ -109,7 +109,8 @@ def unwritable_folders(config: Config, role: str) -> Iterator[str]:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
+        mend = "Free space there" if error.errno == errno.ENOSPC else "Let this user write there"
         yield (
-            f"run.dir={config.run.dir} cannot be written: {error.strerror or error} ({folder}). Free space there, or "
-            "give another run.dir"
+            f"run.dir={config.run.dir} cannot be written: {error.strerror or error} ({folder}). {mend}, or give "
+            "another run.dir"
         )
