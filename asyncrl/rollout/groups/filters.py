@@ -6,6 +6,8 @@ sampling as in DAPO). The user's own filters (`rollout.filters`) run after the b
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,8 +20,12 @@ from asyncrl.rollout.rewards.failure_share import FailureShare
 from asyncrl.schema import RolloutConfig
 from asyncrl.types import DropReason, Prompt, TrajectoryGroup, members_of
 
+log = logging.getLogger(__name__)
+
 SHOWN = 400
 """Limit on the characters shown of the last failure."""
+NONE_KEPT = 100
+"""Warn after this many groups were dropped in a row, then after ten times as many, and so on."""
 GroupFilter = Callable[[TrajectoryGroup], bool]
 """Returns True if the group is to be dropped."""
 
@@ -48,6 +54,32 @@ class Unwanted:
     """Which filter, and its reason."""
 
 
+@dataclass(slots=True)
+class Dropped:
+    """Counts the groups dropped since the last one that was kept. While every group is dropped no step is trained, and
+    nothing else says why: workers are busy, and the learner waits."""
+
+    _by: Counter[str] = field(default_factory=Counter[str])
+    _told_at: int = NONE_KEPT
+
+    def add(self, unwanted: Unwanted | None) -> None:
+        if unwanted is None:
+            self._by.clear()
+            self._told_at = NONE_KEPT
+            return
+        self._by[unwanted.detail.partition(":")[0]] += 1
+        if self._by.total() >= self._told_at:
+            self._told_at *= 10
+            most = ", ".join(f"{count} {detail:.80}" for detail, count in self._by.most_common(3))
+            log.warning(
+                "the filters dropped each of the last %d groups (%s), and of dropped groups no step is trained. Look "
+                "at the rewards (`asyncrl data check`); take easier or harder rows, a larger rollout.group_size, or "
+                "other filters",
+                self._by.total(),
+                most,
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class Filters:
     """The filters, in the order in which they are applied."""
@@ -61,6 +93,7 @@ class Filters:
     """File and line of a row."""
     _shares: dict[int, FailureShare] = field(default_factory=dict)
     """By position in `own`: failures of one filter say nothing about another."""
+    _dropped: Dropped = field(default_factory=Dropped)
 
     async def why_dropped(self, group: TrajectoryGroup, prompt: Prompt) -> Unwanted | None:
         """The result of the first filter that wants to drop the group.
@@ -69,6 +102,11 @@ class Filters:
             FilterError: one of the user's filters failed, so the group is neither kept nor dropped by it.
             HopelessFilterError: a filter fails so often that the run cannot make progress.
         """
+        found = await self._first(group, prompt)
+        self._dropped.add(found)
+        return found
+
+    async def _first(self, group: TrajectoryGroup, prompt: Prompt) -> Unwanted | None:
         for reason, unwanted in self.built_in:
             if unwanted(group):
                 return Unwanted(reason, "by rollout.drop_*")

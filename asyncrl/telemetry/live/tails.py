@@ -13,6 +13,7 @@ Row = Mapping[str, Any]
 
 WORKER_LOGS = "rollout-*.log"
 REWARD_WARNING = "WARNING asyncrl.rewards.pool: "
+FILTER_WARNING = "WARNING asyncrl.rollout.groups.filters: "
 MAX_WARNINGS = 10
 
 
@@ -45,7 +46,8 @@ class MetricsTail:
 
 
 class RewardWarnings:
-    """Lines about failing rewards that the rollout workers log from now on: a run may stall on them in silence."""
+    """Lines of the rollout workers' logs, from now on, about failing rewards and filters that keep nothing: a run may
+    stall on them in silence."""
 
     def __init__(self, log_dir: Path) -> None:
         self._log_dir = log_dir
@@ -63,6 +65,7 @@ class RewardWarnings:
             whole = data[: data.rfind(b"\n") + 1]
             self._offsets[path] = self._offsets.get(path, 0) + len(whole)
             lines = whole.decode(errors="replace").splitlines()
-            found += [f"{path.stem}: {line.split(REWARD_WARNING, 1)[1]}" for line in lines if REWARD_WARNING in line]
+            parted = (line.partition(marker)[2] for line in lines for marker in (REWARD_WARNING, FILTER_WARNING))
+            found += [f"{path.stem}: {said}" for said in parted if said]
         shown, self._left = found[: self._left], max(0, self._left - len(found))
         return shown
