@@ -26,6 +26,11 @@ FREE_FORM = (
 )
 """Settings that are mappings with keys of somebody else's."""
 
+NO_SWEEP = (
+    "A sweep is one run for each value, each with a run.name of its own; `asyncrl compare RUN RUN ...` puts them side "
+    "by side"
+)
+
 SAID_ELSEWHERE = {
     "batch_size": "learner.groups_per_step",
     "train_batch_size": "learner.groups_per_step",
@@ -189,7 +194,8 @@ def explain_refused_value(message: str, overrides: Sequence[str]) -> str:
         way_out = OTHERWISE.get(key, known)
         return f"`{given}` is refused: {reason}. {way_out}"
     if any(word in message for word in ("parsing", "mismatched", "NoViable", "no viable", "Ambiguous")):
-        return f"an argument could not be read as `key=value`: {reason}. {_how_to_quote(overrides)}"
+        sweep = f". {NO_SWEEP}" if "Ambiguous" in message else ""
+        return f"an argument could not be read as `key=value`: {reason}. {_how_to_quote(overrides)}{sweep}"
     return f"the settings could not be composed: {reason}. Compare with `configs/` and README.md"
 
 

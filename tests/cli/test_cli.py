@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -408,6 +409,15 @@ def test_the_quickstart_refuses_settings_before_it_makes_a_model(
 def test_what_the_quickstart_says_to_type_is_what_was_typed() -> None:
     assert quickstart.command_of("/venv/bin/asyncrl") == ("asyncrl", "quickstart")
     assert quickstart.command_of("/checkout/asyncrl/cli/__main__.py") == ("bash", "launchers/quickstart.sh")
+
+
+@pytest.mark.parametrize("sweep", [["-m", "seed=1,2"], ["--multirun", "seed=1,2"], ["seed=1,2"]])
+def test_a_sweep_of_hydra_is_refused_with_what_to_do_instead(
+    sweep: list[str], files: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with contextlib.suppress(SystemExit):
+        assert main(["local", *files, *sweep]) == 2
+    assert "one run for each value" in capsys.readouterr().err
 
 
 def test_the_user_s_settings_win_over_the_quickstart_s(tmp_path: Path) -> None:

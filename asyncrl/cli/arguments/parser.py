@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl import __version__
+from asyncrl.checks.hints import NO_SWEEP
 
 GROUPS: Mapping[str, Mapping[str, str]] = {
     "Train": {
@@ -269,7 +270,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     given, rest = top.parse_known_args(arguments)
     options = [text for text in rest if text.startswith("-")]
     if options or (rest and given.command in SETTLED):
-        top.error(f"unrecognized arguments: {' '.join(options or rest)} (settings are key=value, without dashes)")
+        why = NO_SWEEP if {"-m", "--multirun"} & set(options) else "settings are key=value, without dashes"
+        top.error(f"unrecognized arguments: {' '.join(options or rest)} ({why})")
     if rest:
         given.overrides += rest
     return given
