@@ -293,6 +293,30 @@ async def test_a_request_whose_body_comes_after_the_episode_is_over_is_refused()
         await endpoint.close()
 
 
+async def test_an_agent_that_goes_away_amid_its_request_leaves_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    asked: list[Any] = []
+    endpoint, calls = Endpoint("policy"), Calls(TOOLS, Together(recording(asked)), most=1)
+    await endpoint.start()
+    try:
+        place = urlsplit(endpoint.url)
+        with endpoint.serving(calls) as key:
+            reader, writer = await asyncio.open_connection(place.hostname, place.port)
+            writer.write(
+                b"POST /v1/chat/completions HTTP/1.1\r\nhost: here\r\nexpect: 100-continue\r\n"
+                + f"authorization: Bearer {key}\r\ncontent-length: 10\r\n\r\n".encode()
+            )
+            assert b"100" in await reader.readline(), "its body is waited for"
+            writer.transport.abort()
+            async with asyncio.timeout(60), httpx.AsyncClient(timeout=30) as client:
+                while endpoint._server is not None and endpoint._server.server_state.tasks:
+                    await asyncio.sleep(0.01)
+                good = await client.get(f"{endpoint.url}/models", headers={"authorization": f"Bearer {key}"})
+    finally:
+        await endpoint.close()
+    assert good.status_code == 200 and not asked
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 async def test_what_is_given_up_before_it_was_sent_is_not_generated() -> None:
     asked: list[int] = []
     together = Together(recording(asked))

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -139,6 +139,8 @@ class Endpoint:
             body = json.loads(await request.body())
             once = request.headers.get("idempotency-key", "")
             call = read_call(body, model=self._model, ignore=self._ignore, once=once)
+        except ClientDisconnect:  # its agent was cancelled or died: there is nobody to answer
+            return Response(status_code=499)
         except (ValueError, RecursionError) as error:
             raise Refused(400, f"the body is not JSON that can be read: {error}") from error
         try:

@@ -89,7 +89,10 @@ def by_step(rows: Iterable[Row]) -> list[Row]:
             steps[row["step"]] = row
             continue
         own = {name: value for name, value in row.items() if name.startswith("eval/")} if is_evaluation(row) else row
-        steps[row["step"]] = {**row, **known, **own}
+        # A figure that a newer evaluation of the set does not have (all rows failed) is none of the older one's.
+        sets = tuple(f"eval/{name}/" for name in evaluations(row))
+        kept = {name: value for name, value in known.items() if not name.startswith(sets)}
+        steps[row["step"]] = {**row, **kept, **own}
     return [steps[step] for step in sorted(steps)]
 
 

@@ -152,6 +152,16 @@ def test_every_curve_has_the_numbers_of_the_rows_a_unit_and_whole_steps() -> Non
         assert {x for x, _ in corners} == {row["step"] for row in known}
 
 
+def test_an_evaluation_again_whose_rows_all_failed_has_no_mean_of_the_one_before() -> None:
+    before = {"step": 4, "eval/heldout/count": 3.0, "eval/heldout/failed": 5.0, "eval/heldout/reward": 0.5}
+    again = {"step": 4, "eval/heldout/count": 0.0, "eval/heldout/failed": 8.0}
+    other = {"step": 4, "eval/other/count": 8.0, "eval/other/reward": 1.0}
+    (row,) = by_step([before, other, again])
+    assert row == {**other, **again}
+    (row,) = by_step([again, other, before])
+    assert row == {**other, **before}
+
+
 def test_every_suggested_command_is_a_valid_configuration() -> None:
     required = ["model.path=m", "data.path=d", "reward.function=r.py:f"]
     for typed in (("asyncrl", "local"), *QUICKSTART):
