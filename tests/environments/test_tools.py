@@ -150,6 +150,12 @@ async def test_what_goes_wrong_is_told_to_the_policy(tools: Tools) -> None:
 
 
 @one_loop
+async def test_half_a_letter_in_what_a_tool_says_is_told_as_a_question_mark(tools: Tools) -> None:
+    episodes, engine = await play(tools, [call("fail", how="half a letter"), "well"], columns={"answer": "well"})
+    assert "OSError: half of ?" in observed(engine) and not episodes.failures
+
+
+@one_loop
 async def test_budgets_of_a_turn_of_an_episode_and_of_turns(tools: Tools) -> None:
     many = "\n".join([call("add", a=1)] * 5)
     episodes, engine = await play(tools, [many, many, "ok", "never"], columns={"answer": "ok"})

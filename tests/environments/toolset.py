@@ -40,6 +40,8 @@ def fail(how: str) -> str:
         return str(os.getpid())
     if how == "long":
         return "x" * 10_000
+    if how == "half a letter":
+        raise OSError("half of \ud83d")
     raise OSError("no such luck")
 
 

@@ -140,7 +140,8 @@ class Calling(ChatEnvironment):
             return f"Error: there is no tool {call.name!r}. There are: {self._names}"
         if not allowed:
             return "Error: no more calls are allowed"
-        return shortened(await tools[call.name](call.name, call.arguments), self._budget.max_result)
+        said = await tools[call.name](call.name, call.arguments)
+        return shortened(sound(said), self._budget.max_result)
 
     def close(self) -> None:
         for source in self._sources:

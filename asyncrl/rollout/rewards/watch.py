@@ -5,11 +5,14 @@ consumes: the result of each completion made for training · waits for: nothing
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 from asyncrl.errors import AsyncRLError, EpisodeError, HopelessRewardError, RewardError
 from asyncrl.rollout.rewards.failure_share import FailureShare
+
+log = logging.getLogger(__name__)
 
 SHOWN = 400
 """Limit on the characters shown of the last failure."""
@@ -36,19 +39,31 @@ class RewardWatch:
         """
         blamed = [error for error in failures if isinstance(error, RewardError | EpisodeError)]
         self._scored += scored
-        self._reasons.update(_reason(error) for error in blamed)
+        for error in blamed:
+            self._reasons[_reason(error)] += 1
+            if isinstance(error, EpisodeError):  # of a reward's the pool has told
+                self._tell(row, error)
         if too_many := self._share.add(scored, len(blamed)):
             reasons = ", ".join(f"{reason} {count}" for reason, count in self._reasons.most_common())
             raise HopelessRewardError(
                 f"there was no reward {too_many} (since the start: {reasons}). The last one, row {row} "
-                f"({self._where(row)}): {' '.join(str(blamed[-1]).split()):.{SHOWN}}. Mend the reward or the data, "
+                f"({self._where(row)}): {_said(blamed[-1])}. Mend the reward or the data, "
                 "then go on with resume=auto; or raise reward.max_failure_share"
             )
+
+    def _tell(self, row: int, error: EpisodeError) -> None:
+        count = str(self._reasons[_reason(error)])
+        if count.strip("0") == "1":  # the 1st, 10th, 100th ...: all of them would fill a disk
+            log.warning("failed episode %s, row %d (%s): %s", count, row, self._where(row), _said(error))
 
     def stats(self) -> dict[str, float]:
         """Counts of completions so far."""
         by_reason = {f"rewards_failed_{reason}": float(count) for reason, count in self._reasons.items()}
         return {"rewards_scored": float(self._scored), "rewards_failed": float(self._reasons.total())} | by_reason
+
+
+def _said(error: RewardError | EpisodeError) -> str:
+    return f"{' '.join(str(error).split()):.{SHOWN}}"
 
 
 def _reason(error: RewardError | EpisodeError) -> str:

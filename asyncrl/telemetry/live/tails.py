@@ -13,7 +13,9 @@ Row = Mapping[str, Any]
 
 WORKER_LOGS = "rollout-*.log"
 REWARD_WARNING = "WARNING asyncrl.rewards.pool: "
+EPISODE_WARNING = "WARNING asyncrl.rollout.rewards.watch: "
 FILTER_WARNING = "WARNING asyncrl.rollout.groups.filters: "
+TOLD = (REWARD_WARNING, EPISODE_WARNING, FILTER_WARNING)
 MAX_WARNINGS = 10
 
 
@@ -46,8 +48,8 @@ class MetricsTail:
 
 
 class RewardWarnings:
-    """Lines of the rollout workers' logs, from now on, about failing rewards and filters that keep nothing: a run may
-    stall on them in silence."""
+    """Lines of the rollout workers' logs, from now on, about failing rewards and episodes, and about filters that keep
+    nothing: a run may stall on them in silence."""
 
     def __init__(self, log_dir: Path) -> None:
         self._log_dir = log_dir
@@ -65,7 +67,7 @@ class RewardWarnings:
             whole = data[: data.rfind(b"\n") + 1]
             self._offsets[path] = self._offsets.get(path, 0) + len(whole)
             lines = whole.decode(errors="replace").splitlines()
-            parted = (line.partition(marker)[2] for line in lines for marker in (REWARD_WARNING, FILTER_WARNING))
+            parted = (line.partition(marker)[2] for line in lines for marker in TOLD)
             found += [f"{path.stem}: {said}" for said in parted if said]
         shown, self._left = found[: self._left], max(0, self._left - len(found))
         return shown

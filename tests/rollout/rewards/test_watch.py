@@ -11,6 +11,7 @@ from asyncrl.errors import EpisodeError, GenerationError, HopelessRewardError, R
 from asyncrl.rollout.groups.filters import Filters
 from asyncrl.rollout.rewards.failure_share import WINDOW
 from asyncrl.rollout.rewards.watch import RewardWatch
+from asyncrl.telemetry.live.tails import RewardWarnings
 from asyncrl.types import DropReason
 from tests.rollout.rollout_fakes import ScriptedReplay, make_worker, prompt_source, rows_file
 
@@ -57,6 +58,19 @@ def test_a_share_of_one_never_ends_a_run_and_an_environment_counts_as_itself():
     for row in range(3 * WINDOW):
         watch.saw(row, 0, [EpisodeError("it raised")])
     assert watch.stats()["rewards_failed_environment"] == 3 * WINDOW
+
+
+def test_why_episodes_fail_is_logged_now_and_then_and_read_by_whoever_shows_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch, view = RewardWatch(1.0, lambda row: f"rows.jsonl:{row + 1}"), RewardWarnings(tmp_path)
+    for row in range(150):
+        watch.saw(row, 0, [EpisodeError("it\nraised"), FAILED])
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [f"failed episode {n}, row {n - 1} (rows.jsonl:{n}): it raised" for n in (1, 10, 100)]
+    lines = (f"1 {each.levelname} {each.name}: {each.getMessage()}\n" for each in caplog.records)
+    (tmp_path / "rollout-0.log").write_text("".join(lines))
+    assert view.read() == [f"rollout-0: {text}" for text in said]
 
 
 def test_a_reward_that_never_works_ends_its_worker_with_the_message_the_row_and_the_line(tmp_path: Path):
