@@ -1,1 +1,2 @@
-"""Bytes of messages and groups, both directions of each in one file. No socket, no file, no state; never pickle."""
+"""Encodes and decodes messages and groups, each with both directions in one file. Uses no sockets, files or state, and
+never pickle."""

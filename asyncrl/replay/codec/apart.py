@@ -1,5 +1,5 @@
-"""Groups whose members came one by one (`replay.admission=sample`): handed out from the parts that are stored, as the
-whole that the plan shows. Nothing but the texts of samples is copied for it."""
+"""Serves groups whose members arrived one by one (`replay.admission=sample`): sends the stored parts as the whole group
+that the plan shows. Only the texts of samples are copied."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from asyncrl.replay.codec.lease import Place
 
 
 class Apart:
-    """The parts get numbers of their own, under which a parcel is packed (`lease.pack_places`); its rows then say which
-    group and trajectory they are.
+    """Numbers the parts so that a parcel can be packed from them (`lease.pack_places`), then renames the parcel's rows
+    to the group and trajectory in the plan.
 
     Args:
-        groups: what is stored of each group of a plan, the parts in the order of the members.
+        groups: the stored parts of each group of a plan, in the order of the members.
     """
 
     def __init__(self, groups: Mapping[int, Sequence[StoredGroup]]) -> None:
         self.stored: dict[int, StoredGroup] = {}
-        """By part."""
+        """Stored parts, by part number."""
         self._parts: dict[int, list[int]] = {}
         self._begins: list[Place] = []
-        """Of each part: its group, and the position there of its first trajectory."""
+        """For each part: its group, and the position of its first trajectory in the group."""
         self._where: dict[Place, Place] = {}
-        """(group, trajectory) -> (part, trajectory of it)."""
+        """(group, trajectory) -> (part, trajectory in the part)."""
         for group, parts in groups.items():
             position = 0
             for stored in parts:
@@ -48,9 +48,9 @@ class Apart:
     def joined(
         self, parcel: Sequence[Any], frames: Sequence[Frame], sampled: Sequence[int]
     ) -> tuple[list[Any], list[Frame]]:
-        """The parcel of the parts as that of the groups; `sampled` as it was asked for, in groups."""
+        """Convert a parcel of parts into one of groups; `sampled` has the requested positions of groups."""
         table, extras, texts, *rest = parcel
-        # The texts of the parts are the last frames: see `pack_places`.
+        # The last frames are the texts of the parts: see `pack_places`.
         kept, own = frames[: len(frames) - len(texts)], iter(frames[len(frames) - len(texts) :])
         whole = [join_texts([next(own) for _ in self._parts[group]]) for group in sampled]
         rows = [[group, len(kept) + place] for place, group in enumerate(sampled)]
@@ -65,8 +65,8 @@ class Apart:
 
 
 def join_texts(frames: Sequence[Frame]) -> bytes:
-    """Of a group, from those of its members: its prompt once, what each wrote, from the first beginning to the last
-    end. Raises WireError."""
+    """Return the texts frame of a group, from those of its members: the prompt once, every completion, the earliest
+    start and the latest end. Raises WireError."""
     each = [decode_texts(frame) for frame in frames]
     completions = [text for _, texts, _, _ in each for text in texts]
     return wire.pack([each[0][0], completions, min(started for *_, started, _ in each), max(end for *_, end in each)])

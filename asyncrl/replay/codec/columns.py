@@ -1,12 +1,12 @@
-"""How the arrays of trajectories that follow each other lie in frames: a column per field.
+"""Layout of the arrays of consecutive trajectories in frames: one column per field.
 
     joined frame   token_ids i4 [T] of each | behavior_logprobs f4 [N] of each | loss_mask u1 [N] of each
     own frames     arrays of 256 KiB or more, which are in no column: trajectory by trajectory, in the same order
 
-T tokens of which the last N follow the prompt. Log-probs of a prompt are 0 and not sent, the mask only where it is not
-true throughout; `policy_versions` is rebuilt from its runs in the header. The frames say nothing of themselves: what is
-in them follows from the headers. With columns the values of a group are checked at once, and the trajectories of a rank
-are cut out without being read.
+A trajectory has T tokens, of which the last N follow the prompt. Log-probs of a prompt are 0 and not sent; the mask is
+sent only if it is not true throughout; `policy_versions` is rebuilt from its runs in the header. Frames do not describe
+themselves: their contents follow from the headers. With columns, all values of a group are checked at once, and the
+trajectories of a rank are sliced out without reading them.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ Frame = bytes | memoryview
 Sizes = tuple[int, int, int]
 """Bytes of the token ids, log-probs and mask of one trajectory; 0: not sent."""
 Arrays = tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.bool_] | None]
-"""Token ids [T], log-probs [N] and mask [N] of one trajectory, None where it is all true."""
+"""Token ids [T], log-probs [N] and mask [N] of one trajectory; a mask that is all true is None."""
 
 LARGE_ARRAY = 256 << 10
-"""Bytes from which an array gets a frame of its own (measured best)."""
+"""Size in bytes from which an array gets its own frame (measured best)."""
 SHARED = 1 << 16
-"""Tokens up to which a prompt or completion has its mask and version from arrays that all trajectories share."""
+"""Length in tokens up to which a prompt or completion takes its mask and versions from arrays shared by all
+trajectories."""
 IDS, LOGPROBS, MASK = np.dtype("<i4"), np.dtype("<f4"), np.dtype("|u1")
 _ITEM = 4
-"""Bytes of a token id, and of a log-prob."""
+"""Bytes of a token id, and also of a log-prob."""
 
 
 def sizes_of(facts: TrajectoryHeader) -> Sizes:
@@ -43,12 +44,12 @@ def sizes_of(facts: TrajectoryHeader) -> Sizes:
 
 
 def own_sizes(rows: Iterable[tuple[int, ...]]) -> list[int]:
-    """Bytes of each frame that holds one array."""
+    """Return the size in bytes of each frame that holds one array."""
     return [size for row in rows for size in row if size >= LARGE_ARRAY]
 
 
 def joined_sizes(rows: Sequence[Sizes]) -> list[int]:
-    """`[3]` bytes of each column of the joined frame."""
+    """Return `[3]` sizes in bytes of the columns of the joined frame."""
     columns = zip(*rows, strict=True)
     return [
         sum(each) if max(each) < LARGE_ARRAY else sum(size for size in each if size < LARGE_ARRAY) for each in columns
@@ -57,10 +58,10 @@ def joined_sizes(rows: Sequence[Sizes]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The frames of some trajectories, and the sizes of the arrays in them."""
+    """The frames of consecutive trajectories, and the sizes of the arrays in them."""
 
     rows: tuple[Sizes, ...]
-    """Per trajectory."""
+    """Sizes of each trajectory's arrays."""
     joined: Frame
     own: tuple[Frame, ...]
     sizes: Sequence[int]
@@ -71,7 +72,8 @@ class Columns:
         return any(row[2] for row in self.rows)
 
     def part(self, first: int, count: int) -> tuple[list[Frame], tuple[Frame, ...]]:
-        """`(pieces of a joined frame, own frames)` of `count` trajectories from `first` on; all of them: as it came."""
+        """Return `(pieces of a joined frame, own frames)` of `count` trajectories from `first` on. For all of them, the
+        frame is returned as received."""
         if count == len(self.rows):
             return [self.joined], self.own
         stop, start, pieces, view = first + count, 0, [], memoryview(self.joined)
@@ -83,7 +85,7 @@ class Columns:
         return pieces, self.own[at : at + len(own_sizes(self.rows[first:stop]))]
 
     def whole(self) -> tuple[list[NDArray[np.int32]], list[NDArray[np.float32]]]:
-        """All token ids and all log-probs, in as few arrays as they are in. Views."""
+        """Return all token ids and all log-probs as views, in as few arrays as possible."""
         ids, logprobs, _ = self._cut()
         own = iter(self.own)
         sets: tuple[list[Any], list[Any], list[Any]] = [ids], [logprobs], []
@@ -94,7 +96,7 @@ class Columns:
         return sets[0], sets[1]
 
     def each(self, facts: Sequence[TrajectoryHeader]) -> Iterator[Arrays]:
-        """The arrays of each trajectory. Views.
+        """Iterate over the arrays of each trajectory, as views.
 
         Raises:
             WireError: a mask does not agree with the header.
@@ -127,7 +129,7 @@ class Columns:
 
 
 def join(trajectories: Sequence[Trajectory], facts: Sequence[TrajectoryHeader]) -> Columns:
-    """Copied once; a large array that is contiguous not at all."""
+    """Put trajectories into columns. Each array is copied once, or not at all if it is large and contiguous."""
     rows = tuple(sizes_of(header) for header in facts)
     columns: tuple[list[Any], list[Any], list[Any]] = [], [], []
     own: list[Frame] = []
@@ -147,7 +149,7 @@ def join(trajectories: Sequence[Trajectory], facts: Sequence[TrajectoryHeader]) 
 
 
 def columns_of(facts: Sequence[TrajectoryHeader], joined: Frame, own: Sequence[Frame]) -> Columns:
-    """Frames as they came. Raises WireError when their sizes are not those that follow from the headers."""
+    """Return the columns of received frames. Raises WireError if their sizes do not follow from the headers."""
     rows = tuple(map(sizes_of, facts))
     sizes = joined_sizes(rows)
     expected = [sum(sizes), *own_sizes(rows)]
@@ -158,13 +160,13 @@ def columns_of(facts: Sequence[TrajectoryHeader], joined: Frame, own: Sequence[F
 
 
 def decode(facts: Sequence[TrajectoryHeader], columns: Columns) -> list[Trajectory]:
-    """Trajectories whose values are those that `check_stored` let in. Not to be written to: token ids are views of the
-    frames, masks and versions may be shared.
+    """Decode trajectories whose values `check_stored` has accepted. The arrays must not be written to: token ids are
+    views of the frames, and masks and versions may be shared.
 
     Raises:
         WireError: a mask does not agree with its header.
     """
-    # One array for all: so many small ones take longer to get and to give back.
+    # One array for all: many small ones take longer to allocate and to free.
     all_logprobs, stop = np.empty(sum(header.length for header in facts), np.float32), 0
     decoded: list[Trajectory] = []
     for header, (token_ids, sent, mask) in zip(facts, columns.each(facts), strict=True):
@@ -205,10 +207,10 @@ def _mask(raw: NDArray[np.uint8], header: TrajectoryHeader) -> NDArray[np.bool_]
 
 
 def _repeated(header: TrajectoryHeader, mask: NDArray[np.bool_] | None) -> tuple[NDArray[np.bool_], NDArray[np.int32]]:
-    """`(loss mask [T], versions [T])` from the header; `mask` as in `Arrays`."""
+    """Return `(loss mask [T], versions [T])` from the header; `mask` is as in `Arrays`."""
     length, prompt, runs = header.length, header.prompt_length, header.version_tokens
     if mask is None and len(runs) == 1 and prompt <= SHARED and length - prompt <= SHARED:
-        # Few versions are in use at a time, and to write both out costs as much as to receive the token ids.
+        # Only a few versions are in use at a time, and writing both arrays costs as much as receiving the token ids.
         here = slice(SHARED - prompt, SHARED - prompt + length)
         return _shared_mask()[here], _shared_versions(runs[0][0])[here]
     loss_mask, versions = np.zeros(length, np.bool_), np.full(length, NO_VERSION, np.int32)
@@ -226,7 +228,7 @@ def _shared_mask() -> NDArray[np.bool_]:
 
 @functools.lru_cache(maxsize=16)
 def _shared_versions(version: int) -> NDArray[np.int32]:
-    """`[2 * SHARED]`, read-only: none, then `version`."""
+    """`[2 * SHARED]`, read-only: `NO_VERSION`, then `version`."""
     return _read_only(np.repeat(np.array((NO_VERSION, version), np.int32), SHARED))
 
 

@@ -1,4 +1,5 @@
-"""What is shown of dropped groups, and of members that groups lack: short, since it travels beside the training."""
+"""Samples of dropped groups, and of members that groups lack, as shown to users. They are kept short because they are
+sent along with training traffic."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from asyncrl.replay.protocol import DroppedSample
 from asyncrl.types import DropReason
 
 MOST_CHARACTERS = 2048
-"""Of a prompt, a completion or a reason."""
+"""Limit on the characters of a prompt, a completion or a reason."""
 
 
 def shortened(sample: DroppedSample) -> DroppedSample:
-    """Within the limits; a text that was cut says of how much, and where."""
+    """Return the sample within the limits. A text that was cut says where, and how much is missing."""
     return replace(
         sample,
         prompt=without_middle(sample.prompt, MOST_CHARACTERS),
@@ -40,13 +41,13 @@ def decode_dropped(value: Any) -> DroppedSample | None:
 
 
 def decode_lost(value: Any) -> DroppedSample | None:
-    """A member that a group was closed without. Raises WireError."""
+    """Decode a member that a group was closed without. Raises WireError."""
     sample = decode_dropped(value)
     return None if sample is None else replace(sample, dropped=decode_reason(sample.dropped).value)
 
 
 def decode_reason(value: Any) -> DropReason:
-    """Raises WireError: it is none."""
+    """Raises WireError: `value` is not a drop reason."""
     try:
         return DropReason(wire.text(value, "reason"))
     except ValueError as error:

@@ -1,9 +1,9 @@
-"""The bytes of `Trajectory.extras` in frames of their own. Nobody on the way looks into them, but for `ref_logprobs`.
+"""Encodes `Trajectory.extras` in their own frames. Nothing on the way reads them except `ref_logprobs`.
 
-    joined frame   a block per trajectory: its arrays below 256 KiB, one after the other, each from a multiple of 8 on
+    joined frame   a block per trajectory: its arrays below 256 KiB, one after another, each starting at a multiple of 8
     own frames     blocks and arrays of 256 KiB or more: trajectory by trajectory, its block first
 
-Only groups with extras have any of them. As with columns, what is where follows from the headers.
+Only groups with extras have these frames. As with columns, the layout follows from the headers.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from asyncrl.types import ExtraHeader, Trajectory, TrajectoryHeader
 
 Extras = dict[str, NDArray[Any]]
 ALIGNED = 8
-"""Bytes of the largest item: a view that begins elsewhere would have to be copied by whoever calculates with it."""
+"""Alignment of arrays, in bytes: that of the largest item. A misaligned view would have to be copied before it is used
+in a computation."""
 
 
 def describe_extras(extras: Mapping[str, Any]) -> tuple[ExtraHeader, ...]:
-    """Their headers, checked as the server will. Raises WireError."""
+    """Return the headers of extras, checked as the server will check them. Raises WireError."""
     for name, array in extras.items():
         if not isinstance(array, np.ndarray):
             raise WireError(f"extra {wire.short(name)} must be a numpy array, not {type(array).__name__}")
@@ -35,10 +36,10 @@ def describe_extras(extras: Mapping[str, Any]) -> tuple[ExtraHeader, ...]:
 
 
 def plain_extras(extras: Mapping[str, NDArray[Any]]) -> Extras:
-    """As they are sent: contiguous and little-endian, copied only where they are not; read-only."""
+    """Return extras as they are sent: contiguous, little-endian and read-only; copied only if they are not already."""
     plain: Extras = {}
     for name, array in extras.items():
-        # asarray, not ascontiguousarray: that one makes a row of a single number.
+        # asarray, because ascontiguousarray turns a scalar into a row.
         view = np.asarray(array, _as_sent(array), order="C").view()
         view.setflags(write=False)
         plain[name] = view
@@ -46,7 +47,7 @@ def plain_extras(extras: Mapping[str, NDArray[Any]]) -> Extras:
 
 
 def row_of(facts: TrajectoryHeader) -> tuple[int, ...]:
-    """Bytes of the block of a trajectory, and of each of its large arrays."""
+    """Return the bytes of a trajectory's block, followed by those of each of its large arrays."""
     block, large = 0, []
     for size in map(wire.extra_size, facts.extras):
         if size >= LARGE_ARRAY:
@@ -62,10 +63,10 @@ def joined_size(rows: Iterable[tuple[int, ...]]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SideFrames:
-    """The frames of the extras of some trajectories, at least one of which has any."""
+    """The frames of the extras of consecutive trajectories, of which at least one has extras."""
 
     rows: tuple[tuple[int, ...], ...]
-    """Per trajectory; see `row_of`."""
+    """Sizes of each trajectory's extras; see `row_of`."""
     joined: Frame
     own: tuple[Frame, ...]
 
@@ -74,7 +75,7 @@ class SideFrames:
         return [self.joined, *self.own]
 
     def part(self, first: int, count: int) -> tuple[list[Frame], tuple[Frame, ...]]:
-        """`(pieces of a joined frame, own frames)` of `count` trajectories from `first` on."""
+        """Return `(pieces of a joined frame, own frames)` of `count` trajectories from `first` on."""
         if count == len(self.rows):
             return [self.joined], self.own
         before, taken = self.rows[:first], self.rows[first : first + count]
@@ -84,7 +85,7 @@ class SideFrames:
 
 
 def rows_of(facts: Sequence[TrajectoryHeader]) -> tuple[tuple[int, ...], ...]:
-    """Of trajectories that follow each other; empty when none of them has extras."""
+    """Return `row_of` each of consecutive trajectories; empty if none of them has extras."""
     for header in facts:
         if header.extras:
             return tuple(map(row_of, facts))
@@ -92,7 +93,8 @@ def rows_of(facts: Sequence[TrajectoryHeader]) -> tuple[tuple[int, ...], ...]:
 
 
 def join_extras(trajectories: Sequence[Trajectory], facts: Sequence[TrajectoryHeader]) -> SideFrames | None:
-    """Small arrays are copied once, large ones that are as they are sent not at all. None without any extras."""
+    """Put extras into frames; None if there are none. Small arrays are copied once; large ones not at all if they
+    already have the form that is sent."""
     rows = rows_of(facts)
     if not rows:
         return None
@@ -102,7 +104,7 @@ def join_extras(trajectories: Sequence[Trajectory], facts: Sequence[TrajectoryHe
         block: list[Any] = []
         large: list[Frame] = []
         for array in plain_extras(trajectory.extras).values():
-            # Not its own buffer: that of a float16 or of an array without items cannot be cast.
+            # View as uint8 first: the buffer of a float16 array or of an empty one cannot be cast.
             raw = array.reshape(-1).view(np.uint8).data
             if array.nbytes >= LARGE_ARRAY:
                 large.append(raw)
@@ -117,7 +119,7 @@ def join_extras(trajectories: Sequence[Trajectory], facts: Sequence[TrajectoryHe
 
 
 def side_frames_of(rows: Sequence[tuple[int, ...]], frames: Sequence[Frame]) -> SideFrames:
-    """Frames as they came. Raises WireError when their sizes are not those of the rows."""
+    """Return the side frames of received frames. Raises WireError if their sizes are not those of the rows."""
     expected = [joined_size(rows), *own_sizes(rows)]
     came = [*map(len, frames)]
     if came != expected:
@@ -126,7 +128,8 @@ def side_frames_of(rows: Sequence[tuple[int, ...]], frames: Sequence[Frame]) -> 
 
 
 def decode_extras(facts: Sequence[TrajectoryHeader], side: SideFrames) -> list[Extras]:
-    """Of each trajectory, as they were attached. Read-only: views of the frames, as far as those are aligned."""
+    """Return the extras of each trajectory as they were attached: read-only, and views of the frames if those are
+    aligned."""
     own, start = iter(side.own), 0
     decoded: list[Extras] = []
     for header, row in zip(facts, side.rows, strict=True):
@@ -149,8 +152,8 @@ def decode_extras(facts: Sequence[TrajectoryHeader], side: SideFrames) -> list[E
 
 def _array(extra: ExtraHeader, frame: Frame, offset: int) -> NDArray[Any]:
     view = np.require(np.ndarray(extra.shape, extra.dtype, frame, offset), requirements="A")
-    # An environment can make bools of any bytes (`view`), which are true for one operation and false for the next. Here
-    # nobody could refuse them any more: the step would be planned with this trajectory again.
+    # An environment can make bools of arbitrary bytes (`view`), which some operations take as true and others as false.
+    # They are normalized because refusing them here is too late: the step would be planned with this trajectory again.
     if extra.dtype == "|b1" and view.size and (raw := view.view(np.uint8)).max() > 1:
         view = np.asarray(raw != 0)
     view.setflags(write=False)

@@ -1,9 +1,9 @@
-"""Trajectory groups as frames, and the checks that a group must pass on either side.
+"""Encodes trajectory groups as frames, and has the checks that a group must pass on both sides.
 
     insert:  [envelope] [texts] [joined columns of all trajectories] [large array] ... [joined extras] [large extra] ...
 
-What is in the frames follows from the header; see `columns.py` and `extras.py`. The server checks every value as it
-comes in, but of extras the sizes only (and the log-probs of a reference), and hands the frames on as they came.
+The contents of the frames follow from the header; see `columns.py` and `extras.py`. The server checks every value on
+arrival, but of extras only the sizes (and the log-probs of a reference), and forwards the frames unchanged.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from asyncrl.replay.codec.topk import brings_topk, topk_fault
 from asyncrl.types import MAX_LOGPROB, GroupHeader, Routers, Trajectory, TrajectoryGroup, TrajectoryHeader, turns_in
 
 MAX_VOCABULARY = 1 << 31
-"""Of a model that nobody has announced yet."""
+"""Vocabulary size assumed until a model is announced."""
 _INT32, _BOOL, _FLOAT32 = np.dtype(np.int32), np.dtype(np.bool_), np.dtype(np.float32)
 Sampled = tuple[NDArray[np.float32], NDArray[np.bool_] | None]
-"""Log-probs [N] of what follows a prompt, and which of them are of sampled tokens; None: all."""
+"""Log-probs [N] of the tokens after a prompt, and the mask of those that were sampled; None: all were."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedGroup:
     header: GroupHeader
     frames: list[Frame]
-    """Texts, joined columns, large arrays, extras."""
+    """In order: texts, joined columns, large arrays, extras."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredGroup:
-    """A group as the server keeps it: frames as they came, and what is where in them."""
+    """A group as the server keeps it: the frames as received, and their layout."""
 
     texts: Frame
     columns: Columns
     side: SideFrames | None = None
-    """The extras, where there are any."""
+    """The extras; None if there are none."""
 
     @property
     def frames(self) -> list[Frame]:
@@ -54,7 +54,7 @@ class StoredGroup:
         return frames if self.side is None else frames + self.side.frames
 
     def trajectories(self, facts: Sequence[TrajectoryHeader]) -> list[Trajectory]:
-        """All of them, decoded, extras included. Raises WireError for values that do not agree with their headers."""
+        """Decode all trajectories, including extras. Raises WireError if values do not agree with their headers."""
         decoded = decode(facts, self.columns)
         if self.side is None:
             return decoded
@@ -64,19 +64,19 @@ class StoredGroup:
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """A group whose payload a shard keeps: which one, and under what tag."""
+    """Where the payload of a group is if a shard keeps it: which shard, and under which tag."""
 
     shard: int
     tag: str
 
 
 def shard_of(group_id: int, shards: int) -> int:
-    """Group ids are a counter, so the remainder spreads every batch evenly."""
+    """Return the shard of a group. Group ids are a counter, so the remainder spreads every batch evenly."""
     return group_id % shards
 
 
 def group_header(group: TrajectoryGroup, nbytes: int = 0) -> GroupHeader:
-    """Raises WireError when a trajectory is not fit to be trained on."""
+    """Return the header of a group. Raises WireError if a trajectory cannot be trained on."""
     header = _header_of(group, nbytes)
     pairs = tuple(zip(group.trajectories, header.trajectories, strict=True))
     _check_ids((trajectory.token_ids for trajectory in group.trajectories), MAX_VOCABULARY)
@@ -85,7 +85,7 @@ def group_header(group: TrajectoryGroup, nbytes: int = 0) -> GroupHeader:
 
 
 def encode_group(group: TrajectoryGroup) -> EncodedGroup:
-    """Raises WireError when the group is not fit to be trained on: better here than at the learner."""
+    """Encode a group. Raises WireError if it cannot be trained on, so that it fails here and not at the learner."""
     header = _header_of(group)
     columns = join(group.trajectories, header.trajectories)
     check_columns(header.trajectories, columns, MAX_VOCABULARY)
@@ -97,10 +97,10 @@ def encode_group(group: TrajectoryGroup) -> EncodedGroup:
 
 
 def split_frames(header: GroupHeader, frames: Sequence[Frame]) -> StoredGroup:
-    """What the server does with an insert: check the sizes against the header. See `check_stored` for the values.
+    """Split the frames of an insert, checking their sizes against the header. `check_stored` checks the values.
 
     Raises:
-        WireError: frames are missing, too many, or not of the sizes that follow from the header.
+        WireError: there are too few or too many frames, or their sizes do not follow from the header.
     """
     if len(frames) < 2:
         raise WireError(f"a group needs at least 2 payload frames, got {len(frames)}")
@@ -116,15 +116,15 @@ def split_frames(header: GroupHeader, frames: Sequence[Frame]) -> StoredGroup:
 
 
 def check_stored(header: GroupHeader, stored: StoredGroup, vocabulary: int, routers: Routers | None = None) -> None:
-    """What the learner will rely on, found out at the door: the arrays agree with the header that the gates judge, and
-    every value is one that can be trained on. Nothing is copied or kept.
+    """Check on arrival what the learner will rely on: the arrays agree with the header by which the gates judge, and
+    every value can be trained on. Nothing is copied or kept.
 
     Args:
-        vocabulary: token ids are below it.
-        routers: whose choices every trajectory brings; None: none.
+        vocabulary: all token ids must be below it.
+        routers: the routers whose choices every trajectory must bring; None: no choices are required.
 
     Raises:
-        WireError: names what is wrong.
+        WireError: the message names what is wrong.
     """
     decode_texts(stored.texts)
     check_columns(header.trajectories, stored.columns, vocabulary)
@@ -142,18 +142,18 @@ def check_stored(header: GroupHeader, stored: StoredGroup, vocabulary: int, rout
 
 
 def check_columns(facts: Sequence[TrajectoryHeader], columns: Columns, vocabulary: int) -> None:
-    """The values of some trajectories, all at once. Raises WireError."""
+    """Check the values of all trajectories at once. Raises WireError."""
     ids, logprobs = columns.whole()
     _check_ids(ids, vocabulary)
     if columns.has_masks:
-        for _ in columns.each(facts):  # Each mask is checked as it is cut out.
+        for _ in columns.each(facts):  # Slicing a mask out checks it.
             pass
     _check_logprobs(logprobs, lambda: ((sampled, mask) for _, sampled, mask in columns.each(facts)))
 
 
 def _check_ids(arrays: Iterable[NDArray[np.int32]], vocabulary: int) -> None:
     for token_ids in arrays:
-        # A negative id is a large one here.
+        # As uint32, a negative id is a large one.
         if not token_ids.size or np.maximum.reduce(token_ids.view(np.uint32)) < vocabulary:
             continue
         if np.minimum.reduce(token_ids) < 0:
@@ -165,8 +165,9 @@ def _check_ids(arrays: Iterable[NDArray[np.int32]], vocabulary: int) -> None:
 def _check_logprobs(
     arrays: Iterable[NDArray[np.float32]], each: Callable[[], Iterable[Sampled]], sure: bool = True
 ) -> None:
-    """Nearly always all log-probs are fine, and picking out those of sampled tokens costs more than looking at all: so
-    `arrays` are looked at first, and `each` trajectory only where they are not (or not `sure` to be all)."""
+    """Check log-probs. Nearly always all of them are valid, and selecting those of sampled tokens costs more than
+    checking all: so `arrays` are checked first, and `each` trajectory only if that fails (or if `arrays` are not `sure`
+    to be all log-probs)."""
     if sure and all(map(_are_logprobs, arrays)):
         return
     for logprobs, mask in each():
@@ -175,12 +176,13 @@ def _check_logprobs(
 
 
 def _are_logprobs(array: NDArray[np.float32]) -> bool:
-    # A NaN is the minimum of whatever holds it, and compares false. The methods cost twice as much for short arrays.
+    # The minimum of an array with a NaN is NaN, which compares false. Array methods cost twice as much for short
+    # arrays.
     return not array.size or bool(-np.inf < np.minimum.reduce(array) and np.maximum.reduce(array) <= MAX_LOGPROB)
 
 
 def _header_of(group: TrajectoryGroup, nbytes: int = 0) -> GroupHeader:
-    """Everything but the values of ids and log-probs is checked."""
+    """Return the header, having checked everything except the values of ids and log-probs."""
     if not 1 <= len(group.trajectories) <= wire.MAX_TRAJECTORIES:
         raise WireError(f"a group has 1 to {wire.MAX_TRAJECTORIES} trajectories, not {len(group.trajectories)}")
     facts = tuple(map(_facts_of, group.trajectories))
@@ -214,7 +216,7 @@ def _facts_of(trajectory: Trajectory) -> TrajectoryHeader:
     _check_shape("policy_versions", versions, _INT32, length)
     loss_tokens = int(np.count_nonzero(mask))
     prompt_length = int(mask.argmax()) if loss_tokens else length
-    # A slice where the loss tokens are all that follows the prompt: no copy, many times faster.
+    # If all tokens after the prompt are loss tokens, a slice needs no copy and is many times faster.
     runs = runs_of(versions[prompt_length:] if loss_tokens == length - prompt_length else versions[mask])
     if any(version < 0 for version, _ in runs):
         raise WireError("every loss token needs the policy_version that sampled it")
@@ -247,7 +249,7 @@ def _sampled(trajectory: Trajectory, facts: TrajectoryHeader) -> Sampled:
 
 
 def runs_of(versions: NDArray[np.int32]) -> tuple[tuple[int, int], ...]:
-    """Runs `(version, count)` of `[N]` versions, in order."""
+    """Return the runs `(version, count)` of `[N]` versions, in order."""
     if not versions.size:
         return ()
     if np.minimum.reduce(versions) == np.maximum.reduce(versions):  # Cheaper than comparing each with the first.

@@ -1,4 +1,4 @@
-"""Headers of groups and plans as bytes, and back with every field checked: what the gates judge groups by."""
+"""Encodes headers of groups, by which the gates judge them, and plans; decoding checks every field."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from asyncrl.replay.codec import wire
 from asyncrl.types import ExtraHeader, GroupHeader, StepPlan, TrajectoryHeader
 
 _Rare = tuple[tuple[ExtraHeader, ...], bool, tuple[float, ...]]
-"""Extras, branch and rewards of turns."""
+"""`(extras, branch, turn rewards)`."""
 _NOTHING_RARE: _Rare = ((), False, ())
 
 
 def encode_group_header(header: GroupHeader) -> list[Any]:
-    """`[worker, packed]`: `packed` is made once, however often the header is sent, journalled or sealed."""
+    """Return `[worker, packed]`. `packed` is made once, however often the header is sent, journalled or sealed."""
     return [header.worker, packed_header(header)]
 
 
 def packed_header(header: GroupHeader) -> bytes:
-    """All but the name of the worker, which each server fills in for itself: a column per field of its trajectories.
+    """Pack all but the name of the worker, which each server fills in: one column per field of the trajectories.
 
-    The runs of all are two columns, with how many each has. Named rewards are left out where none has any; what is rare
-    (extras, a branch, rewards of turns) is a row for each trajectory that has some.
+    The runs of all trajectories are two columns, plus one with the number of runs of each. Named rewards are left out
+    if no trajectory has any; rare fields (extras, branch, turn rewards) are a row for each trajectory that has some.
     """
     if not header.packed:
         facts = header.trajectories
@@ -46,7 +46,7 @@ def packed_header(header: GroupHeader) -> bytes:
 
 
 def _keep_packed(header: GroupHeader, packed: bytes) -> None:
-    object.__setattr__(header, "packed", packed)  # frozen: what it says is not changed by it
+    object.__setattr__(header, "packed", packed)  # the dataclass is frozen; its content does not change
 
 
 def _rare_row(place: int, facts: TrajectoryHeader) -> list[list[Any]]:
@@ -57,7 +57,7 @@ def _rare_row(place: int, facts: TrajectoryHeader) -> list[list[Any]]:
 
 
 def decode_group_header(value: Any, worker: str | None = None) -> GroupHeader:
-    """Of `[worker, packed]`; `worker`: who it is of, whatever it says itself. Raises WireError; see the checks."""
+    """Decode `[worker, packed]`; `worker`, if given, replaces the name in it. Raises WireError; see the checks."""
     told, packed = wire.sequence(value, "group header", 2)
     told = wire.text(told, "worker", wire.MAX_NAME)
     if type(packed) is not bytes:
@@ -101,7 +101,7 @@ def decode_group_header(value: Any, worker: str | None = None) -> GroupHeader:
 
 def _numbers(value: Any, name: str, size: int) -> list[float]:
     items = wire.sequence(value, name, size)
-    if set(map(type, items)) != {float} or not math.isfinite(sum(items)):  # of finite ones too, perhaps
+    if set(map(type, items)) != {float} or not math.isfinite(sum(items)):  # a sum of finite values may overflow, too
         return [wire.number(item, name) for item in items]
     return items
 
@@ -121,7 +121,7 @@ def _decode_parts(value: Any, size: int) -> list[dict[str, float]]:
 
 
 def _decode_rare(value: Any, size: int, rewards: Sequence[Any]) -> list[_Rare]:
-    """Raises WireError; also for rows that say nothing, or of one trajectory twice."""
+    """Raises WireError, also for an empty row, or two rows of one trajectory."""
     found = [_NOTHING_RARE] * size
     for row in wire.sequence(value, "rare", limit=size):
         place, extras, branch, earned = wire.sequence(row, "rare row", 4)
@@ -143,7 +143,7 @@ def _decode_trajectory(
     rewards: dict[str, float],
     rare: _Rare,
 ) -> TrajectoryHeader:
-    """Raises WireError where they do not agree."""
+    """Raises WireError if the fields do not agree."""
     extras, branch, turn_rewards = rare
     total = runs[0][1] if len(runs) == 1 else sum([count for _, count in runs])
     if total > length - prompt_length:
@@ -167,7 +167,7 @@ def _decode_trajectory(
 
 
 def _check_branches(trajectories: Sequence[TrajectoryHeader]) -> None:
-    """Raises WireError for a branch that is of no episode, or not of the one before it."""
+    """Raises WireError for a branch that belongs to no episode, or not to the one before it."""
     for place, each in enumerate(trajectories):
         if not each.branch:
             continue
@@ -177,7 +177,7 @@ def _check_branches(trajectories: Sequence[TrajectoryHeader]) -> None:
 
 
 def encode_plan(plan: StepPlan) -> list[Any]:
-    """A shard is a flat list of group and trajectory positions."""
+    """Encode a plan. Each shard is a flat list of group and trajectory positions."""
     groups = [encode_group_header(group) for group in plan.groups]
     shards = [[part for place in shard for part in place] for shard in plan.shards]
     staleness = wire.flatten_runs(tuple(plan.staleness.items()))
@@ -185,7 +185,7 @@ def encode_plan(plan: StepPlan) -> list[Any]:
 
 
 def decode_plan(value: Any) -> StepPlan:
-    """Raises WireError; also when a shard names a trajectory that is not there, or one is in two shards."""
+    """Raises WireError, also if a shard names a trajectory that does not exist, or one is in two shards."""
     step, policy_version, max_staleness, flat, shards, groups = wire.sequence(value, "step plan", 6)
     headers = tuple(map(decode_group_header, wire.sequence(groups, "groups")))
     ages = wire.integers(flat, "staleness", 0, wire.MAX_VERSION)

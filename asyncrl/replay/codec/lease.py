@@ -1,11 +1,11 @@
-"""Trajectories on their way to a rank, both ends: tables, and frames with what they point to.
+"""Packs and unpacks the trajectories sent to a rank: tables, and the frames they refer to.
 
-    table row   [group, first trajectory, how many, frame, offset, size, first frame of their own, how many]
-    extras row  the same, of the extras of these neighbours
+    table row   [group, first trajectory, how many, frame, offset, size, first own frame, how many]
+    extras row  the same, for the extras of these trajectories
     text row    [group, frame]                                                              whole groups only
 
-A row is about neighbours of one group: what they have in one frame, which is the one received where they are the whole
-group. Small parts are joined in frame 0, large arrays keep their own frames.
+A row describes consecutive trajectories of one group: their part of a joined frame, which is the frame as received if
+they are the whole group. Small parts are joined in frame 0; large arrays keep their own frames.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from asyncrl.replay.protocol import Lease
 from asyncrl.types import StepPlan, Trajectory, TrajectoryGroup, TrajectoryHeader
 
 SEPARATE = 64 << 10
-"""Bytes from which neighbours get a frame instead of being joined with others (a copy)."""
+"""Size in bytes from which consecutive trajectories get a frame instead of being copied together with others."""
 Place = tuple[int, int]
 """(group, trajectory) positions in a plan."""
 
@@ -31,8 +31,8 @@ Place = tuple[int, int]
 def pack_places(
     stored: Mapping[int, StoredGroup], places: Iterable[Place], sampled: Sequence[int]
 ) -> tuple[list[Any], list[Frame]]:
-    """`([table, extras, text rows], frames)` for the trajectories at `places`, and of the `sampled` groups all, with
-    texts and without extras: nobody looks at those. Groups go by the numbers that `stored` has them under."""
+    """Return `([table, extras, text rows], frames)` for the trajectories at `places`, and for all of the `sampled`
+    groups, with texts and without extras, which nobody uses. Groups are numbered by the keys of `stored`."""
     load, everything = _Load(), set(places)
     sides = {group: kept.side for group, kept in stored.items() if kept.side is not None}
     trained = [place for place in everything if place[0] in sides] if sides else []
@@ -49,16 +49,16 @@ def pack_places(
 
 @dataclass(slots=True)
 class _Load:
-    """What was put into frames so far."""
+    """The frames filled so far."""
 
     small: list[Frame] = field(default_factory=list)
     """Pieces of frame 0."""
     small_bytes: int = 0
     frames: list[Frame] = field(default_factory=list)
-    """From frame 1 on."""
+    """The frames from frame 1 on."""
 
     def add(self, pieces: list[Frame], own: Sequence[Frame]) -> list[int]:
-        """`[frame, offset, size, first frame of their own, how many]`."""
+        """Returns `[frame, offset, size, first own frame, how many]`."""
         size = sum(map(len, pieces))
         if size < SEPARATE:
             gap = -self.small_bytes % ALIGNED
@@ -74,7 +74,7 @@ class _Load:
 
 
 def _neighbours(places: Iterable[Place]) -> list[list[int]]:
-    """Runs `[group, first trajectory, how many]`."""
+    """Return runs of consecutive trajectories, `[group, first trajectory, how many]`."""
     runs: list[list[int]] = []
     for group, position in sorted(places):
         if runs and runs[-1][0] == group and sum(runs[-1][1:]) == position:
@@ -85,7 +85,7 @@ def _neighbours(places: Iterable[Place]) -> list[list[int]]:
 
 
 class Unpacking:
-    """One rank's part of a plan, put together from one parcel or several."""
+    """Assembles one rank's part of a plan from one or more parcels."""
 
     def __init__(self, plan: StepPlan) -> None:
         self._plan = plan
@@ -94,10 +94,10 @@ class Unpacking:
         self._texts: dict[int, tuple[str, tuple[str, ...], float, float]] = {}
 
     def open(self, parcel: Any, frames: Sequence[Frame]) -> None:
-        """Decode a parcel, each trajectory checked against the header it was judged by.
+        """Decode a parcel, checking each trajectory against the header by which it was judged.
 
         Raises:
-            WireError: something does not agree.
+            WireError: a trajectory and its header do not agree.
         """
         views = [memoryview(frame) for frame in frames]
         table, extras, texts = wire.sequence(parcel, "parcel", 3)
@@ -120,7 +120,7 @@ class Unpacking:
     def _cut(
         self, row: Any, views: Sequence[memoryview]
     ) -> tuple[int, int, tuple[TrajectoryHeader, ...], memoryview, Sequence[memoryview]]:
-        """`(group, first trajectory, headers, joined frame, own frames)` of the neighbours of one row."""
+        """Return `(group, first trajectory, headers, joined frame, own frames)` of the trajectories of one row."""
         group, first, count, frame, offset, size, own, owned = wire.sequence(row, "table row", 8)
         wire.integer(group, "group", 0, len(self._plan.groups) - 1)
         headers = self._plan.groups[group].trajectories
@@ -140,7 +140,7 @@ class Unpacking:
         )
 
     def lease(self, rank: int) -> Lease:
-        """Raises WireError when a trajectory of this rank, its extras, or one of a sampled group is missing."""
+        """Raises WireError if a trajectory of this rank, its extras, or a trajectory of a sampled group is missing."""
         plan = self._plan
         wire.integer(rank, "rank", 0, len(plan.shards) - 1)
         found, extras, places = self._found, self._extras, plan.shards[rank]

@@ -1,4 +1,4 @@
-"""The small replies and requests as lists of checked plain values, both directions in one place."""
+"""Encodes small requests and replies as lists of plain values, and decodes and checks them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _columns(value: Any, name: str) -> dict[str, tuple[float | None, ...]]:
 
 
 def encode_record(record: Any) -> list[Any]:
-    """A dataclass as the list of its fields; flat, but for samples and peers."""
+    """Encode a dataclass as the list of its fields; only samples and peers are nested."""
     values = [getattr(record, field.name) for field in fields(record)]
     return [_encoded(value) for value in values]
 
@@ -63,7 +63,7 @@ def _encoded(value: Any) -> Any:
 
 
 def decode_record(kind: type[Record], value: Any) -> Record:
-    """The dataclass `kind` from the list of its fields.
+    """Decode the dataclass `kind` from the list of its fields.
 
     Raises:
         WireError: a field is missing or has the wrong type.

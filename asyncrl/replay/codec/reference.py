@@ -1,7 +1,8 @@
-"""Log-probs of a reference that come with the trajectories as extras (`reference.path=rollout`): what they have to be.
+"""Checks log-probs of a reference that arrive with the trajectories as extras (`reference.path=rollout`).
 
-Asked three times of the same values: by the worker, while the group can still be made again; at the door of the replay,
-since a group that was accepted is part of a step, and of that step again after every resume; and by the learner.
+The same values are checked three times: by the worker, while the group can still be generated again; by the replay
+server on arrival, since an accepted group is part of a step, and of that step again after every resume; and by the
+learner.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from asyncrl.errors import WireError
 from asyncrl.types import MAX_LOGPROB, REF_LOGPROBS, GroupHeader, Trajectory
 
 REFERENCE, FROM_ROLLOUT = "reference", "rollout"
-"""What the learner announces when it needs them."""
+"""Key and value that the learner announces if it needs these log-probs."""
 
 
 def reference_fault(trajectory: Trajectory) -> str:
-    """Empty when the trajectory brings the reference's log-probs of its sampled tokens.
+    """Return what is wrong; empty if the trajectory brings the reference's log-probs of its sampled tokens.
 
-    Those of other tokens may be anything, NaN included. A sampled one without would count as a KL of 0 in the loss, and
-    end every sum of the KL in the reward.
+    Those of other tokens may have any value, including NaN. A sampled token without one would count as a KL of 0 in the
+    loss, and make every sum of the KL in the reward non-finite.
     """
     given = trajectory.extras.get(REF_LOGPROBS)
     length = len(trajectory.token_ids)
@@ -34,12 +35,12 @@ def reference_fault(trajectory: Trajectory) -> str:
 
 
 def brings_reference(header: GroupHeader) -> list[bool]:
-    """Of each trajectory."""
+    """Return for each trajectory whether it brings reference log-probs."""
     return [any(extra.name == REF_LOGPROBS for extra in facts.extras) for facts in header.trajectories]
 
 
 def require_reference(header: GroupHeader) -> None:
-    """Raises WireError when a trajectory does not bring them."""
+    """Raises WireError if a trajectory does not bring reference log-probs."""
     lacking = brings_reference(header).count(False)
     if lacking:
         raise WireError(

@@ -1,4 +1,5 @@
-"""What peer and server say to each other beside requests and answers, checked before anything is done with it."""
+"""Messages between peer and server other than requests: hello, heartbeat and error replies. All are checked before
+use."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.codec.wire import Envelope
 
 ROLES = ("worker", "learner", "shard", "viewer")
-"""Of those that say hello."""
+"""Roles of the peers that say hello."""
 
 ERRORS: dict[str, type[AsyncRLError]] = {
     "fenced": FencedError,
@@ -25,16 +26,16 @@ ERRORS: dict[str, type[AsyncRLError]] = {
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What a peer says of itself before anything else."""
+    """First message of a peer, which describes it."""
 
     role: str
     name: str
     digest: str
-    """Of its settings, see `run_digest`."""
+    """Digest of its settings, see `run_digest`."""
     served: int
     """Newest policy version that a worker serves."""
     boot: str
-    """The server's memory that it worked with before; empty the first time."""
+    """Identifies the server's memory that the peer worked with before; empty the first time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +45,15 @@ class Welcome:
     run: str
     boot: str
     window: int
-    """Bytes without an answer that the server allows."""
+    """Limit on the payload bytes that the peer may have sent and not yet got a reply to."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerTime:
-    """The clocks of the server's machine, in ns, when it answered."""
+    """The clocks of the server's machine, in ns, at the time of the answer."""
 
     boot: str
-    """Of its kernel; see `asyncrl.spans.boot`."""
+    """Boot id of the machine's kernel; see `asyncrl.spans.boot`."""
     monotonic: int
     wall: int
 
@@ -62,10 +63,10 @@ class Pulse:
     """The reply to a heartbeat."""
 
     lost: list[int]
-    """Requests that the server does not have."""
+    """Numbers of requests that the server does not have."""
     window: int
     progress: int
-    """Grows with every change at the server."""
+    """Counter that grows with every change at the server."""
     time: ServerTime
 
 
@@ -84,7 +85,7 @@ def decode_hello(envelope: Envelope) -> Hello:
 
 
 def decode_replies(frames: Sequence[Frame]) -> list[tuple[Envelope, Sequence[Frame]]]:
-    """The replies of one message, each with its payload. Raises WireError."""
+    """Decode the replies of one message, each with its payload. Raises WireError."""
     if len(frames) > 1 and not len(frames[0]):
         return [(wire.decode_envelope(frame, max_bytes=wire.MAX_REPLY_BYTES), ()) for frame in frames[1:]]
     return [(wire.decode_envelope(frames[0], max_bytes=wire.MAX_REPLY_BYTES), frames[1:])]
@@ -107,7 +108,7 @@ def decode_pulse(body: Any) -> Pulse:
 
 
 def window_after(body: Any) -> int:
-    """The window that ends the reply to a request with payload. Raises WireError."""
+    """Return the window, which is the last value of the reply to a request with payload. Raises WireError."""
     values = wire.sequence(body, "the reply to a group")
     if not values:
         raise WireError("the reply to a group must end with the window")
@@ -115,7 +116,8 @@ def window_after(body: Any) -> int:
 
 
 def error_of(server: str, reply: Envelope) -> AsyncRLError:
-    """What a reply that is not `ok` means. Only text is passed on: anything else may be too deep to be shown."""
+    """Return the error of a reply that is not `ok`. Only text is passed on: another value may be nested too deep to
+    be shown."""
     words = reply.body[: wire.MAX_TEXT] if isinstance(reply.body, str) else f"{wire.short(reply.verb)} without words"
     return ERRORS.get(reply.verb, ReplayError)(f"{server}: {words}")
 

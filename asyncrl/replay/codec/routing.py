@@ -1,6 +1,6 @@
-"""The experts of each token, where the engine records them (`learner.router_replay`): `routed_experts` of a
-trajectory's extras. As with the likeliest tokens, asked of the same values by the worker, at the door of the replay and
-by the learner: an expert that there is not would end a GPU's process."""
+"""Checks the experts of each token if the engine records them (`learner.router_replay`): `routed_experts` of a
+trajectory's extras. Like the likeliest tokens, they are checked by the worker, by the replay server on arrival, and by
+the learner: an expert that does not exist would crash a GPU's process."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import numpy as np
 from asyncrl.types import ROUTED_EXPERTS, Routers, Trajectory
 
 ROUTERS = "routers"
-"""What the learner announces when it needs them: `[layers, k, experts]`."""
+"""Key of what the learner announces if it needs them: `[layers, k, experts]`."""
 
 
 def announced_routers(board: Mapping[str, Any]) -> Routers | None:
-    """None where none are announced."""
+    """Return the announced routers; None if there are none."""
     said = board.get(ROUTERS)
     if type(said) is not list or len(said) != 3 or not all(type(each) is int and each > 0 for each in said):
         return None
@@ -25,21 +25,22 @@ def announced_routers(board: Mapping[str, Any]) -> Routers | None:
 
 
 def row_of_routers(routers: Routers | None) -> list[int]:
-    """As it is announced."""
+    """Return the row by which routers are announced; empty if there are none."""
     return [] if routers is None else [routers.layers, routers.chosen, routers.experts]
 
 
 def routed_tokens(trajectory: Trajectory) -> int:
-    """Those before the last sampled one: what is sampled is sampled from them."""
+    """Return the number of tokens before the last sampled one: sampling is from their outputs."""
     mask = trajectory.loss_mask
     return len(mask) - 1 - int(mask[::-1].argmax()) if mask.any() else 0
 
 
 def routing_fault(trajectory: Trajectory, routers: Routers | None = None) -> str:
-    """Empty when it brings the experts of all tokens that something was sampled from, no expert twice for one.
+    """Return what is wrong; empty if the trajectory brings the experts of all tokens before the last sampled one, and
+    no token has the same expert twice.
 
     Args:
-        routers: of the model; None is not known.
+        routers: the routers of the model; None if unknown.
     """
     tokens, given = routed_tokens(trajectory), trajectory.extras.get(ROUTED_EXPERTS)
     if not tokens:
@@ -60,7 +61,7 @@ def routing_fault(trajectory: Trajectory, routers: Routers | None = None) -> str
     if int(given.min()) < 0 or (routers is not None and int(given.max()) >= routers.experts):
         known = f" of {routers.experts}" if routers else ""
         return f"extras[{ROUTED_EXPERTS!r}] must be experts{known}; {given.min()} to {given.max()} came"
-    # Each once, as a top-k has them: an output would count twice.
+    # A top-k has each expert once: a duplicate would count its output twice.
     if any(bool((one == other).any()) for one, other in combinations(np.moveaxis(given, -1, 0).copy(), 2)):
         return f"extras[{ROUTED_EXPERTS!r}] names an expert twice for a token"
     return ""

@@ -1,7 +1,7 @@
-"""What each sampled token was drawn from, where sampling was truncated: `support_*` of a trajectory's extras.
+"""Checks the support from which each token was sampled if sampling was truncated: `support_*` of a trajectory's extras.
 
-As with the reference's log-probs (`reference.py`), asked of the same values by the worker, at the door of the replay
-and by the learner. A trajectory without any was drawn from the whole vocabulary.
+Like the reference's log-probs (`reference.py`), it is checked by the worker, by the replay server on arrival, and by
+the learner. A trajectory without support was sampled from the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ NAMES = (SUPPORT_COUNTS, SUPPORT_IDS, SUPPORT_BITS)
 
 
 def brings_support(header: GroupHeader) -> list[bool]:
-    """Of each trajectory."""
+    """Return for each trajectory whether it brings a support."""
     return [any(extra.name in NAMES for extra in facts.extras) for facts in header.trajectories]
 
 
 def support_fault(trajectory: Trajectory, vocabulary: int | None = None) -> str:
-    """Empty when every sampled token has a support, and is in it.
+    """Return what is wrong; empty if every sampled token has a support that contains it.
 
     Args:
-        vocabulary: ids are below it; None is not known.
+        vocabulary: all ids must be below it; None if unknown.
     """
     lacking = [name for name in NAMES if name not in trajectory.extras]
     if lacking:
@@ -42,7 +42,7 @@ def support_fault(trajectory: Trajectory, vocabulary: int | None = None) -> str:
         return f"extras[{SUPPORT_BITS!r}] must have {width // 8} bytes for each token; {bits.shape[1]} came"
     if len(ids) and (int(ids.min()) < 0 or (vocabulary is not None and int(ids.max()) >= vocabulary)):
         return f"extras[{SUPPORT_IDS!r}] must be ids of the vocabulary of {vocabulary}; {ids.min()} to {ids.max()} came"
-    # A token that is not in its support has a probability of 0: its log-prob would end every sum.
+    # A token outside its support has a probability of 0: its log-prob would make every sum infinite.
     hits = np.repeat(np.arange(len(own)), listed)[ids == np.repeat(own, listed)]
     inside = np.zeros(len(own), np.bool_)
     inside[hits] = True

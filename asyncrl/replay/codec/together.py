@@ -1,11 +1,11 @@
-"""Requests of one peer on their way to the server: those that are ready at the same time share a message, for each
-message costs as much as all else that is done for a small group.
+"""Batches requests from one peer to the server: those that are ready at the same time share a message, because a
+message costs as much as all the other work for a small group.
 
     one      frame 0: an envelope with its number and verb, body `[acknowledged, body]`; its frames
     several  frame 0: an envelope with the verb `several`, body `[acknowledged, [[number, verb, body, how many frames],
              ...]]`; the frames of the first, those of the second, ...
 
-Each keeps its number, by which it is answered, and asked again, alone.
+Each request keeps its own number, by which it is answered and repeated individually.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from asyncrl.replay.codec.wire import Envelope
 
 SEVERAL = "several"
 MOST = 64
-"""Requests in one message."""
+"""Limit on the requests in one message."""
 MOST_BYTES = 256 << 10
-"""Payload of a message from which no further request joins it. It arrives as a whole: of several large groups the
-server would no longer find the first in the processor's cache."""
+"""Payload in bytes from which no further request joins a message. A message arrives as a whole: with several large
+groups in it, the first would no longer be in the processor's cache when the server reads it."""
 
 
 class Asking(Protocol):
-    """A request as its client has it."""
+    """A request on the client's side."""
 
     @property
     def number(self) -> int: ...
@@ -42,7 +42,7 @@ class Asking(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request as it came; its body is not looked at yet."""
+    """A request as received; its body is not checked yet."""
 
     number: int
     verb: str
@@ -51,7 +51,7 @@ class Asked:
 
 
 def encode_requests(requests: Sequence[Asking], acknowledged: int) -> tuple[str, int, list[Any], list[Frame]]:
-    """`(verb, number, body, frames)` of their message; the number is the first one's."""
+    """Return `(verb, number, body, frames)` of the message; its number is that of the first request."""
     first = requests[0]
     if len(requests) == 1:
         return first.verb, first.number, [acknowledged, first.body], list(first.frames)
@@ -60,10 +60,10 @@ def encode_requests(requests: Sequence[Asking], acknowledged: int) -> tuple[str,
 
 
 def decode_requests(envelope: Envelope, frames: Sequence[Frame]) -> tuple[int, list[Asked]]:
-    """`(acknowledged, requests)` of a message: the peer has the answers to all requests below the first.
+    """Return `(acknowledged, requests)` of a message: the peer has the answers to all requests below `acknowledged`.
 
     Raises:
-        WireError: none, too many, or other frames than they say.
+        WireError: there are no requests or too many, or the number of frames is not the announced one.
     """
     acknowledged, body = wire.sequence(envelope.body, "request", 2)
     wire.integer(acknowledged, "acknowledged", 0, wire.MAX_ID)

@@ -1,10 +1,10 @@
-"""Bytes on the socket: one msgpack header frame, then raw little-endian payload frames. Never pickle.
+"""The message format on the socket: one msgpack header frame, then raw little-endian payload frames. Never pickle.
 
-    frame 0    msgpack map: schema, run, verb, request id, incarnation and the body
-    frame 1..  stored and forwarded as they came (`columns.py` and `extras.py` say what is where in them)
+    frame 0    msgpack list: schema, run, verb, request id, incarnation and the body
+    frame 1..  stored and forwarded unchanged (their layout is in `columns.py` and `extras.py`)
 
-Nothing that is received is believed: sizes, types and ranges are checked before use, and whatever is wrong with a
-message is a `WireError`.
+No received value is trusted: sizes, types and ranges are checked before use, and any fault in a message raises
+`WireError`.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from asyncrl.types import ExtraHeader
 
 SCHEMA = 16
 SEVERAL = b""
-"""First frame of a message of several replies without payload, each one frame: many cost as much to send as one."""
+"""First frame of a message of several replies without payload, each of one frame: sending many costs as much as one."""
 MAX_REQUEST_BYTES = 8 << 20
-"""Header frame of a request."""
+"""Limit on the header frame of a request."""
 MAX_REPLY_BYTES = 256 << 20
-"""Header frame of a reply: a step plan with its headers."""
+"""Limit on the header frame of a reply, which may be a step plan with its headers."""
 MAX_MESSAGE_BYTES = 1 << 30
-"""Any one frame; libzmq drops a peer that sends more."""
+"""Limit on any one frame; libzmq drops a peer that sends more."""
 MAX_GROUP_BYTES = 3 << 30
-"""All frames of one group together: a journal record holds 4 GiB."""
+"""Limit on all frames of one group together: a journal record holds 4 GiB."""
 MAX_FRAMES = 65536
 MAX_TRAJECTORIES = 4096
-"""In one group."""
+"""Limit on the trajectories of one group."""
 MAX_TOKENS = 1 << 24
-"""In one trajectory."""
+"""Limit on the tokens of one trajectory."""
 MAX_ID = (1 << 62) - 1
 MAX_VERSION = (1 << 31) - 1
 MAX_NAME = 256
 MAX_TEXT = 1 << 16
 MAX_EXTRAS = 64
-"""Of one trajectory."""
+"""Limit on the extras of one trajectory."""
 MAX_EXTRA_NAME = 64
 MAX_DIMENSIONS = 8
 EXTRA_DTYPES = {
     "|b1": 1, "|u1": 1, "|i1": 1, "<u2": 2, "<i2": 2, "<f2": 2,
     "<u4": 4, "<i4": 4, "<f4": 4, "<u8": 8, "<i8": 8, "<f8": 8,
 }  # fmt: skip
-"""What extras may be made of, and the bytes of one item."""
+"""dtypes that extras may have, and the bytes of one item."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
-    """The header frame. In a reply, `verb` is `ok`, or the kind of error with its message in `body`."""
+    """The header frame. In a reply, `verb` is `ok`, or the kind of error, whose message is in `body`."""
 
     run: str
     verb: str
@@ -62,11 +62,11 @@ class Envelope:
 
 
 def pack(value: Any) -> bytes:
-    """msgpack bytes of plain values. Half a character (a lone surrogate, as an error may quote one from a text that was
-    cut) has no bytes and becomes `?`: it may end nobody who has to tell of it.
+    """Pack plain values as msgpack. A lone surrogate (which an error may quote from a text that was cut) has no UTF-8
+    encoding and becomes `?`, so that it cannot stop whoever has to report it.
 
     Raises:
-        WireError: something in it is no plain value.
+        WireError: `value` contains something other than plain values.
     """
     try:
         try:
@@ -79,7 +79,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes | memoryview, *, max_bytes: int = MAX_REQUEST_BYTES) -> Any:
-    """Plain values from msgpack bytes; extension types are refused.
+    """Unpack plain values from msgpack bytes; extension types are refused.
 
     Raises:
         WireError: too long, not msgpack, or nested too deep.
@@ -90,8 +90,8 @@ def unpack(data: bytes | memoryview, *, max_bytes: int = MAX_REQUEST_BYTES) -> A
         return msgpack.unpackb(data, raw=False, strict_map_key=False, ext_hook=_refuse_extension, use_list=True)
     except WireError:
         raise
-    # Every way msgpack fails on hostile bytes: wrong UTF-8 and truncation (ValueError), unhashable keys (TypeError),
-    # nesting (StackError is a ValueError, RecursionError is not), lengths past any memory, extra bytes.
+    # All the ways msgpack fails on hostile bytes: wrong UTF-8 and truncation (ValueError), unhashable keys (TypeError),
+    # nesting (StackError is a ValueError, RecursionError is not), lengths beyond any memory, extra bytes.
     except (ValueError, TypeError, RecursionError, MemoryError, OverflowError, msgpack.UnpackException) as error:
         raise WireError(f"not a msgpack header: {type(error).__name__}: {error}") from error
 
@@ -125,7 +125,7 @@ def decode_envelope(frame: bytes | memoryview, *, max_bytes: int = MAX_REQUEST_B
 
 
 def integer(value: Any, name: str, low: int, high: int) -> int:
-    """Raises WireError unless `value` is an int (no bool) in [low, high]."""
+    """Raises WireError unless `value` is an int (not a bool) in [low, high]."""
     if type(value) is not int or not low <= value <= high:
         raise WireError(f"{name} must be an integer in [{low}, {high}], not {short(value)}")
     return value
@@ -139,11 +139,11 @@ def number(value: Any, name: str) -> float:
 
 
 def turn_numbers(values: Sequence[Any], reward: Any) -> tuple[float, ...]:
-    """Rewards of turns, of an episode that earned `reward`.
+    """Check the turn rewards of an episode that earned `reward`.
 
     Raises:
-        WireError: one is no finite number, or their sums are none: a return over them would be a NaN in every advantage
-            of the step.
+        WireError: a reward or a sum of them is not finite: a return over them would be a NaN in every advantage of the
+            step.
     """
     checked = tuple(number(value, "turn_rewards") for value in values)
     if checked and not math.isfinite(sum(map(abs, checked)) + abs(number(reward, "reward"))):
@@ -183,12 +183,12 @@ def flatten_runs(runs: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def extra_size(extra: ExtraHeader) -> int:
-    """Bytes of its array."""
+    """Return the size in bytes of the extra's array."""
     return math.prod(extra.shape) * EXTRA_DTYPES[extra.dtype]
 
 
 def unsendable(name: Any, dtype: Any) -> str:
-    """Why an extra of this dtype is refused."""
+    """Return the error message for an extra of a refused dtype."""
     return (
         f"extra {short(name)} has dtype {short(dtype)}; what can be sent is {', '.join(EXTRA_DTYPES)}. Convert "
         "it, or send its bytes: a bfloat16 tensor as tensor.view(torch.uint16).numpy()"
@@ -196,7 +196,8 @@ def unsendable(name: Any, dtype: Any) -> str:
 
 
 def decode_extra_headers(value: Any) -> tuple[ExtraHeader, ...]:
-    """Raises WireError: too many, two of one name, a dtype that is not sent, or a shape that no message can carry."""
+    """Raises WireError: too many extras, two of the same name, an unsupported dtype, or a shape too large for a
+    message."""
     headers = tuple(_decode_extra(row) for row in sequence(value, "extras", limit=MAX_EXTRAS))
     if len({header.name for header in headers}) != len(headers):
         raise WireError(f"extras need different names, not {short(str([header.name for header in headers]))}")
@@ -211,7 +212,8 @@ def _decode_extra(row: Any) -> ExtraHeader:
         raise WireError(unsendable(name, dtype))
     dimensions = sequence(shape, f"shape of extra {name!r}", limit=MAX_DIMENSIONS)
     extra = ExtraHeader(name, dtype, tuple(integer(item, "dimension", 0, MAX_MESSAGE_BYTES) for item in dimensions))
-    # A dimension of 0 hides nothing: numpy refuses what the others would not fit in, and the learner would end of that.
+    # A dimension of 0 must not hide the others: numpy refuses a shape whose other dimensions are too large, and that
+    # would crash the learner.
     nbytes = math.prod(max(1, size) for size in extra.shape) * EXTRA_DTYPES[dtype]
     if nbytes > MAX_MESSAGE_BYTES:
         raise WireError(
@@ -222,7 +224,7 @@ def _decode_extra(row: Any) -> ExtraHeader:
 
 
 def integers(value: Any, name: str, low: int, high: int, size: int | None = None) -> list[int]:
-    """`integer` of a whole list at once: `size` of them, or any number up to MAX_TOKENS. Raises WireError."""
+    """Check a whole list at once as `integer` does: `size` items, or any number up to MAX_TOKENS. Raises WireError."""
     items = sequence(value, name, size, MAX_TOKENS)
     if items and (set(map(type, items)) != {int} or min(items) < low or max(items) > high):
         for item in items:
