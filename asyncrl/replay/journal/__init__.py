@@ -1,1 +1,2 @@
-"""The durable, append-only log of a run, and the core recovered from it. What is on disk stays in here: no sockets."""
+"""The durable, append-only log of a run, and recovery of the core from it. Only this package knows the files; it uses
+no sockets."""

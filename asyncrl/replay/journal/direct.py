@@ -1,10 +1,9 @@
-"""Writes of a log past the page cache: what a journal writes it does not read again before it is restarted.
+"""Writes a log past the page cache: a journal does not read what it has written until it is restarted.
 
 A buffered write copies into pages that are cold by then and that the sync has to find again, which costs a server more
-time than all else it does for a large group. Here what is written is copied into a small buffer that stays in the
-processor's cache, and goes to the disk from there in whole blocks (`open(2)`, O_DIRECT): the first with the bytes that
-stand before it, the last with zeros behind it. Where the file system has no such writes, everything takes the ordinary
-way.
+time than all its other work for a large group. Here the data is copied into a small buffer that stays in the
+processor's cache, and written from there in whole blocks (`open(2)`, O_DIRECT): the first block begins with the bytes
+already in the file, the last is padded with zeros. If the file system does not support such writes, they are buffered.
 """
 
 from __future__ import annotations
@@ -18,16 +17,17 @@ from collections.abc import Sequence
 import numpy as np
 
 BLOCK = 4096
-"""Bytes that place, size and memory of such a write must be multiples of; no common disk needs more."""
+"""Alignment in bytes of the offset, size and memory of a direct write; no common disk needs more."""
 STAGE = 2 << 20
-"""Measured best: twice as much no longer stays in the cache, half as much takes more calls."""
+"""Size of the buffer in bytes. Measured best: twice as much no longer stays in the cache, half as much takes more
+calls."""
 MAX_BUFFERS = 512
-"""Of one gathered write; Linux takes 1024."""
+"""Limit on the buffers of one gathered write; Linux accepts 1024."""
 UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 def write_all(descriptor: int, offset: int, buffers: Sequence[memoryview]) -> None:
-    """Through the page cache, however many calls it takes. Raises OSError."""
+    """Write through the page cache, in as many calls as it takes. Raises OSError."""
     left = list(buffers)
     while left:
         part = left[:MAX_BUFFERS]
@@ -41,18 +41,18 @@ def write_all(descriptor: int, offset: int, buffers: Sequence[memoryview]) -> No
 
 
 class DirectWriter:
-    """Of one log, one thread at a time."""
+    """Writes the files of one log, from one thread at a time."""
 
     def __init__(self) -> None:
         self.works = hasattr(os, "O_DIRECT")
-        """False from the first refusal on."""
+        """Whether direct writes are supported; False after the first refusal."""
         self._stage: mmap.mmap | None = None
         self._tail: tuple[str, int, bytes] = ("", 0, b"")
-        """`(file, offset, what stands there)` of the block that was written last."""
+        """`(file, offset, content)` of the last block written."""
 
     def write(self, name: str, descriptor: int, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Put the bytes of `buffers` at `offset` of the file `name`. What follows them in their last block, which in a
-        log is nothing, may be zeros afterwards. Raises OSError."""
+        """Write the bytes of `buffers` at `offset` of the file `name`. The rest of their last block, which in a log is
+        unused, may be zeroed. Raises OSError."""
         start = offset // BLOCK * BLOCK
         if self.works:
             before = self._before(name, descriptor, start, offset - start)
@@ -62,14 +62,14 @@ class DirectWriter:
         write_all(descriptor, offset, buffers)
 
     def _before(self, name: str, descriptor: int, start: int, size: int) -> memoryview:
-        """The `size` bytes at `start`; zeros beyond the end of the file."""
+        """Return the `size` bytes at `start`; zeros beyond the end of the file."""
         known, at, content = self._tail
         if known != name or at != start or len(content) < size:
             content = os.pread(descriptor, size, start) if size else b""
         return memoryview(content[:size].ljust(size, b"\0"))
 
     def _write_blocks(self, name: str, descriptor: int, offset: int, buffers: Sequence[memoryview]) -> bool:
-        """False when not all of it was written: the ordinary way says why."""
+        """Return False if not everything was written; a buffered write then reports the reason."""
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
         try:
             fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
@@ -92,12 +92,12 @@ class DirectWriter:
         return True
 
     def _staged(self, buffers: Sequence[memoryview]) -> tuple[memoryview, int]:
-        """`(whole blocks, bytes of them that are not padding)`."""
+        """Returns `(whole blocks, number of bytes without padding)`."""
         if self._stage is None:
             self._stage = mmap.mmap(-1, STAGE)
         target, at = np.frombuffer(self._stage, np.uint8), 0
         for buffer in buffers:
-            target[at : at + len(buffer)] = np.frombuffer(buffer, np.uint8)  # Unlike memoryview, without the GIL.
+            target[at : at + len(buffer)] = np.frombuffer(buffer, np.uint8)  # numpy copies without the GIL.
             at += len(buffer)
         end = -(-at // BLOCK) * BLOCK
         target[at:end] = 0
@@ -105,7 +105,7 @@ class DirectWriter:
 
 
 def _split(buffers: Sequence[memoryview], size: int) -> tuple[list[memoryview], list[memoryview]]:
-    """The first `size` bytes, or all there are, and the others."""
+    """Split buffers into the first `size` bytes (or fewer if there are no more) and the rest."""
     first: list[memoryview] = []
     for place, buffer in enumerate(buffers):
         if len(buffer) > size:

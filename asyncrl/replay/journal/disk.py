@@ -1,4 +1,5 @@
-"""One folder of files as the journal sees it. The real one is small; tests put one in its place that loses power."""
+"""The interface by which the journal uses a folder of files. It is small, so that tests can replace it by one that
+simulates a power loss."""
 
 from __future__ import annotations
 
@@ -16,32 +17,32 @@ from asyncrl.replay.journal.direct import DirectWriter
 Bytes = bytes | memoryview
 
 KEPT_OPEN = 8
-"""Descriptors of segments: the one being written, those being recycled, and some."""
+"""Limit on open descriptors of segments: the one being written, those being recycled, and a few more."""
 LOCK_FILE = "lock"
 
 
 class Disk(Protocol):
-    """Every call may raise OSError. What was written is safe from a power loss after `sync(name)`, a name after
-    `sync_folder()`; not before."""
+    """Every call may raise OSError. Written data survives a power loss only after `sync(name)`, a name only after
+    `sync_folder()`."""
 
     def names(self) -> list[str]: ...
 
     def size(self, name: str) -> int: ...
 
     def create(self, name: str, nbytes: int) -> None:
-        """A new file of `nbytes` zeros, the space for them taken."""
+        """Create a file of `nbytes` zeros, with its space allocated."""
         ...
 
     def write(self, name: str, offset: int, buffers: Sequence[Bytes]) -> None:
-        """What lies behind the bytes, up to the next multiple of 4096, may be zeros afterwards."""
+        """Write bytes at `offset`. The bytes after them, up to the next multiple of 4096, may be zeroed."""
         ...
 
     def put(self, name: str, content: bytes) -> None:
-        """A small file of this content in the place of what was there, whole or not at all, and safe."""
+        """Replace the small file `name` by this content, atomically and durably."""
         ...
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
-        """Up to `nbytes`; fewer at the end of the file."""
+        """Return up to `nbytes` bytes; fewer at the end of the file."""
         ...
 
     def sync(self, name: str) -> None: ...
@@ -58,10 +59,10 @@ class Disk(Protocol):
 
 
 class FolderDisk:
-    """`Disk` on a folder of the file system. With `locked` no second process may do the same.
+    """`Disk` on a folder of the file system. With `locked`, no other process may lock it.
 
     Raises:
-        JournalError: another process writes there.
+        JournalError: another process has locked the folder.
     """
 
     def __init__(self, folder: Path, *, locked: bool) -> None:
@@ -75,7 +76,7 @@ class FolderDisk:
             self._close_to_others()
 
     def names(self) -> list[str]:
-        # A shard on the server's machine has a folder in this one.
+        # Files only: a shard on the server's machine has a folder in this one.
         return sorted(entry.name for entry in self._folder.iterdir() if entry.is_file() and entry.name != LOCK_FILE)
 
     def size(self, name: str) -> int:
@@ -83,10 +84,10 @@ class FolderDisk:
 
     def create(self, name: str, nbytes: int) -> None:
         path = self._folder / name
-        # For the owner alone: the token of the weights' server is in it.
+        # Readable by the owner only: the file contains the token of the weights' server.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
-            # Space taken now is not missing in the middle of a record, and a file that grows syncs far slower.
+            # Allocated now, space cannot run out in the middle of a record; and a growing file syncs far slower.
             os.posix_fallocate(descriptor, 0, nbytes)
         except OSError:
             os.close(descriptor)
@@ -110,7 +111,7 @@ class FolderDisk:
         self.sync_folder()
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
-        # Buffered, which asks again: the system gives less than 2 GiB at once, and the rest would pass for missing.
+        # A buffered file repeats the read: the system returns less than 2 GiB at once, and the rest would seem missing.
         with (self._folder / name).open("rb") as file:
             file.seek(offset)
             return file.read(nbytes)
@@ -151,7 +152,7 @@ class FolderDisk:
         return self._open[name]
 
     def _close_oldest(self) -> None:
-        """A journal that keeps all its segments would else run out of descriptors."""
+        """Close the oldest descriptors: a journal that keeps all its segments would otherwise run out of them."""
         for name in list(self._open)[:-KEPT_OPEN]:
             self._forget(name)
 
@@ -160,11 +161,11 @@ class FolderDisk:
             os.close(self._open.pop(name))
 
     def _close_to_others(self) -> None:
-        """Segments of an earlier server are written again as they are: one that all may read would stay so."""
+        """Remove the access of other users from existing segments, which are reused with the mode they have."""
         for name in self.names():
             mode = stat.S_IMODE((self._folder / name).stat().st_mode)
             if mode & 0o007:
-                with contextlib.suppress(OSError):  # of another user, or on a disk without modes
+                with contextlib.suppress(OSError):  # owned by another user, or on a file system without modes
                     (self._folder / name).chmod(mode & 0o770)
 
     def _take_lock(self) -> int:

@@ -1,13 +1,13 @@
-"""Records in segment files: framing, checksums, and where the valid part of a segment ends.
+"""Reads and frames records in segment files: checksums, and where the valid part of a segment ends.
 
     segment file  `00000042.seg`: preallocated; records from its start, each at a multiple of 8
     record        magic | u32 body bytes | u32 segment | u32 blocks | u64 synced | u64 checksum | body | padding
 
-A position is `segment << 36 | offset`, so positions grow with time. A record names its own segment: what an earlier use
-of the same file left behind belongs to another and is never read. `synced` is the position up to which all was durable
-when the record was written: a bad record below it was damaged, one above it was never finished. `blocks` is how much
-the file was made with, in units of 4096 bytes: a shorter one was cut off, unless its writer closed it, which leaves a
-last record without a body that says of itself that it is durable.
+A position is `segment << 36 | offset`, so positions grow with time. A record names its own segment: records left by an
+earlier use of the same file name another one and are never read. `synced` is the position up to which everything was
+durable when the record was written: an invalid record below it was damaged, one above it was never finished. `blocks`
+is the size with which the file was created, in units of 4096 bytes: a shorter file was cut off, unless its writer
+closed it, which leaves a last record without a body, whose `synced` is its own end.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _NAME = re.compile(r"(\d{8})\.seg")
 @dataclass(frozen=True, slots=True)
 class Record:
     position: int
-    """Of its first byte; what a snapshot points to."""
+    """Position of its first byte, to which snapshots refer."""
     end: int
-    """Position after it: durable once everything before `end` is synced."""
+    """Position after it; the record is durable once everything before `end` is synced."""
     synced: int
     body: memoryview
-    """Empty: only a mark of how far all was durable."""
+    """Empty in a record that only marks how far everything was durable."""
     blocks: int = 0
-    """Of 4096 bytes, in the file when it was made."""
+    """Size of the file when it was created, in blocks of 4096 bytes."""
 
     @property
     def closes(self) -> bool:
@@ -76,13 +76,12 @@ def segment_numbers(disk: Disk) -> list[int]:
 
 
 def head_text(number: int) -> bytes:
-    """What `HEAD_FILE` says when segment `number` is durable."""
+    """Return the content of `HEAD_FILE` once segment `number` is durable."""
     return chained(json.dumps({"newest_segment": number}), 0)[0].encode()
 
 
 def read_head(disk: Disk) -> int | None:
-    """Number of the newest segment that was durable, as far as the journal knows; None where it is not said, or
-    unreadable."""
+    """Return the number of the newest segment recorded as durable; None if there is no record or it is unreadable."""
     if HEAD_FILE not in disk.names():
         return None
     line = disk.read(HEAD_FILE, 0, disk.size(HEAD_FILE))
@@ -91,15 +90,15 @@ def read_head(disk: Disk) -> int | None:
 
 
 def record_size(body_bytes: int) -> int:
-    """Bytes of a record in the file, padding included."""
+    """Return the size of a record in the file in bytes, including padding."""
     return (HEADER.size + body_bytes + ALIGN - 1) // ALIGN * ALIGN
 
 
 def frame_record(position: int, synced: int, body: Sequence[Bytes], blocks: int = 0) -> list[Bytes]:
-    """The pieces of one record, to be written at `position`.
+    """Return the pieces of one record, to be written at `position`.
 
     Raises:
-        JournalError: it is larger than a record can be.
+        JournalError: the body exceeds the maximum size of a record.
     """
     size = sum(len(piece) for piece in body)
     if size > MAX_BODY:
@@ -110,7 +109,7 @@ def frame_record(position: int, synced: int, body: Sequence[Bytes], blocks: int 
 
 
 def _checksum(position: int, size: int, blocks: int, synced: int, body: Sequence[Bytes]) -> int:
-    # The place is part of it: a record that shows up elsewhere in the file is none.
+    # The position is included: a record found elsewhere in the file is invalid.
     digest = xxhash.xxh3_64(struct.pack("<QIIQ", position, size, blocks, synced))
     for piece in body:
         digest.update(piece)
@@ -118,7 +117,8 @@ def _checksum(position: int, size: int, blocks: int, synced: int, body: Sequence
 
 
 def read_record(data: memoryview, segment: int, offset: int, begin: int = 0) -> Record | None:
-    """The record at `offset` of a file that is `data` from `begin` on; None where no valid one of this segment is."""
+    """Return the record at `offset` of a file, whose content from `begin` on is `data`; None if there is no valid
+    record of this segment."""
     at = offset - begin
     if at + HEADER.size > len(data):
         return None
@@ -133,7 +133,7 @@ def read_record(data: memoryview, segment: int, offset: int, begin: int = 0) -> 
 
 
 def read_at(disk: Disk, position: int) -> Record | None:
-    """One record, read from the file; None when it is not there."""
+    """Read one record from its file; None if it is not there."""
     name, offset = segment_name(segment_of(position)), offset_of(position)
     header = disk.read(name, offset, HEADER.size)
     if len(header) < HEADER.size:
@@ -146,11 +146,11 @@ def read_at(disk: Disk, position: int) -> Record | None:
 
 
 def scan(disk: Disk, segment: int, end: int | None = None) -> Iterator[Record]:
-    """The records of a segment in order, up to the position `end` or, without one, to the last valid record.
+    """Iterate over the records of a segment, up to the position `end` or, without it, to the last valid record.
 
     Raises:
-        JournalError: what follows the last valid record was durable once, so it was damaged since; or the file is
-            shorter than it was made.
+        JournalError: the data after the last valid record was durable once, so it was damaged since; or the file is
+            shorter than when it was created.
     """
     name = segment_name(segment)
     data = memoryview(disk.read(name, 0, disk.size(name)))
@@ -172,7 +172,8 @@ def scan(disk: Disk, segment: int, end: int | None = None) -> Iterator[Record]:
 
 
 def _refuse_damage(data: memoryview, segment: int, offset: int) -> None:
-    """An unfinished tail may hold anything, whole records too; none that saw this offset durable, though."""
+    """Raise if the data after `offset` was damaged. An unfinished tail may contain anything, even whole records, but
+    none whose `synced` is beyond this offset."""
     content = data.obj if isinstance(data.obj, bytes) else bytes(data)
     found = content.find(MAGIC, offset)
     while found >= 0:
@@ -183,7 +184,7 @@ def _refuse_damage(data: memoryview, segment: int, offset: int) -> None:
 
 
 def _refuse_cut(data: memoryview, segment: int, last: Record | None) -> None:
-    """A file that lost its end may have lost records with it, unless there is an unused rest before the cut."""
+    """Raise if the file was cut off: it may have lost records, unless there is unused space before the cut."""
     if last is None or last.closes or len(data) >= last.blocks * BLOCK:
         return
     offset = offset_of(last.end)
@@ -193,15 +194,15 @@ def _refuse_cut(data: memoryview, segment: int, last: Record | None) -> None:
 
 
 def begins_record(data: memoryview, segment: int, offset: int) -> bool:
-    """Whether a record of this segment was begun at `offset`, finished or not."""
+    """Return whether a record of this segment was begun at `offset`, finished or not."""
     header = bytes(data[offset : offset + HEADER.size]).ljust(HEADER.size, b"\0")
     magic, _, number, *_ = HEADER.unpack(header)
     return magic == MAGIC and number == segment
 
 
 def left_out(disk: Disk, end: int) -> bool:
-    """Whether anything was begun at the position `end`, where the valid records end: what a crash left unfinished, or
-    what was damaged before any later record could tell."""
+    """Return whether a record was begun at the position `end`, where the valid records end: one left unfinished by a
+    crash, or one damaged before any later record could show it."""
     name, offset, number = segment_name(segment_of(end)), offset_of(end), segment_of(end)
     begin = disk.read(name, offset, 12)
     expected = MAGIC + begin[4:8] + struct.pack("<I", number)

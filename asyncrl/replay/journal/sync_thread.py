@@ -1,9 +1,9 @@
-"""The thread that makes the journal durable, so that the server's loop never waits for a disk.
+"""A thread that makes the journal durable, so that the server's loop never waits for a disk.
 
 consumes:     events appended to the journal
 waits for:    the first of them, without a deadline; then, after a sync, as long as that took, at most `interval_s`
-              (group commit: to write takes as long in one batch as in two, but they share the sync); a full disk, in
-              turns of `RETRY_S`, as long as `Patience` says
+              (group commit: writing takes as long in one batch as in two, but one batch needs one sync); a full disk,
+              retrying every `RETRY_S`, as long as `Patience` allows
 unblocked by: `nudge` after an append, `stop`
 """
 
@@ -27,10 +27,11 @@ RETRY_S = 0.5
 
 
 class SyncThread:
-    """`wake_fd` turns readable after each sync, for the poller of the loop. `failure` is what ended the thread.
+    """`wake_fd` becomes readable after each sync, for the poller of the loop. `failure` is the error that ended the
+    thread.
 
     Args:
-        folder: of the journal, for what is said of a full disk.
+        folder: the journal's folder, for messages about a full disk.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class SyncThread:
         self._thread.start()
 
     def nudge(self) -> None:
-        """There is something to write. Cheap: called after every turn of the loop."""
+        """Wake the thread if there is something to write. Cheap, since it is called after every turn of the loop."""
         if self.journal.promised > self.journal.durable and not self._work.is_set():
             self._work.set()
 
@@ -57,7 +58,7 @@ class SyncThread:
         """Empty the pipe.
 
         Raises:
-            JournalError, DiskFullError: the thread has failed; nothing is durable any more.
+            JournalError, DiskFullError: the thread has failed; nothing more becomes durable.
         """
         with contextlib.suppress(BlockingIOError):
             os.read(self.wake_fd, 4096)
@@ -65,7 +66,7 @@ class SyncThread:
             raise self.failure
 
     def stop(self) -> None:
-        """Make durable what can be, close the journal and end the thread."""
+        """Make everything durable if possible, close the journal and end the thread."""
         self._stopping.set()
         self._work.set()
         self._thread.join()
@@ -86,7 +87,7 @@ class SyncThread:
             self._stopping.wait(max(0.0, rested_at - time.monotonic()))
             with span("write the journal", "journal"):
                 done = self._write()
-            # On a fast disk short groups cost little, and who waits for one reply after the other is served sooner.
+            # On a fast disk small batches cost little, and peers that wait for one reply after another get it sooner.
             rested_at = time.monotonic() + min(self._interval_s, self.journal.sync_s)
             self._tell()
             if self.failure is not None:
@@ -104,12 +105,12 @@ class SyncThread:
             self._full.note(self._folder / self.journal.writing, self.journal.queued_bytes())
         except (JournalError, DiskFullError) as error:
             self.failure = error
-        # The boundary of the thread: what ends it must reach the loop, or every reply would wait for ever.
+        # The boundary of the thread: its failure must reach the loop, or every reply would wait forever.
         except Exception as error:
             log.exception("the thread of the journal failed")
             self.failure = JournalError(f"the journal could not be written: {type(error).__name__}: {error}")
         return False
 
     def _tell(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # It is readable already.
+        with contextlib.suppress(BlockingIOError):  # the pipe is full, so it is readable already
             os.write(self._wake, b"\0")
