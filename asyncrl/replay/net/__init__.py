@@ -1,1 +1,1 @@
-"""What both ends share about sockets and processes: options, keys, a clock that stands still with its process."""
+"""Sockets and processes, for both ends: socket options, keys, and a clock that stops while its process is stopped."""

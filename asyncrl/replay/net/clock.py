@@ -1,7 +1,7 @@
-"""A clock that stands still while its process does: stopped (SIGSTOP, a frozen machine) or without CPU.
+"""A clock that stops while its process does not run: stopped (SIGSTOP, a frozen machine) or without CPU.
 
-Whoever wakes up after that finds everybody's last word long ago and their newest ones unread. By the wall clock it
-would take all of them for dead.
+A process that resumes has last heard from its peers long ago, and has not read their newest messages yet. By the wall
+clock it would take all of them for dead.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from asyncrl.replay.config import ReplayConfig
 log = logging.getLogger(__name__)
 
 SHORTEST_S = 0.5
-"""Longer than any turn of the loops that ask."""
+"""Lower bound on `limit_s` in seconds: longer than any turn of the loops that read the clock."""
 
 
 class AwakeClock:
-    """Seconds that this process ran for; to be asked at least every `limit_s`. Threads may share it.
+    """Returns the seconds for which this process has run; must be called at least every `limit_s`. Thread-safe.
 
     Args:
-        limit_s: of a longer gap between two calls no more than this counts. Time goes on in a process that is merely
-            slow, or it would never miss anybody.
+        limit_s: a longer gap between two calls counts as this many seconds. It is not 0, because a process that is
+            merely slow must still notice silent peers.
     """
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -43,5 +43,6 @@ class AwakeClock:
 
 
 def awake_clock(config: ReplayConfig) -> AwakeClock:
-    """After a standstill half of the silence that ends a peer is left for the words that wait to be read."""
+    """Return a clock for `config`. After a standstill, half of `heartbeat_timeout_s` is left to read the waiting
+    messages before a peer counts as dead."""
     return AwakeClock(max(config.heartbeat_timeout_s / 2, SHORTEST_S))

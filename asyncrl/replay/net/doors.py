@@ -1,13 +1,13 @@
-"""Doors: unix-domain sockets by which processes of the server's own user on its machine come in, one for each role.
+"""Doors: Unix-domain sockets, one per role, by which processes of the server's user connect on its machine.
 
     <replay.keys>/local/<digest of machine and network>-<digest of address>-<role>
 
-Encryption would take them a fifth (1 k tokens) to half (32 k) of the processor time of a group, and here it
-keeps nothing from anybody: the folder has mode 0700, and who may open it may read the secrets beside it. So a door
-proves what a key proves, to both ends, and whoever comes by it needs the secret of its role all the same.
+Encryption would take a fifth (1 k tokens) to half (32 k) of the processor time of a group, and protects nothing here:
+the folder has mode 0700, and whoever can open it can also read the secrets beside it. So a door proves to both ends
+what a key proves, and a client that uses it still needs the secret of its role.
 
-A client looks for the door of a server whenever it opens a connection, and takes tcp and its key where there is none:
-on another machine, as another user, or where nobody listens behind what a killed server has left.
+A client looks for the server's door whenever it opens a connection, and uses tcp with its key if there is none: on
+another machine, as another user, or if a killed server left the door and nobody listens behind it.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from asyncrl.replay.net.keyring import key_pair
 DOORS_DIR = "local"
 PROBE_S = 1.0
 LEFT_S = 60.0
-"""Age from which on a door behind which nobody listens was left by a server that was killed: another that opens one now
-has bound it a moment before it listens."""
+"""Age in seconds from which a door behind which nobody listens was left by a killed server. A younger one may belong to
+a server that is just starting: it binds a moment before it listens."""
 
 
 class Doors:
-    """The doors of one server, as a client or that server finds them: those in a folder that only this user can open.
+    """The doors of one server, for a client or the server itself, in a folder that only this user can open.
 
     Args:
         keys: `replay.keys`.
-        address: of the server, as all write it.
-        make: the folder too, where it is not there yet.
+        address: address of the server, as written in every process's settings.
+        make: create the folder if it does not exist.
 
     Raises:
         OSError: there is no such folder, or another user could have put a door into it.
@@ -57,19 +57,20 @@ class Doors:
             )
 
     def path(self, role: str) -> str:
-        """By the open folder: a path of a socket has 107 bytes at most, and nobody can put another folder there."""
+        """Return the door's path, through the descriptor of the open folder: the path of a socket is limited to 107
+        bytes, and nobody can substitute another folder."""
         return f"/proc/self/fd/{self._folder}/{self._name}-{role}"
 
     def is_open(self, role: str) -> bool:
-        """Whether somebody listens there."""
+        """Return whether a server listens behind the door of `role`."""
         return _listened_to(self.path(role))
 
     def sweep(self) -> None:
-        """Remove what killed servers of this machine left, at whatever address: the next has another port. Those of
-        other machines that have the same folder cannot be asked, and stay."""
+        """Remove doors that killed servers of this machine left, at any address, since the next server has another
+        port. Those of other machines that share the folder cannot be probed, and stay."""
         for name in os.listdir(self._folder):
             path = f"/proc/self/fd/{self._folder}/{name}"
-            with contextlib.suppress(OSError):  # another server sweeps, too
+            with contextlib.suppress(OSError):  # another server may remove it first
                 old = time.time() - os.lstat(path).st_mtime > LEFT_S
                 if name.startswith(f"{self._here}-") and old and not _listened_to(path):
                     os.unlink(path)
@@ -79,12 +80,12 @@ class Doors:
             os.unlink(self.path(role))
 
     def close(self) -> None:
-        """Once no socket uses a path any more."""
+        """Close the folder, once no socket uses a path through it any more."""
         os.close(self._folder)
 
 
 def open_door(keys: str, address: str, role: str) -> Doors | None:
-    """Where the door of `role` is one that a server listens behind; else None.
+    """Return the doors if a server listens behind that of `role`; None otherwise.
 
     Raises:
         ConfigError: the secret of that role is missing or unreadable.
@@ -105,7 +106,7 @@ def _listened_to(path: str) -> bool:
         probe.settimeout(PROBE_S)
         try:
             probe.connect(path)
-        except (TimeoutError, BlockingIOError):  # a queue of others before it
+        except (TimeoutError, BlockingIOError):  # others are queued before it
             return True
         except OSError:
             return False
@@ -113,8 +114,8 @@ def _listened_to(path: str) -> bool:
 
 
 def _here() -> str:
-    """What else could be the same: the folder, on a file system of many machines; the address, in a container that has
-    a loopback of its own."""
+    """Return a digest of the machine and its network. Folder and address alone do not identify a server: the file
+    system may be shared by several machines, and a container may have its own loopback."""
     machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return _digest(f"{machine} {os.stat('/proc/self/ns/net').st_ino}")
 

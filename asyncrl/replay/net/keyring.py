@@ -1,4 +1,4 @@
-"""The keys of a run: one CURVE pair per role, in files. Who holds a role's secret may be that role and no other.
+"""The keys of a run: one CURVE pair per role, in files. A process can only have a role whose secret it holds.
 
     server.key   server.key_secret     the replay server
     shard.key    shard.key_secret      its shards; the replay server too, which checks their receipts
@@ -6,8 +6,8 @@
     worker.key   worker.key_secret     rollout workers
     viewer.key   viewer.key_secret     `asyncrl watch ADDRESS`: sees counts and changes nothing
 
-A machine needs all `*.key` and the secrets of the roles that run on it. Without `replay.keys` the folder `keys` in the
-run folder is used, and made by whichever process of the run comes first.
+A machine needs all `*.key` and the secrets of the roles that run on it. Without `replay.keys`, the folder `keys` in the
+run folder is used, which the first process of the run creates.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class KeyPair:
 
 
 def make_keys(directory: Path, aside: Path | None = None) -> None:
-    """A pair for each role; the folder gets mode 0700, the files 0600. It appears whole or not at all.
+    """Create a pair for each role; the folder gets mode 0700, the files 0600. It appears complete or not at all.
 
     Args:
-        aside: the folder in which it is prepared, on the same file system; otherwise the one that it will be in.
+        aside: the folder in which it is prepared, on the same file system; by default the parent of `directory`.
 
     Raises:
-        ConfigError: something is there already. OSError: it cannot be written.
+        ConfigError: `directory` exists already. OSError: it cannot be written.
     """
     aside = aside or directory.absolute().parent
     aside.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def make_keys(directory: Path, aside: Path | None = None) -> None:
     try:
         for role in ROLES:
             for path in create_certificates(str(made), role):
-                os.chmod(path, 0o600)  # not by the umask, which is the whole process's: another thread may set it back
+                os.chmod(path, 0o600)  # not by the umask, which is process-wide: another thread may change it
         try:
             made.rename(directory)
         except OSError as error:
@@ -63,10 +63,10 @@ def make_keys(directory: Path, aside: Path | None = None) -> None:
 
 
 def with_keys(config: Config) -> Config:
-    """The settings with the folder of keys in `replay.keys`, by its full path: the one given, or that of the run.
+    """Return the settings with the full path of the keys' folder in `replay.keys`: the given one, or that of the run.
 
     Raises:
-        ConfigError: another user could have put the run's keys there. RunFolderError: they cannot be written.
+        ConfigError: another user could have written or read the run's keys. RunFolderError: they cannot be written.
     """
     given = config.replay.keys
     directory = Path(given).resolve() if given else run_keys(Path(config.run.dir).resolve())
@@ -74,18 +74,19 @@ def with_keys(config: Config) -> Config:
 
 
 def run_keys(folder: Path) -> Path:
-    """The keys in a run folder, made if there are none.
+    """Return the folder of keys in a run folder, created if it does not exist.
 
     Raises:
-        ConfigError: another user could have put them there, or could read them. RunFolderError: they cannot be written.
+        ConfigError: another user could have written or read the keys. RunFolderError: they cannot be written.
     """
     directory = folder / KEYS_DIR
     if not directory.is_dir():
         try:
-            # The run folder may hold logs before the run is prepared, and nothing else (`refuse_used_folder`).
+            # In the log folder: before the run is prepared, nothing else may be in the run folder
+            # (`refuse_used_folder`).
             make_keys(directory, aside=folder / LOG_DIR)
         except ConfigError:
-            if not directory.is_dir():  # else another process of the run was faster
+            if not directory.is_dir():  # if it exists, another process of the run was faster
                 raise
         except OSError as error:
             raise RunFolderError(
@@ -102,12 +103,12 @@ def run_keys(folder: Path) -> Path:
 
 
 def public_key(keys: str, role: str) -> bytes:
-    """Raises ConfigError when it is missing or unreadable."""
+    """Return the public key of `role`. Raises ConfigError if it is missing or unreadable."""
     return _load(Path(keys), f"{role}.key")[0]
 
 
 def key_pair(keys: str, role: str) -> KeyPair:
-    """Raises ConfigError: it is missing, unreadable, or everybody may read it."""
+    """Return both keys of `role`. Raises ConfigError: the secret is missing, unreadable, or open to all users."""
     directory, name = Path(keys), f"{role}.key_secret"
     public, secret = _load(directory, name)
     mode = stat.S_IMODE((directory / name).stat().st_mode)
@@ -119,8 +120,9 @@ def key_pair(keys: str, role: str) -> KeyPair:
 
 
 def roles_by_key(keys: str, server: str = "server") -> dict[bytes, str]:
-    """Public key -> role, of all that may connect to the `server`, or to a `shard`. Keys that an earlier asyncrl made
-    have none of a viewer, and nobody may be one. Raises ConfigError when another is missing or unreadable."""
+    """Return public key -> role of all that may connect to the `server` or to a `shard`. Keys made by an earlier
+    asyncrl have none for the viewer; then no viewer is admitted. Raises ConfigError if another key is missing or
+    unreadable."""
     guests = [role for role in ROLES if role not in ("server", VIEWER)]
     if server == "server" and (Path(keys) / f"{VIEWER}.key").exists():
         guests.append(VIEWER)

@@ -1,4 +1,5 @@
-"""CURVE: who may talk to the replay server and its shards; nobody else can read or forge. Keys: `keyring.py`."""
+"""Restricts connections to the replay server and its shards to holders of the run's keys (`keyring.py`), with CURVE:
+nobody else can read or forge messages."""
 
 from __future__ import annotations
 
@@ -14,15 +15,15 @@ from asyncrl.replay.net.keyring import key_pair, public_key, roles_by_key
 
 
 def is_loopback(address: str) -> bool:
-    """Whether whoever speaks there is on this machine, by tcp."""
+    """Return whether `address` is a loopback address."""
     return is_loopback_host(host_of(address))
 
 
 def check_address(address: str, keys: str) -> None:
-    """Refuse to listen to everybody.
+    """Refuse an address at which everybody could connect.
 
     Raises:
-        ConfigError: a wildcard, or another interface than loopback without keys.
+        ConfigError: the address is a wildcard, or an interface other than loopback without keys.
     """
     if urlsplit(address).scheme in ("ipc", "inproc"):
         return
@@ -39,7 +40,8 @@ def check_address(address: str, keys: str) -> None:
 
 
 class _AllowList:
-    """What libzmq's authenticator asks. It passes the key on with every message of the connection."""
+    """The callback of the authenticator, which decides whether a key is admitted. libzmq passes the key on with every
+    message of the connection."""
 
     def __init__(self, keys: str, server: str) -> None:
         self._roles = roles_by_key(keys, server)
@@ -49,11 +51,11 @@ class _AllowList:
 
 
 class Guests:
-    """Which role the sender of a message may have: the one whose key its connection was opened with.
+    """Determines the role of the sender of a message, from the key with which its connection was opened.
 
     Args:
         keys: `replay.keys`.
-        server: whose guests: `server`, or `shard`.
+        server: the one that is connected to: `server`, or `shard`.
 
     Raises:
         ConfigError: a key is missing or unreadable.
@@ -63,12 +65,13 @@ class Guests:
         self._roles = {key.decode(): role for key, role in roles_by_key(keys, server).items()}
 
     def role(self, connection: zmq.Frame) -> str:
-        """Of the frame that names the connection."""
+        """Return the role of a sender, given the frame that names its connection."""
         return self._roles[str(connection.get("User-Id"))]
 
 
 def secure_server(context: zmq.Context, socket: zmq.Socket, keys: str, role: str) -> ThreadAuthenticator:
-    """Turn on CURVE for the keys of the run; returns what has to be stopped at the end. Before `bind`.
+    """Turn on CURVE with the keys of the run, before `bind`. Returns the authenticator, which must be stopped at the
+    end.
 
     Args:
         role: `server`, or `shard`.
@@ -86,7 +89,7 @@ def secure_server(context: zmq.Context, socket: zmq.Socket, keys: str, role: str
 
 
 def secure_client(socket: zmq.Socket, keys: str, role: str, server: str) -> None:
-    """Sign as `role`, and talk to nobody but the owner of the key `server` (`server` or `shard`).
+    """Authenticate as `role`, and connect only to the owner of the key `server` (`server` or `shard`).
 
     Raises:
         ConfigError: a key is missing or unreadable.

@@ -1,10 +1,10 @@
-"""Memory of payloads that were passed on is used again instead of given back to the operating system.
+"""Keeps the memory of forwarded payloads for reuse instead of returning it to the operating system.
 
-glibc maps every large buffer anew, or trims its heap once a few MB are free. A process that moves hundreds of MB/s then
-spends as long in page faults as in all else, and its threads wait for each other's mappings.
+By default, glibc maps every large buffer anew, or trims its heap once a few MB are free. A process that moves hundreds
+of MB/s then spends as long in page faults as in all its other work, and its threads wait for each other's mappings.
 
-It is a setting of the whole process, so only a process of ours makes it, where it begins: replay server, shard, rollout
-worker, learner. Whoever merely opens a client keeps the allocator as it is.
+The setting affects the whole process, so only asyncrl's own processes make it, when they start: replay server, shard,
+rollout worker, learner. A process that merely opens a client keeps its allocator unchanged.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ TRIM_THRESHOLD = -1
 MMAP_THRESHOLD = -3
 """Parameter numbers of `mallopt(3)`."""
 LARGEST_CHUNK = 32 << 20
-"""Bytes; the most that glibc accepts. Larger buffers are still mapped and unmapped one by one."""
+"""The largest value that glibc accepts, in bytes. Larger buffers are still mapped and unmapped one by one."""
 KEPT_FREE = 256 << 20
 """Bytes that may stay free at the end of the heap."""
 YOUNG, MIDDLE, OLD = 20_000, 20, 50
-"""Thresholds of the collector (`gc.set_threshold`)."""
+"""Thresholds of the garbage collector (`gc.set_threshold`)."""
 
 
 @functools.cache
 def keep_heap() -> bool:
-    """Once per process. False where the C library is another one; it then works as it always did."""
+    """Set the allocator's thresholds, once per process. Returns False, changing nothing, if there is no glibc."""
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
@@ -35,8 +35,8 @@ def keep_heap() -> bool:
 
 
 def spare_collector() -> None:
-    """For a process that does nothing but serve: what is there when it begins stays, and the headers of open groups are
-    no cycles. Looking through all of them again and again would take a tenth of its time."""
+    """Make the garbage collector run less often, for a process that only serves: the objects of its start stay alive,
+    and the headers of open groups have no cycles. Scanning all of them repeatedly would take a tenth of its time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG, MIDDLE, OLD)
