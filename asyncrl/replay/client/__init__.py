@@ -1,2 +1,2 @@
-"""The other end of the socket: the two clients, and the connection that sees each request through. Nothing of the
-server or the core."""
+"""The client side of the socket: the clients, and the connection that sees each request through. Independent of the
+server and the core."""

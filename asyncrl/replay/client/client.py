@@ -1,6 +1,6 @@
 """The two clients of the replay server: `RolloutClient` for a worker's asyncio loop, `LearnerClient` for a rank.
 
-Both are thin: arguments in, `Connection.request`, checked values out.
+Both are thin: they encode arguments, call `Connection.request`, and decode and check the reply.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from asyncrl.replay.protocol import Acquired, Board, DroppedSample, InsertReply,
 from asyncrl.types import Assignment, DropReason, StepPlan, TrajectoryGroup
 
 SAMPLE_GROUPS = 4
-"""Whole groups with texts that rank 0 gets with a lease, for `samples.jsonl`."""
+"""Number of whole groups with texts that rank 0 gets with a lease, for `samples.jsonl`."""
 
 
 class WorkerRendezvous:
@@ -39,7 +39,7 @@ class WorkerRendezvous:
         self._connection = connection
 
     def watch(self, revision: int, wait_s: float) -> Board:
-        """The board once its revision differs from `revision`, or as it is after `wait_s`."""
+        """Return the board once its revision differs from `revision`, or unchanged after `wait_s` seconds."""
         return _board(self._connection.request("watch", [revision, float(wait_s)]).result())
 
     def served(self, policy_version: int, fingerprint: str) -> None:
@@ -48,7 +48,7 @@ class WorkerRendezvous:
 
 
 class RolloutClient:
-    """`RolloutReplay` over the wire. `stats` returns the worker's cumulative counters; see `ReplayCore.heartbeat`."""
+    """`RolloutReplay` over ZeroMQ. `stats` returns the worker's cumulative counters; see `ReplayCore.heartbeat`."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class RolloutClient:
         return messages.decode_acquired(response.body)
 
     def _give_back(self, future: Future[Response]) -> None:
-        """Orders that came after the caller had gone would stay with this worker for ever."""
+        """Fail assignments that arrived after the caller was cancelled: they would stay with this worker forever."""
         if future.exception() is None:
             for assignment in messages.decode_acquired(future.result().body).assignments:
                 self._fail(assignment, DropReason.SHUTDOWN, "acquire was cancelled")
@@ -98,7 +98,7 @@ class RolloutClient:
             try:
                 receipt = await self._shards.put_at(link, encoded)
             except WireError:
-                # The planner has to hear of it, or the group would be under way for as long as this worker lives.
+                # The planner must be told, or the group would stay in flight for as long as this worker lives.
                 with contextlib.suppress(WireError):
                     await self._insert(encoded, None, ())
                 raise
@@ -155,14 +155,14 @@ class RolloutClient:
 
 
 class LearnerClient:
-    """`LearnerReplay` over the wire; blocking, safe to call from several threads."""
+    """`LearnerReplay` over ZeroMQ; blocking, safe to call from several threads."""
 
     def __init__(self, address: str, *, rank: int, run_digest: str, config: ReplayConfig) -> None:
         self.address = address
         self._samples = SAMPLE_GROUPS if rank == 0 else 0
         self._told: set[int] = set()
-        """Evaluation jobs whose results were returned. A server that is restarted before it knows that they arrived has
-        them made again."""
+        """Evaluation jobs whose results were returned. A server that restarts before it knows of the delivery repeats
+        them."""
         self._connection = Connection(
             address, role="learner", name=f"rank {rank}", run_digest=run_digest, config=config
         )
@@ -240,10 +240,11 @@ def _board(response: Response) -> Board:
 
 
 def decode_lease(response: Response, rank: int, shards: ShardLinks | None = None) -> Lease:
-    """One rank's trajectories, each checked against the header it was judged by; fetched from `shards` where they are.
+    """Return one rank's trajectories, each checked against the header by which it was judged. Payloads that are in
+    shards are fetched from there.
 
     Raises:
-        WireError: something is missing or does not agree.
+        WireError: a trajectory is missing, or does not agree with its header.
     """
     encoded_plan, *parcel, elsewhere = wire.sequence(response.body, "lease", 5)
     with resting():
@@ -262,6 +263,6 @@ def decode_lease(response: Response, rank: int, shards: ShardLinks | None = None
 
 
 def _attempt_of(plan: StepPlan, row: list[Any]) -> tuple[int, int]:
-    """(group id, attempt) of a lease row `[group, shard, tag, positions, with texts]`."""
+    """Return (group id, attempt) of a lease row `[group, shard, tag, positions, with texts]`."""
     group = wire.integer(row[0], "group", 0, len(plan.groups) - 1)
     return plan.groups[group].group_id, plan.groups[group].attempt

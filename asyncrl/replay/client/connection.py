@@ -1,11 +1,12 @@
-"""The client's end of the socket: one thread that owns a DEALER and sees every request through.
+"""The client's end of the socket: one thread that owns a DEALER socket and sees every request through.
 
     consumes      requests from any thread of this process
     waits for     the server, and for byte credit before it sends a group
     unblocked by  replies; a heartbeat's reply names the requests that were lost, which are then sent again
 
-A request has an id that does not change when it is resent, so it runs once. Silence past `heartbeat_timeout_s` opens
-a new socket; silence past `wait_timeout_s` fails what is outstanding with NoProgress.
+A request keeps its id when it is resent, so it runs once. If the server is silent for longer than
+`heartbeat_timeout_s`, a new socket is opened; for longer than `wait_timeout_s`, outstanding requests fail with
+NoProgress.
 """
 
 from __future__ import annotations
@@ -41,17 +42,17 @@ from asyncrl.types import NO_VERSION
 log = logging.getLogger(__name__)
 
 CONTROL_KEPT = 10_000
-"""Request numbers after which a hello or heartbeat without an answer is forgotten."""
+"""Number of later requests after which a hello or heartbeat without an answer is forgotten."""
 GOODBYE_S = 2.0
-"""How long `close` waits for the server to take note."""
+"""Seconds that `close` waits for the server to acknowledge the goodbye."""
 
 TURNED_AWAY = 1000
-"""Times in a row that a server asks for another hello, without an answer to anything else, before it is taken for
-broken. A server that knows its peers does it once."""
+"""Limit on consecutive demands of a server for another hello, without an answer to anything else, before it counts as
+broken. A working server does it once."""
 
 
 class Connection:
-    """See the module. `stats` is called for every heartbeat, in the thread of the connection."""
+    """See the module docstring. `stats` is called for every heartbeat, in the thread of the connection."""
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class Connection:
         self._server, self._server_role = f"{server} at {address}", server_role
         self.incarnation = uuid.uuid4().hex
         self.served = NO_VERSION
-        """Newest version served, told with every hello."""
+        """Newest policy version served, sent with every hello."""
         self._digest, self._config, self._stats = run_digest, config, stats
         self._context = zmq.Context(1)
         self._inbox: deque[Request] = deque()
@@ -82,15 +83,15 @@ class Connection:
         self._welcome = False
         self._turned_away = 0
         self._suspicion = ""
-        """Why the last socket heard nothing, as far as its handshakes tell."""
+        """Why the last socket received nothing, as far as its handshakes show."""
         self._control: dict[int, str] = {}
-        """Verbs of hellos and heartbeats under way; they are never resent."""
+        """Verbs of unanswered hellos and heartbeats, by request number; they are never resent."""
         self._clocks = Clocks()
         self._clock = awake_clock(config)
         self._contact = self._attempt = self._clock()
         self._wakeup = Wakeup(self._context)
         self._door: Doors | None = None
-        """Where the socket came by one; else by tcp."""
+        """The door through which the socket is connected; None for tcp."""
         self._knocks = config.local_sockets
         """Whether to look for a door."""
         self._socket, self._handshakes, self._poller = self._open()
@@ -98,9 +99,9 @@ class Connection:
         self._thread.start()
 
     def request(self, verb: str, body: Any = None, frames: Sequence[Frame] = (), nbytes: int = 0) -> Future[Response]:
-        """Send and see through. The future fails with what the server answered, or with NoProgress."""
+        """Send a request and see it through. The future fails with the server's error, or with NoProgress."""
         future: Future[Response] = Future()
-        future.set_running_or_notify_cancel()  # A sent request cannot be taken back: the server may act on it.
+        future.set_running_or_notify_cancel()  # A sent request cannot be cancelled: the server may act on it.
         with self._lock:
             if self._fatal is not None or self._closing.is_set():
                 future.set_exception(self._fatal or ReplayError(f"the connection to {self.address} was closed"))
@@ -111,7 +112,7 @@ class Connection:
         return future
 
     def close(self) -> None:
-        """Say goodbye (bounded) and stop the thread. What is outstanding fails. Safe to call twice."""
+        """Say goodbye (in bounded time) and stop the thread. Outstanding requests fail. Safe to call twice."""
         if self._closing.is_set():
             return
         if self._fatal is None and self._welcome:
@@ -125,7 +126,7 @@ class Connection:
             self._wakeup.ring()
         self._thread.join(timeout=5.0)
         self._wakeup.close()
-        if not self._thread.is_alive():  # Or the context would wait for its socket for ever.
+        if not self._thread.is_alive():  # Otherwise the context would wait for the thread's socket forever.
             self._context.term()
 
     # ---- the thread
@@ -134,7 +135,7 @@ class Connection:
         error: BaseException | None = None
         try:
             self._loop()
-        # The boundary of the thread: whatever ended it must reach those who wait, or they would wait for ever.
+        # The boundary of the thread: its failure must reach the waiting callers, or they would wait forever.
         except Exception as failure:
             log.exception("the connection to %s failed", self.address)
             error = failure
@@ -196,12 +197,12 @@ class Connection:
         self._welcome = False
 
     def _beat(self, now: float) -> None:
-        """Once per heartbeat: sign of life, or a new hello; give up on what has waited too long."""
-        # One that was slow itself may have words of the server that it has not read yet.
+        """Once per heartbeat: send a heartbeat or another hello, and give up on requests that waited too long."""
+        # If this process was slow itself, messages of the server may be unread.
         if now >= self._deaf_at() and not self._socket.poll(0):
             why = self._suspicion = self._handshakes.suspicion or self._nowhere()
             log.warning("no word from the %s for %.1f s: connecting anew%s", self._server, now - self._contact, why)
-            # Who listens at a door and says nothing may be another than who answers by tcp.
+            # The process that listens at a door and stays silent may be another one than the server at the tcp address.
             self._knocks = self._config.local_sockets and not (self._door and self._door.is_open(self.role))
             self._open_anew()
         if self._welcome:
@@ -215,7 +216,7 @@ class Connection:
         return f"; this machine knows no address of {host}" if host and not resolved(host) else ""
 
     def _deaf_at(self) -> float:
-        """When the server is taken for silent: at the next beat it could be too late."""
+        """Return the time at which the server counts as silent, one heartbeat early: the next one could be too late."""
         return max(self._contact, self._attempt) + self._config.heartbeat_timeout_s - self._config.heartbeat_s
 
     def _hello(self) -> None:
@@ -277,7 +278,7 @@ class Connection:
             self._hear(self._control.pop(envelope.request), envelope)
 
     def _introduce(self) -> None:
-        """The server does not know this client (any more)."""
+        """Send another hello: the server does not know this client (any more)."""
         if self._welcome:
             self._welcome = False
             self._turned_away += 1
@@ -286,10 +287,10 @@ class Connection:
             self._die(ReplayError(f"the {self._server} asked for a hello {self._turned_away} times and answered none"))
 
     def _hear(self, verb: str, reply: Envelope) -> None:
-        """The reply to a hello or to a heartbeat. One that makes no sense leaves nothing to rely on."""
+        """Handle the reply to a hello or heartbeat. An invalid one ends the connection."""
         if reply.verb != "ok":
             error = words.error_of(self._server, reply)
-            if verb == "hello" and reply.verb == "refused" and not self._run:  # not: it was let into the run before
+            if verb == "hello" and reply.verb == "refused" and not self._run:  # not if it was admitted before
                 error = RefusedPeerError(str(error))
             if verb == "hello" or reply.verb in ("fenced", "refused"):
                 self._die(error)
@@ -305,7 +306,7 @@ class Connection:
             self._die(WireError(f"{self._server}: {error}"))
 
     def _welcomed(self, welcome: words.Welcome) -> None:
-        if self._door is None and self._knocks and self._has_door():  # It came after its server's tcp, or than this.
+        if self._door is None and self._knocks and self._has_door():  # The door was opened after the socket.
             self._open_anew()
             self._hello()
             return

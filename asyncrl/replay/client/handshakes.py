@@ -1,7 +1,8 @@
-"""Why a connection does not come to be: what libzmq says about handshakes, in words.
+"""Explains why a connection cannot be established, from libzmq's events about handshakes.
 
-Refused by the server (its list has no such key): final, libzmq itself does not try again. Broken off by the server: it
-holds another key than the one it is looked for by, or it just died; tried again and again, as if nobody were there.
+A handshake refused by the server (its list does not have the key) is final: libzmq itself does not try again. One
+broken off by the server means that it holds another key than the expected one, or just died; libzmq keeps trying, as if
+nobody were listening.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH
 BROKEN = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 DONE = zmq.EVENT_HANDSHAKE_SUCCEEDED
 SUSPICIOUS = 5
-"""In a row. A server that dies in the middle of one breaks off another only when it is back."""
+"""Number of consecutive broken handshakes that is suspicious. A server that dies during a handshake breaks off another
+one only after it is back."""
 
 
 class Handshakes:
-    """Those of one socket; `monitor` is to be polled with it, and `hear` called when it is readable."""
+    """Handshakes of one socket. `monitor` must be polled with the socket, and `hear` called when it is readable."""
 
     def __init__(self, socket: zmq.Socket, keys: str, role: str) -> None:
         self._socket = socket
@@ -25,7 +27,7 @@ class Handshakes:
         self.monitor: zmq.Socket = socket.get_monitor_socket(REFUSED | BROKEN | DONE)
         self._broken = 0
         self.refused = ""
-        """Why no word will ever come; empty while one may."""
+        """Why no message can ever arrive; empty while one may."""
 
     def hear(self) -> None:
         while self.monitor.poll(0):
@@ -36,7 +38,7 @@ class Handshakes:
 
     @property
     def suspicion(self) -> str:
-        """What may be wrong, when nobody answers."""
+        """What may be wrong if the server does not answer; empty if nothing is suspicious."""
         if self._broken < SUSPICIOUS:
             return ""
         return (

@@ -1,6 +1,6 @@
-"""The client's requests until they are answered: the order in which they go out, on what byte credit, and again.
+"""Tracks the client's requests until they are answered: the order in which they are sent and resent, and byte credit.
 
-No socket and no clock: all of it happens in the thread of the connection, which tells what it sent and heard.
+Uses no socket and no clock. It runs in the connection's thread, which reports what it has sent and received.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ class Request:
     body: Any
     frames: Sequence[Frame]
     nbytes: int
-    """Counted against the byte credit while unanswered; 0 for requests that store nothing."""
+    """Bytes counted against the byte credit while unanswered; 0 for requests that store nothing."""
     future: Future[Response]
     since: float
-    """When it was made, or when the server last moved while it waited for credit."""
+    """Time at which it was made, or at which the server last made progress while it waited for credit."""
     sent: bool = False
 
 
 class Requests:
-    """Those that have no answer yet, in the order of their numbers."""
+    """Unanswered requests, in the order of their numbers."""
 
     def __init__(self) -> None:
         self.window = 0
-        """Bytes without an answer that the server allows, by its newest word."""
+        """Limit on unanswered bytes, by the server's newest message."""
         self._outstanding: dict[int, Request] = {}
         self._unsent: deque[Request] = deque()
         self._unacknowledged = 0
-        """Bytes sent that have no answer yet."""
+        """Bytes sent and not answered yet."""
         self._progress = -1
 
     @property
     def oldest(self) -> int:
-        """All below this number are answered. There must be one that is not."""
+        """The lowest unanswered number. There must be an unanswered request."""
         return next(iter(self._outstanding))
 
     def get(self, number: int) -> Request | None:
@@ -64,10 +64,11 @@ class Requests:
         self._unsent.append(request)
 
     def send(self, dispatch: Callable[[Sequence[Request]], bool]) -> None:
-        """In order, several at once; a group waits for its credit and lets requests without payload pass.
+        """Send requests in order, several together. A group waits for credit, and requests without payload pass it.
 
         Args:
-            dispatch: False when these requests cannot be sent now. A WireError of it ends the one that it is of.
+            dispatch: sends requests; returns False if they cannot be sent now. A request for which it raises WireError
+                fails with it.
         """
         waiting: deque[Request] = deque()
         together: list[Request] = []
@@ -77,7 +78,7 @@ class Requests:
             if request.number not in self._outstanding:
                 continue
             if not waiting and not self._has_credit(request):
-                waiting += self._attempt(together, dispatch)  # before it, or one of them fails and gives it credit
+                waiting += self._attempt(together, dispatch)  # first, since one that fails may free credit
                 together, nbytes = [], 0
             if request.nbytes and (waiting or not self._has_credit(request)):
                 waiting.append(request)
@@ -91,7 +92,8 @@ class Requests:
         self._unsent = waiting + deque(self._attempt(together, dispatch))
 
     def _has_credit(self, request: Request) -> bool:
-        """The first unacknowledged group may be larger than the window, or it could never be sent."""
+        """Return whether there is credit for a request. The first unacknowledged group may exceed the window, or it
+        could never be sent."""
         if not request.nbytes:
             return True
         fits = self._unacknowledged + request.nbytes <= self.window
@@ -103,12 +105,12 @@ class Requests:
             self._unacknowledged += request.nbytes if sent else -request.nbytes
 
     def _attempt(self, together: Sequence[Request], dispatch: Callable[[Sequence[Request]], bool]) -> list[Request]:
-        """Those that cannot be sent now."""
+        """Send requests; returns those that cannot be sent now."""
         try:
             if not together or dispatch(together):
                 return []
         except WireError as error:
-            if len(together) > 1:  # one of them: the others go without it
+            if len(together) > 1:  # one of them is at fault: send each by itself
                 return [late for request in together for late in self._attempt([request], dispatch)]
             self.answered(together[0])
             together[0].future.set_exception(error)
@@ -118,7 +120,7 @@ class Requests:
         return list(together)
 
     def resend(self, numbers: Sequence[int]) -> None:
-        """These were lost, or their answers were."""
+        """Send requests again that were lost, or whose answers were."""
         for number in numbers:
             request = self._outstanding.get(number)
             if request is not None and request.sent:
@@ -129,7 +131,7 @@ class Requests:
         self.resend(list(self._outstanding))
 
     def server_at(self, progress: int, now: float) -> None:
-        """Where the server has moved, what waits for credit waits from now."""
+        """Note the server's progress counter. If it has changed, the wait for credit is counted from `now`."""
         if progress != self._progress:
             self._progress = progress
             for request in self._unsent:
@@ -140,13 +142,13 @@ class Requests:
         self._note_sent(request, False)
 
     def take_overdue(self, now: float, contact: float, limit_s: float) -> list[tuple[Request, float]]:
-        """Those that have waited longer, and for how long: since they were made, or since the server's last word at
-        `contact` once they were sent."""
+        """Remove and return requests that have waited longer than `limit_s`, each with its wait in seconds: since
+        `since`, or, if it was sent, since the server's last message at `contact` if that is later."""
         overdue: list[tuple[Request, float]] = []
         for request in list(self._outstanding.values()):
             waited = now - max(request.since, contact if request.sent else request.since)
             if waited > limit_s:
-                self.answered(request)  # Without its bytes as credit again, those after it would wait for ever.
+                self.answered(request)  # Frees its credit; otherwise later requests would wait forever.
                 overdue.append((request, waited))
         return overdue
 

@@ -1,7 +1,7 @@
-"""The way to the shards of a run, for a worker that stores groups and a rank that fetches them.
+"""Connections to the shards of a run, for workers that store groups and ranks that fetch them.
 
-waits for:    the replay server, which knows where each shard listens; then the shard that was asked
-unblocked by: their answers; after `wait_timeout_s` the error names who was silent
+waits for:    the replay server, which knows the address of each shard; then the shard that was asked
+unblocked by: their answers; after `wait_timeout_s` an error that names the silent process
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncrl.replay.config import ReplayConfig
 
 
 class ShardLinks:
-    """Connections are made when they are first needed. Safe to use from several threads."""
+    """Opens connections when they are first needed. Thread-safe."""
 
     def __init__(self, planner: Connection, run_digest: str, config: ReplayConfig) -> None:
         self._planner, self._digest, self._config = planner, run_digest, config
@@ -30,15 +30,16 @@ class ShardLinks:
         self._asked: Future[Response] | None = None
         self._links: dict[int, Connection] = {}
         self._left: list[Connection] = []
-        """To where a shard was before; what is under way there ends by itself."""
+        """Connections to earlier addresses of shards; requests in progress there end by themselves."""
 
     async def link_for(self, encoded: EncodedGroup) -> Connection:
-        """To the shard of this group. Raises NoProgress: who knows its address did not answer."""
+        """Return the connection to the group's shard. Raises NoProgress: the server, which knows its address, did not
+        answer."""
         where = await asyncio.wrap_future(self._addresses())
         return self._link(shard_of(encoded.header.group_id, self._config.shards), where)
 
     async def put_at(self, link: Connection, encoded: EncodedGroup) -> list[Any]:
-        """Store a group; returns the receipt that the planner wants with the header, once the payload is durable. A
+        """Store a group; returns the receipt that the planner requires with the header, once the payload is durable. A
         shard without room is asked again.
 
         Raises:
@@ -64,13 +65,13 @@ class ShardLinks:
             raise
 
     def get(self, rows: Sequence[Any]) -> list[Response]:
-        """What a lease says is elsewhere: each shard is asked for its part, all at once.
+        """Fetch the parts of a lease that are in shards; all shards are asked at once.
 
         Args:
             rows: `[group, shard, tag, positions, with texts, group id, attempt]`.
 
         Raises:
-            ReplayError: a shard has lost it. NoProgress: one did not answer.
+            ReplayError: a shard has lost its part. NoProgress: a shard did not answer.
         """
         questions: dict[int, list[Any]] = {}
         for group, shard, tag, positions, with_texts, group_id, attempt in rows:
@@ -91,7 +92,7 @@ class ShardLinks:
             link.close()
 
     def _ask_anew(self) -> None:
-        """A shard that was silent may listen elsewhere by now."""
+        """Forget the addresses: a silent shard may listen elsewhere by now."""
         with self._lock:
             if self._asked is not None and self._asked.done():
                 self._asked = None

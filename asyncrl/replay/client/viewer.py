@@ -1,4 +1,4 @@
-"""`Viewer`: what `asyncrl watch ADDRESS` asks a replay server, with the key of a role that changes nothing."""
+"""`Viewer`: the client of `asyncrl watch ADDRESS`, with the key of a role that can change nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl.replay.protocol import View
 
 
 class Viewer:
-    """`config`: its `address` and `keys`. Raises ConfigError when the viewer's key is missing."""
+    """`config`: its `address` and `keys` are used. Raises ConfigError if the viewer's key is missing."""
 
     def __init__(self, config: ReplayConfig) -> None:
         name = f"{platform.node()[:64]} {os.getpid()}"
@@ -23,7 +23,8 @@ class Viewer:
         self._asked: Future[Response] | None = None
 
     def view(self, wait_s: float) -> View | None:
-        """The next one; None if it is not there within `wait_s`, and then it is still on its way.
+        """Return the next view; None if it does not arrive within `wait_s` seconds, and then the next call waits for
+        the same one.
 
         Raises:
             AsyncRLError: the server refuses, or has not answered for `wait_timeout_s`.
