@@ -1,7 +1,7 @@
-"""The replay seam: what a rollout worker and a learner rank may ask of the replay, whatever carries it.
+"""The interface of the replay for rollout workers and learner ranks, independent of the transport.
 
-`client/client.py` speaks it over ZeroMQ to the server process, `audit/rerun.py` plays a run that is over; tests put the
-pure core itself behind it. Every wait is bounded by the caller and answers with whom it waited for.
+`client/client.py` implements it over ZeroMQ to the server process, `audit/rerun.py` replays a finished run; tests put
+the pure core itself behind it. Every wait is bounded by the caller, and reports whom it waited for.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from asyncrl.types import NO_VERSION, Assignment, DropReason, StepPlan, Trajecto
 
 MOST_DROPPED = 16
 MEMBER = "member_"
-"""Before the reason of a member that its group was closed without."""
+"""Prefix of the drop reason of a member that its group was closed without."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class Board:
     """The rendezvous: a small dictionary the learner posts and every worker watches.
 
     `values` holds what is needed to receive weights (transport, store address, epoch, members, newest version);
-    `revision` grows by one with every change.
+    `revision` increases by one with every change.
     """
 
     revision: int
@@ -37,12 +37,12 @@ class Member:
     worker: str
     incarnation: str
     policy_version: int
-    """Newest version it has verified and serves; NO_VERSION before the first."""
+    """Newest policy version that it has verified and serves; NO_VERSION before the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acquired:
-    """Reply to `acquire`. All lists may be empty; then `waiting_for` says why."""
+    """Reply to `acquire`. Both tuples may be empty; then `waiting_for` says why."""
 
     assignments: tuple[Assignment, ...] = ()
     evaluations: tuple[EvalAssignment, ...] = ()
@@ -54,8 +54,8 @@ class Acquired:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InsertReply:
     status: str
-    """`accepted`, `duplicate` (already there; treat as accepted), `fenced` (a newer attempt owns it), `closed` (the
-    group is committed or dropped; whether with this very insert is forgotten) or `rejected`."""
+    """`accepted`, `duplicate` (already stored; treat as accepted), `fenced` (a newer attempt owns the group), `closed`
+    (the group is committed or dropped; whether with this insert is no longer known) or `rejected`."""
     reason: str = ""
 
 
@@ -67,40 +67,40 @@ class Lease:
     trajectories: dict[tuple[int, int], Trajectory]
     """`(group position, trajectory position) -> Trajectory` for this rank's shard."""
     samples: tuple[TrajectoryGroup, ...] = ()
-    """Rank 0 only: a few whole groups with their texts, for `samples.jsonl`; over the wire without their extras."""
+    """On rank 0, a few whole groups with their texts, for `samples.jsonl`; sent over the network without extras."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """Reply to `restore`: from where the learner goes on."""
+    """Reply to `restore`: where the learner continues."""
 
     next_step: int
     next_version: int
-    """Larger than every version ever published in this run; versions are never reused."""
+    """Larger than every version published in this run so far; versions are never reused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DroppedSample:
-    """One member of a group that was never trained, or one that a group was closed without; to be read, its texts are
-    cut."""
+    """One member of a group that was never trained, or one that its group was closed without. It is meant for reading;
+    its texts are shortened."""
 
     group_id: int
     worker: str = ""
     prompt: str = ""
     completion: str = ""
-    """Empty where nothing came of it."""
+    """Empty if nothing was generated."""
     reward: float | None = None
     rewards: Mapping[str, float] = field(default_factory=dict)
     finish_reason: str = ""
     version_min: int = NO_VERSION
     version_max: int = NO_VERSION
     dropped: str = ""
-    """The `DropReason`; after `MEMBER` where the group lives on without it."""
+    """The `DropReason`; with the prefix `MEMBER` if the group continues without this member."""
     detail: str = ""
-    """What its maker said of it."""
+    """Details given by the worker that reported it."""
 
     def line(self) -> dict[str, Any]:
-        """For `samples.jsonl`, without what it does not have."""
+        """Return the line for `samples.jsonl`, without empty fields."""
         return {name: value for name, value in asdict(self).items() if value not in ("", None, NO_VERSION, {})}
 
 
@@ -111,71 +111,71 @@ class TrainedReply:
     evaluations: tuple[EvalSummary, ...] = ()
     """Evaluation jobs finished since the last call."""
     dropped: tuple[DroppedSample, ...] = ()
-    """The first `MOST_DROPPED` of what was dropped since then and can be shown."""
+    """Samples of groups dropped since then, at most the first `MOST_DROPPED`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerSeen:
-    """A process that the server has heard of and that has not said goodbye."""
+    """A process that has contacted the server and has not said goodbye."""
 
     role: str
     name: str
     silent_s: float
-    """Since it was last heard."""
+    """Seconds since its last message."""
     served: int
-    """Policy version that a worker serves; NO_VERSION of others, and before its first."""
+    """Policy version that a worker serves; NO_VERSION for other roles, and before its first."""
     held: int
-    """Groups that a worker is making."""
+    """Number of groups that a worker is generating."""
     tokens_per_s: float
-    """That a worker generated between its last two heartbeats."""
+    """Rate at which a worker generated tokens between its last two heartbeats."""
     still_s: float
-    """Since a worker's last token or environment step; 0 of others."""
+    """Seconds since a worker's last token or environment step; 0 for other roles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """A moment of a run, as its replay server tells it to a viewer: counts, times and words; no payload, no prompt, no
-    incarnation, no address."""
+    """State of a run at one moment, as its replay server sends it to a viewer: counts, times and short texts; no
+    payload, prompt, incarnation or address."""
 
     run: str
     clock: float
-    """Seconds, of the server."""
+    """The server's clock, in seconds."""
     trained_steps: int
     committed_steps: int
-    """Those that a checkpoint holds."""
+    """Number of steps that a checkpoint holds."""
     policy_version: int
     finished: bool
     waits: str
     """Whom the learner waits for; empty while it has a batch."""
     paused: str
-    """Why nothing new is admitted; empty when nothing is wrong."""
+    """Why nothing new is admitted; empty if nothing is wrong."""
     now: dict[str, float]
-    """Of this moment, by the names of metrics: the states of groups, what was dropped, the queue by age."""
+    """Current values by metric name: the states of groups, counts of drops, the queue by age."""
     last: dict[str, float]
-    """The server's metrics of the last step that was trained since it started."""
+    """The server's metrics of the last step trained since it started."""
     peers: tuple[PeerSeen, ...]
-    """Those that have been silent for longest come first."""
+    """Peers, those silent for longest first."""
     more_peers: int
-    """That are not among them."""
+    """Number of peers that are not in `peers`."""
 
 
 class RolloutReplay(Protocol):
-    """What a rollout worker uses, from its asyncio loop."""
+    """Interface of a rollout worker, called from its asyncio loop."""
 
     async def acquire(self, *, slots: int, wait_s: float) -> Acquired:
-        """Up to `slots` new assignments; answers early when there is one, at the latest after `wait_s`."""
+        """Return up to `slots` new assignments, as soon as there is one, at the latest after `wait_s` seconds."""
         ...
 
     async def insert(self, group: TrajectoryGroup, lost: DroppedSample | None = None) -> InsertReply:
-        """Store a finished group. Idempotent; waits for byte credit; resent until acknowledged or fenced. `lost`: a
-        member that it lacks, for `samples.jsonl`."""
+        """Store a finished group. Idempotent; waits for byte credit; resent until acknowledged or fenced. `lost` is a
+        member that the group lacks, for `samples.jsonl`."""
         ...
 
     async def survey(self, rows: Sequence[int]) -> None:
-        """So many rows each source of the prompts has: what a curriculum counts by. Repeating it is harmless.
+        """Report the number of rows of each prompt source, which a curriculum needs. Idempotent.
 
         Raises:
-            ReplayError: another worker of this run has said something else.
+            ReplayError: another worker of this run has reported different numbers.
         """
         ...
 
@@ -187,25 +187,26 @@ class RolloutReplay(Protocol):
         rewards: Sequence[float] = (),
         sample: DroppedSample | None = None,
     ) -> None:
-        """This attempt failed. The server re-issues it, or drops it with `reason` after the last attempt. `rewards`: of
-        the members, of a group that was made and a filter dropped. `sample`: for `samples.jsonl`."""
+        """Report a failed attempt. The server re-issues the assignment, or drops it with `reason` after the last
+        attempt. `rewards` are those of the members if the group was generated and a filter dropped it. `sample` is for
+        `samples.jsonl`."""
         ...
 
     async def report_evaluation(self, result: EvalResult) -> None: ...
 
     async def served(self, policy_version: int, fingerprint: str) -> None:
-        """The engine now serves this version: its fingerprint was recomputed here and matched."""
+        """Report that the engine now serves this version: the fingerprint was recomputed by the worker and matched."""
         ...
 
     async def watch(self, *, revision: int, wait_s: float) -> Board:
-        """The board once its revision differs from `revision`, or unchanged after `wait_s`."""
+        """Return the board once its revision differs from `revision`, or unchanged after `wait_s` seconds."""
         ...
 
     async def close(self) -> None: ...
 
 
 class LearnerReplay(Protocol):
-    """What a learner rank uses, blocking. Rank 0 makes every call; other ranks only `lease`."""
+    """Blocking interface of a learner rank. Rank 0 makes every call; other ranks only `lease`."""
 
     def restore(
         self,
@@ -221,59 +222,62 @@ class LearnerReplay(Protocol):
         `policy_version` the version of those weights (NO_VERSION: none). `snapshot` (saved in the checkpoint) fills a
         server without memory of the run.
 
-        Everything trained after `step` will be leased again as first planned, at the age it had then. With other
-        `settings` (a digest) than the learner before it had, or as a `branch` (a checkpoint was chosen by hand), the
-        groups are judged anew by their distance to the new weights; the prompts of those that are over-age now return
-        to the stream.
+        Everything trained after `step` will be leased again as first planned, at the staleness it had then. If
+        `settings` (a digest) differ from the previous learner's, or on a `branch` (a checkpoint was chosen by hand),
+        groups are judged anew by their distance to the new weights, and the prompts of those that are now over-age
+        return to the stream.
 
-        `run` is what a learner that is started again has in common with the one before, and no other: one of another
-        that comes while that is heard of was started by mistake.
+        `run` identifies a learner across restarts. If a learner with another `run` connects while the present one is
+        alive, it was started by mistake.
         """
         ...
 
     def publish(self, *, policy_version: int, parent: int) -> None:
-        """A version exists outside any step: the initial or the restored weights. `parent` NO_VERSION for the first."""
+        """Report a version from outside any step: the initial or restored weights. `parent` is NO_VERSION for the
+        first."""
         ...
 
     def lease(self, *, step: int, rank: int, world: int, wait_s: float) -> Lease:
-        """The batch of `step`. Idempotent; the first call seals it. May be asked one step ahead (prefetch).
+        """Return the batch of `step`. Idempotent; the first call seals it. May be called one step ahead (prefetch).
 
         Raises:
-            NoProgress: after `wait_s` without a group, a token or an environment step of any worker, counted from when
-                the step before was trained; names whom it waited for, and who is silent since when.
+            NoProgress: after `wait_s` seconds without a group, a token or an environment step of any worker, counted
+                from when the previous step was trained; names whom it waited for, and who has been silent since when.
         """
         ...
 
     def early(self, *, step: int, rank: int, world: int, after: int, upto: int, wait_s: float) -> Lease | None:
-        """Of the groups that the next batch is certain to begin with (`begin_step` in `replay.core.batches`) those from
-        `after` on: the plan of those alone, counted from 0, and this rank's trajectories. None if there are none within
-        `wait_s`, or the batch is sealed. Reserves nothing: what is trained is what `lease` says.
+        """Return groups with which the next batch is certain to begin (`begin_step` in `replay.core.batches`), from `after`
+        on: a plan of these groups alone, counted from 0, with this rank's trajectories. None if there are none within
+        `wait_s` seconds, or the batch is sealed. Reserves nothing: the batch to train on is the one from `lease`.
 
         Args:
-            upto: up to which group of the batch, as another rank was given it, sealed or not; 0: as many as there are.
+            upto: the end of the groups, in the batch, which another rank was given, whether sealed or not; 0 for as
+                many as there are.
         """
         ...
 
     def trained(self, *, step: int, policy_version: int, ess: Sequence[float] = ()) -> TrainedReply:
-        """`step` was trained and its weights are `policy_version` (parent: the version before).
+        """Report that `step` was trained, and that its weights are `policy_version` (parent: the previous version).
 
         Args:
-            ess: of each group of the plan, in turn, for `replay.order=ess`: the effective sample size, as a share, of
-                its tokens' importance weights, before the update that first trains it.
+            ess: for `replay.order=ess`, of each group of the plan in order: the effective sample size, as a fraction,
+                of its tokens' importance weights, before the update that first trains on it.
         """
         ...
 
     def commit(self, *, step: int) -> None:
-        """The checkpoint of `step` is durable: payloads up to it may be forgotten."""
+        """Report that the checkpoint of `step` is durable: payloads up to it may be deleted."""
         ...
 
     def snapshot(self) -> dict[str, Any]:
-        """msgpack-able state for the checkpoint: prompt cursor, version tree, open groups, counters."""
+        """Return the state for the checkpoint, which msgpack can encode: prompt cursor, version tree, open groups,
+        counters."""
         ...
 
     def evaluate(self, *, step: int, policy_version: int, eval_set: str, rows: int, chunk: int) -> int:
         """Start an evaluation job at `policy_version` or newer; returns its id. Results come with `trained`. It runs
-        beside the training and holds nothing back; one of the same set that no worker has begun is cancelled for it.
+        concurrently with training and does not delay it; a job of the same set that no worker has begun is cancelled.
         """
         ...
 
@@ -281,7 +285,7 @@ class LearnerReplay(Protocol):
         """Block until every open evaluation job is finished and return those not yet handed out.
 
         Raises:
-            NoProgress: after `wait_s` without a row, a token or an environment step; names who is silent.
+            NoProgress: after `wait_s` seconds without a row, a token or an environment step; names who is silent.
         """
         ...
 
@@ -292,7 +296,7 @@ class LearnerReplay(Protocol):
     def members(self) -> list[Member]: ...
 
     def finish(self) -> None:
-        """Training is over: workers are told to stop, open groups are dropped with reason `shutdown`."""
+        """End the training: workers are told to stop, and open groups are dropped with reason `shutdown`."""
         ...
 
     def close(self) -> None: ...

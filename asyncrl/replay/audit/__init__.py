@@ -1,1 +1,1 @@
-"""What can be said of a run from its records alone: the auditor's own books, the ledger file, batches served again."""
+"""Checks a run from its records alone: the auditor's accounts, the ledger file, and batches served again."""

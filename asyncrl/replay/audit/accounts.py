@@ -1,4 +1,4 @@
-"""What the auditor keeps of each group and each step."""
+"""The auditor's account of each group and each step."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from asyncrl.types import GroupHeader
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Group:
-    """A group that was not dropped. Trained ones stay, so that a second step with them is seen."""
+    """A group that was not dropped. Trained groups stay, so that training on one a second time is noticed."""
 
     prompt_index: int
     attempt: int
     state: str = "in_flight"
     """`in_flight`, `inserted`, `leased` or `trained`."""
     held: bool = True
-    """In flight: a worker has it. False: it waits to be issued again."""
+    """Whether a worker has it while it is in flight. False: it waits to be issued again."""
     steps: list[int] = field(default_factory=list)
-    """It is planned for, or was trained in, in the surviving history."""
+    """Steps for which it is planned or in which it was trained, in the surviving history."""
     before: int = 0
-    """Steps it was trained in before the journal begins."""
+    """Number of steps in which it was trained before the journal begins."""
     retired: bool = False
-    """It was trained, waited for another step, and is used no more: over-age, or the run is over."""
+    """It was trained, waited for another step, and is no longer used: over-age, or the run is over."""
     header: GroupHeader | None = None
     first: int = -1
-    """Of a member of a group that was admitted by sample: the id of the first; -1: a whole group."""
+    """For a member of a group admitted by sample, the id of the group's first member; -1 for a whole group."""
     siblings: int = 0
-    """How many that group was begun with."""
+    """Number of members with which that group was started."""
 
     @property
     def tokens(self) -> int:
@@ -39,10 +39,10 @@ class Group:
 class Step:
     members: tuple[int, ...]
     version: int
-    """The learner's, at sealing."""
+    """The learner's policy version at sealing."""
     ahead: int
     trained: bool = False
     evicted: bool = False
     committed: bool = False
     ages: Counter[int] = field(default_factory=Counter)
-    """Staleness when it was trained -> loss tokens, over-age ones included."""
+    """Staleness at training -> number of loss tokens, including over-age ones."""

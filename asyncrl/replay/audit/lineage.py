@@ -1,5 +1,5 @@
-"""The versions of a run as the auditor keeps them: a plain table of parents, walked step by step. Nothing but the audit
-uses it: it judges what `VersionTree` made of the same events, and shares no code with it.
+"""The auditor's record of a run's versions: a plain table of parents, walked step by step. Only the audit uses it: it
+checks `VersionTree` on the same events, and shares no code with it.
 """
 
 from __future__ import annotations
@@ -8,23 +8,24 @@ from asyncrl.types import NO_VERSION
 
 
 class Lineage:
-    """Parents have smaller numbers than their children, so two versions meet by climbing from the larger one.
+    """The tree of versions. Parents have smaller numbers than their children, so the common ancestor of two versions is
+    found by climbing from the larger one.
 
-    Where an automatic restart walked a part of the history once more, the later versions are `same` as the first ones
-    of that place, and only those are in the table.
+    If an automatic restart repeated a part of the history, the later versions are the `same` as the first ones at that
+    place, and only the first are in the table.
     """
 
     def __init__(self) -> None:
         self.parents: dict[int, int] = {}
         self.lengths: dict[int, int] = {}
         self.same: dict[int, int] = {}
-        """Every version, and the one that stands for its place."""
+        """Each version -> the version that represents its place."""
         self.forks = 0
         self.newest = NO_VERSION
         self._depths: dict[int, int] = {NO_VERSION: 0}
-        """Place -> trained steps up to it."""
+        """Place -> number of trained steps up to it."""
         self._trained: dict[int, int] = {}
-        """Place -> the one that was trained from it in its own line."""
+        """Place -> the place that one step of training from it led to, in its own line."""
 
     def __contains__(self, version: int) -> bool:
         return version in self.same
@@ -33,7 +34,7 @@ class Lineage:
         return len(self.same)
 
     def add(self, version: int, parent: int, length: int, again: bool = False) -> str:
-        """Add a version below `parent` (NO_VERSION: the initial weights). Returns what is wrong with it, or ``."""
+        """Add a version below `parent` (NO_VERSION: the initial weights). Returns what is wrong with it, or ""."""
         if version in self.same:
             return f"version {version} is published twice"
         if version <= self.newest:
@@ -59,15 +60,15 @@ class Lineage:
         return ""
 
     def _walked(self, newest: int, place: int) -> int:
-        """The place of the newest line that has the depth of `place`."""
+        """Return the place on the newest line that has the depth of `place`."""
         here = self.same[newest]
         while self._depths[here] > self._depths[place]:
             here = self.parents[here]
         return here
 
     def distance(self, one: int, other: int, ahead: int = 0) -> int:
-        """Trained steps between two known versions, through their common ancestor, once `ahead` more are trained from
-        `other`."""
+        """Return the number of trained steps between two known versions, through their common ancestor, once `ahead`
+        more steps are trained from `other`."""
         one, other, steps = self.same[one], self.same[other], ahead
         for _ in range(ahead):
             if other in self._trained:
