@@ -1,1 +1,1 @@
-"""What a run says of itself. A trace of its spans (`trace`) stands beside the rooms. No torch."""
+"""Metrics, the run folder, live views, reports and traces of a run. Does not import torch."""

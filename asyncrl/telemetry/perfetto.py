@@ -1,7 +1,7 @@
-"""Tracks, slices and flows as a Perfetto trace (protobuf), for ui.perfetto.dev.
+"""Encodes tracks, slices and flows as a Perfetto trace (protobuf), for ui.perfetto.dev.
 
-Numbers of fields are those of perfetto's protos/perfetto/trace (TracePacket, TrackEvent, TrackDescriptor), and no other
-fields are written, so no package is needed for it; a test reads the result with perfetto's own classes.
+Field numbers are those of perfetto's protos/perfetto/trace (TracePacket, TrackEvent, TrackDescriptor). No other fields
+are written, so no package is needed; a test reads the result with perfetto's own classes.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping
 
 SLICE_BEGIN, SLICE_END, INSTANT = 1, 2, 3
 SEQUENCE = 1
-"""Of all packets: `trusted_packet_sequence_id`."""
+"""`trusted_packet_sequence_id` of all packets."""
 
 
 def varint(value: int) -> bytes:
-    """Of 64 bits, as protobuf's; negative numbers as two's complement."""
+    """Encode a protobuf varint of 64 bits; negative numbers as two's complement."""
     value &= (1 << 64) - 1
     found = bytearray()
     while value > 0x7F:
@@ -30,7 +30,7 @@ def number(field: int, value: int) -> bytes:
 
 
 def block(field: int, content: bytes | str) -> bytes:
-    """A text or a message."""
+    """Encode a length-delimited field: a text or a message."""
     data = content.encode(errors="replace") if isinstance(content, str) else content
     return varint(field << 3 | 2) + varint(len(data)) + data
 
@@ -48,7 +48,7 @@ def lane_track(uuid: int, parent: int, name: str) -> bytes:
 
 
 def begin(track: int, at: int, name: str, notes: Mapping[str, object], flows: Iterable[int]) -> bytes:
-    """A slice begins at `at` ns. `flows`: it is linked with the slices that have the same numbers, in their order."""
+    """Begin a slice at `at` ns. `flows` link it to the slices with the same numbers, in their order."""
     return _event(SLICE_BEGIN, track, at, _about(name, notes, flows))
 
 

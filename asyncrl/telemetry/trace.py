@@ -1,8 +1,8 @@
-"""The spans of all processes of a run on one clock, each in its place: `asyncrl trace RUN`.
+"""Puts the spans of all processes of a run on one clock: `asyncrl trace RUN`.
 
     logs/trace/*.spans -> processes -> times of the replay server's machine -> tracks on which spans nest -> Perfetto
 
-Lane `main` of each process has no gap: what it shows adds up to the time that the process was there.
+Lane `main` of each process has no gaps: its spans add up to the lifetime of the process.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from asyncrl.errors import RunFolderError
 from asyncrl.telemetry import perfetto
 
 GROUP, VERSION = 1 << 60, 2 << 60
-"""Added to the id of a group, or a version: the number of its flow."""
+"""Offsets that are added to the id of a group or a version to get the number of its flow."""
 
 
 AROUND = ("group", "environment", "fetch the batch")
-"""Spans with the stations of a group in them, or that began before it: none themselves."""
+"""Spans that contain stages of a group, or began before it, and are not stages themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,25 +33,25 @@ class Span:
     lane: str
     begin: int
     end: int
-    """ns; the same as `begin` for a moment."""
+    """ns; equal to `begin` for an instant."""
     of: dict[str, Any]
 
     def groups(self) -> list[int]:
-        """Ids of the groups that it is of."""
+        """Return the ids of the span's groups."""
         return [*self.of.get("groups", ()), *([self.of["group"]] if "group" in self.of else [])]
 
     def flows(self) -> list[int]:
-        """What links it to spans of other processes."""
+        """Return the flows that link the span to spans of other processes."""
         linked = [GROUP + group for group in self.groups()] if self.name not in AROUND else []
         return linked + ([VERSION + self.of["version"]] if self.of.get("version", -1) >= 0 and versioned(self) else [])
 
     def unit(self) -> tuple[Any, ...]:
-        """What stays together on one track."""
+        """Return the key of spans that stay together on one track."""
         return tuple(self.of.get(key) for key in ("group", "attempt", "evaluation"))
 
 
 def versioned(span: Span) -> bool:
-    """A step is made with a version, and is no station on its way."""
+    """Return whether the span is a stage of its version. A training step only uses a version."""
     return span.name != "train step"
 
 
@@ -64,13 +64,13 @@ class Process:
     born: int
     spans: list[Span] = field(default_factory=list)
     lost: int = 0
-    """Spans that found no space on the disk."""
+    """Number of spans lost because the disk was full."""
     clocks: list[tuple[int, int, int]] = field(default_factory=list)
-    """`(at, offset, error)` ns: how the replay server's clock differed from this one's."""
+    """`(at, offset, error)` in ns: offset of the replay server's clock from this process's."""
     wall: int = 0
-    """ns since the epoch at which its clock began."""
+    """Time at which its clock began, in ns since the epoch."""
     server: str = ""
-    """What had booted as the machine whose clock it is brought to: the replay server's."""
+    """Boot id of the machine to whose clock it is aligned, the replay server's."""
 
     @property
     def begin(self) -> int:
@@ -81,7 +81,7 @@ class Process:
         return max((span.end for span in self.spans), default=self.born)
 
     def accounted(self) -> float:
-        """Share of its time, from its birth to its last word, that its main lane tells of."""
+        """Return the fraction of its time, from its start to the end of its last span, that its main lane covers."""
         covered = at = 0
         for span in sorted((span for span in self.spans if span.lane == spans.MAIN), key=lambda span: span.begin):
             covered += max(0, span.end - max(span.begin, at))
@@ -90,10 +90,10 @@ class Process:
 
 
 def read_trace(folder: Path) -> list[Process]:
-    """Every process that left spans, by its role and birth, on the clock of the replay server's machine.
+    """Return every process that left spans, sorted by role and start, on the clock of the replay server's machine.
 
     Raises:
-        RunFolderError: there are none.
+        RunFolderError: there are no spans.
     """
     found: dict[str, Process] = {}
     for path in sorted((folder / LOG_DIR / spans.FOLDER).glob(f"*{spans.SUFFIX}")):
@@ -113,7 +113,7 @@ def read_trace(folder: Path) -> list[Process]:
 
 
 def read_spans(path: Path, known: Process | None) -> Process | None:
-    """What can be read of one file, up to where it is damaged: a dead machine may leave a record in part."""
+    """Read one file up to the first damaged record: a machine that died may leave an incomplete one."""
     for row in records(path):
         match row:
             case {"format": spans.FORMAT, "role": str(role), "pid": int(pid), "host": str(host), **rest}:
@@ -124,7 +124,7 @@ def read_spans(path: Path, known: Process | None) -> Process | None:
                     case _:
                         return known
             case _ if known is None:
-                return None  # another format, or a head that found no space
+                return None  # another format, or the head was not written for lack of space
             case {"server": str(server), "at": int(at), "offset": int(offset), "error": int(error)}:
                 if server != known.boot:
                     known.clocks.append((at, offset, error))
@@ -137,7 +137,7 @@ def read_spans(path: Path, known: Process | None) -> Process | None:
 
 
 def is_told(of: dict[Any, Any]) -> bool:
-    """Whether it is what a span can be of: texts and numbers by name, ids not negative."""
+    """Return whether these are valid notes of a span: texts and numbers by name, with ids that are not negative."""
     plain = {name: value for name, value in of.items() if name != "groups"}
     groups = of.get("groups", [])
     return (
@@ -153,13 +153,13 @@ def records(path: Path) -> Iterator[Any]:
         found = msgpack.Unpacker(file, strict_map_key=False)
         try:
             yield from found
-        except (ValueError, TypeError, OverflowError, msgpack.UnpackException):  # TypeError: a key that can be none
+        except (ValueError, TypeError, OverflowError, msgpack.UnpackException):  # TypeError: an unhashable key
             return
 
 
 def align(process: Process) -> None:
-    """To the replay server's clock, where it is another one: by the offset at the time, between two by the line through
-    them, so that no order changes."""
+    """Shift a process to the replay server's clock if that is another one, by the offset at each time. Between two
+    measurements the offset is interpolated linearly, so that no order changes."""
     if process.clocks:
         process.clocks.sort()
 
@@ -173,10 +173,10 @@ def move(process: Process, to: Callable[[int], int]) -> None:
 
 
 def join_boots(processes: Sequence[Process]) -> None:
-    """Each boot of a machine begins its clock anew, and so does a resume on another machine: what came then is brought
-    to the clock of what came first, as far apart as the clocks on the wall were."""
+    """Align processes of different boots: each boot of a machine restarts its clock, and so does a resume on another
+    machine. Later processes are shifted to the first one's clock, by the difference of the wall clocks."""
     walls: dict[str, int] = {}
-    for process in sorted(processes, key=lambda each: each.boot != each.server):  # who was on that machine, if anybody
+    for process in sorted(processes, key=lambda each: each.boot != each.server):  # on the server's machine first
         walls.setdefault(process.server, process.wall)
     first = walls[min(processes, key=lambda each: each.begin + walls[each.server]).server]
     for process in processes:
@@ -185,7 +185,7 @@ def join_boots(processes: Sequence[Process]) -> None:
 
 
 def offset_at(clocks: Sequence[tuple[int, int, int]], time: int) -> int:
-    """ns, linear between the two nearest measurements; before the first and after the last as those."""
+    """Return the offset in ns, linear between the two nearest measurements, and constant outside of them."""
     later = next((place for place, (at, _, _) in enumerate(clocks) if at >= time), len(clocks))
     if later in (0, len(clocks)):
         return clocks[min(later, len(clocks) - 1)][1]
@@ -194,15 +194,15 @@ def offset_at(clocks: Sequence[tuple[int, int, int]], time: int) -> int:
 
 
 def tracks(process: Process) -> list[tuple[str, list[Span]]]:
-    """`(name, spans)` such that spans of one track nest or lie apart. What is of one group stays on one track, but for
-    what its siblings do at the same time."""
+    """Return `(name, spans)` of tracks, such that spans of one track are nested or disjoint. The spans of a group stay
+    on one track, except for those of siblings at the same time."""
     lanes: dict[str, dict[tuple[Any, ...], list[Span]]] = {}
     for span in process.spans:
         lanes.setdefault(span.lane, {}).setdefault(span.unit(), []).append(span)
     found: list[tuple[str, list[Span]]] = []
     for lane, units in sorted(lanes.items(), key=lambda item: (item[0] != spans.MAIN, item[0])):
         places: list[tuple[int, list[Span]]] = []
-        """Of each track of the lane: when it is free again, and what is on it."""
+        """For each track of the lane: the time at which it is free again, and its spans."""
         rows = [row for unit in units.values() for row in nested(unit)]
         for row in sorted(rows, key=lambda row: row[0].begin):
             free = next((place for place, (until, _) in enumerate(places) if until <= row[0].begin), len(places))
@@ -213,7 +213,7 @@ def tracks(process: Process) -> list[tuple[str, list[Span]]]:
 
 
 def nested(unit: Iterable[Span]) -> list[list[Span]]:
-    """As few rows as it takes for spans to nest or lie apart, each by its begin."""
+    """Divide spans into rows in which they are nested or disjoint, as few as possible, each sorted by begin."""
     rows: list[tuple[list[int], list[Span]]] = []
     for span in sorted(unit, key=lambda span: (span.begin, -span.end)):
         for row in rows:
@@ -231,7 +231,7 @@ def nested(unit: Iterable[Span]) -> list[list[Span]]:
 
 
 def as_perfetto(processes: Sequence[Process]) -> Iterator[bytes]:
-    """The packets of the whole trace."""
+    """Iterate over the packets of the whole trace."""
     uuid = 0
     for process in processes:
         uuid += 1
@@ -245,7 +245,7 @@ def as_perfetto(processes: Sequence[Process]) -> Iterator[bytes]:
 
 
 def slices(track: int, row: Sequence[Span]) -> Iterator[bytes]:
-    """Begins and ends in the order of a stack."""
+    """Iterate over the begin and end events of a row, properly nested."""
     open_: list[int] = []
     for span in sorted(row, key=lambda span: (span.begin, -span.end)):
         while open_ and open_[-1] <= span.begin:
@@ -260,7 +260,7 @@ def slices(track: int, row: Sequence[Span]) -> Iterator[bytes]:
 
 
 def life_of(processes: Sequence[Process], *, group: int = -1, version: int = -1) -> list[tuple[Process, Span]]:
-    """What happened to a group, or a version, in all processes, by time."""
+    """Return the spans of a group or a version in all processes, by time."""
     found = [
         (process, span)
         for process in processes

@@ -1,1 +1,1 @@
-"""The run folder: whose it is, where its settings came from, and what a resume may change. No metric is read here."""
+"""The run folder: its owner, the origin of its settings, and what a resume may change. Reads no metrics."""

@@ -1,4 +1,4 @@
-"""Where each setting of a run came from, for the comments in its `config.yaml`."""
+"""Determines the origin of each setting of a run, for the comments in its `config.yaml`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TYPED = "command line"
 
 
 class FromFile(str):
-    """An argument `key=value` that stands in a settings file of the user's."""
+    """An argument `key=value` from a settings file of the user."""
 
     __slots__ = ("file",)
     file: str
@@ -25,17 +25,17 @@ class FromFile(str):
     @classmethod
     def of(cls, argument: str, file: str) -> FromFile:
         made = cls(argument)
-        made.file = " ".join(plain(file).split())  # of one line: it ends up in a comment
+        made.file = " ".join(plain(file).split())  # one line, because it is written into a comment
         return made
 
 
 def origins(overrides: Sequence[str], preset: str | None, kind: type = Config) -> dict[str, str]:
-    """Dotted key -> where its value came from: the command line, a settings file, a file of `configs/`, the preset of
-    the loss, or nowhere (`default`).
+    """Return dotted key -> origin of its value: the command line, a settings file, a file of `configs/`, the preset of
+    the loss, or `default`.
 
     Args:
-        overrides: as `load_config` took them.
-        preset: the loss that came of them; None where there is no loss to choose, nor any other group.
+        overrides: as passed to `load_config`.
+        preset: the loss that they selected; None for a schema without losses and other groups.
         kind: the schema.
     """
     if preset is None:
@@ -47,7 +47,7 @@ def origins(overrides: Sequence[str], preset: str | None, kind: type = Config) -
     experiment = chosen.pop("experiment", "null")
     files = list(choice_files("experiment", experiment)) if experiment != "null" else []
     inside = dict(label.split("=", 1) for label, _ in files if not label.startswith("experiment="))
-    # An experiment's own values come after those of the groups, whichever of them the command line chooses.
+    # An experiment's own values override those of the groups, even of groups chosen on the command line.
     files = [each for each in files if each[0].startswith("experiment=")]
     of_groups = [each for pair in (chosen_by_default() | inside | chosen).items() for each in choice_files(*pair)]
     found = {key: f"preset {preset}" if key.startswith("loss.") else DEFAULT for key in config_keys()}
@@ -64,7 +64,7 @@ def _origin_of(text: str) -> str:
 
 
 def commented(text: str, sources: Mapping[str, str]) -> str:
-    """YAML with the source of each value behind it; a key that has none gets that of the mapping around it."""
+    """Return YAML with a comment that names the source of each value; a key without one gets its parent's."""
     lines = text.splitlines()
     document = yaml.compose(text, Loader=yaml.SafeLoader)
     for key, line in _ends(document, ()) if isinstance(document, yaml.MappingNode) else ():
@@ -75,7 +75,7 @@ def commented(text: str, sources: Mapping[str, str]) -> str:
 
 
 def _ends(mapping: yaml.MappingNode, above: tuple[str, ...]) -> list[tuple[tuple[str, ...], int]]:
-    """Of each value its key and the line that a comment may stand behind."""
+    """Return for each value its key, and the line to which a comment may be appended."""
     found: list[tuple[tuple[str, ...], int]] = []
     for name, value in mapping.value:
         key = (*above, str(name.value))
@@ -87,6 +87,7 @@ def _ends(mapping: yaml.MappingNode, above: tuple[str, ...]) -> list[tuple[tuple
 
 
 def _begins_below(value: Any) -> bool:
-    """A list in lines of its own, or a text behind `|`: its end is the begin of what comes next."""
+    """Return whether a value begins on the next line, as a block list or a text after `|` does. The end mark of such a
+    value is the beginning of whatever follows it."""
     listed = isinstance(value, yaml.SequenceNode) and not value.flow_style
     return listed or (isinstance(value, yaml.ScalarNode) and value.style in ("|", ">"))

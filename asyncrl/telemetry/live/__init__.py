@@ -1,2 +1,2 @@
-"""A run while it goes on, as its files, logs and processes tell of it: for `asyncrl local` and `asyncrl watch`. Nothing
-here changes a run."""
+"""Live views of a run in progress, from its files, logs and processes, for `asyncrl local` and `asyncrl watch`. They
+never change the run."""

@@ -1,4 +1,4 @@
-"""The console of `asyncrl local`: it draws with escape sequences, and prints none that came with a text."""
+"""The console of `asyncrl local`: it draws with escape sequences, but removes those in the texts that it prints."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from rich.table import Table
 from asyncrl.plain_text import plain
 
 NO_BOUND = 10_000
-"""Columns of a line that goes into a file or a pipe: whoever reads it there has no width."""
+"""Width in columns of a line written to a file or a pipe, which have none."""
 
 
 class PlainConsole(Console):
     def print(self, *objects: Any, **options: Any) -> None:
-        """As rich's; strings are made plain."""
+        """As rich's, with control characters removed from strings."""
         super().print(*(plain(each) if isinstance(each, str) else each for each in objects), **options)
 
     def print_whole(self, table: Table) -> None:
-        """No cell of it is cut: `14,…` is no number. A narrow terminal gets cells of several lines."""
+        """Print a table without cutting cells, since `14,…` is not a number; a narrow terminal gets cells of several
+        lines."""
         for column in table.columns:
             column.overflow = "fold"
         width = self.width
@@ -30,16 +31,16 @@ class PlainConsole(Console):
         self.width = width
 
     def on_broken_pipe(self) -> None:
-        """As any other print, for `asyncrl.cli.main` to say so: rich would end the process without a word, with 1."""
-        raise  # what is handled where this is called
+        """Raise the error, so that `asyncrl.cli.main` reports it as for any print: rich would exit silently with 1."""
+        raise  # the BrokenPipeError that the caller is handling
 
 
 class Drawn(Live):
-    """Anew and anew, and gone in the end. What this process logs meanwhile is printed above it: on stderr it would
-    shift what is drawn, for good."""
+    """A live display that is redrawn on request, and erased in the end. Log messages of this process are printed above
+    it: on stderr they would shift the display permanently."""
 
     def __init__(self, console: Console) -> None:
-        # Redirected, its drawing would go through the stream that lets only plain text pass.
+        # With redirection, the display would go through the stream that lets only plain text pass.
         super().__init__(
             console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
         )
@@ -50,7 +51,8 @@ class Drawn(Live):
         super().start(refresh)
 
     def stop(self) -> None:
-        if self.is_started:  # else all of it is drawn once more, and what is higher than the terminal not erased
+        # Otherwise everything is drawn once more, and what exceeds the terminal's height is not erased.
+        if self.is_started:
             self.update("", refresh=True)
         super().stop()
         logging.getLogger("asyncrl").removeHandler(self._above)
@@ -66,5 +68,5 @@ class _Above(logging.Handler):
 
 
 def live_on(console: Console) -> Live | None:
-    """None where there is no terminal, and lines are printed."""
+    """Return a live display; None if there is no terminal, so that lines are printed instead."""
     return Drawn(console) if console.is_terminal else None

@@ -1,6 +1,6 @@
-"""A run in which nobody is any more: how its roles ended, as far as its `logs` tell.
+"""Reports how the roles of a finished run ended, from its `logs`.
 
-consumes: the logs, and what `asyncrl local` wrote down of the ends of those that it had started
+consumes: the logs, and the exit codes that `asyncrl local` recorded for the roles that it had started
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ ERROR = re.compile(r"\b[A-Z]\w*Error: ")
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Of a role."""
+    """How a role ended."""
 
     name: str
     how: str
     last_word: float
-    """When its log was last written to, in seconds of the epoch."""
+    """Time of the last write to its log, in seconds since the epoch."""
     error: str
-    """The last one that its log has, where it failed; empty where it did not."""
+    """Last error in its log if it failed; empty if it did not."""
 
 
 def note_ends(log_dir: Path, codes: Mapping[str, tuple[int | None, bool]]) -> None:
-    """Of each role its exit code, and whether it was stopped by whoever had started it."""
-    with contextlib.suppress(OSError):  # a full disk: that the run ends well is worth more
+    """Record for each role its exit code, and whether it was stopped by the process that started it."""
+    with contextlib.suppress(OSError):  # a full disk must not fail the end of the run
         (log_dir / ENDS_FILE).write_text(json.dumps(codes))
 
 
@@ -45,9 +45,9 @@ def forget_ends(log_dir: Path) -> None:
 
 
 def ends_in(log_dir: Path) -> Iterator[End]:
-    """One for each log that there is."""
+    """Iterate over the ends of the roles, one per log."""
     codes: dict[str, tuple[int | None, bool]] = {}
-    with contextlib.suppress(OSError, ValueError):  # none was written, or half of it
+    with contextlib.suppress(OSError, ValueError):  # the file is missing or incomplete
         codes = read_object(log_dir / ENDS_FILE)
     for path in sorted(log_dir.glob("*.log")):
         kind, _, number = path.stem.partition("-")

@@ -1,4 +1,4 @@
-"""What the rollout pool has to say to whoever watches the run, among what Ray writes into the same log."""
+"""Finds the rollout pool's messages for the user in its log, into which Ray writes as well."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from pathlib import Path
 
 MARK = "pool: "
 PIECE_BYTES = 1 << 16
-"""Of a log at one look; what there is more comes with the next."""
+"""Limit on the bytes read from the log in one call; the next call reads the rest."""
 
 
 def marked(message: str) -> str:
-    """Each line as `PoolWords` knows it again."""
+    """Return the message with a mark on each line, by which `PoolWords` recognizes it."""
     return "\n".join(f"{MARK}{line}" for line in message.splitlines())
 
 
 class PoolWords:
-    """
+    """Reads the pool's marked messages.
+
     Args:
-        log: of the pool; what an earlier start of the run wrote there is no news.
+        log: the pool's log. Messages from an earlier start of the run are skipped.
     """
 
     def __init__(self, log: Path) -> None:
@@ -25,14 +26,14 @@ class PoolWords:
         self._offset = log.stat().st_size if log.exists() else 0
 
     def news(self) -> list[str]:
-        """Lines that the pool has marked since the last call."""
+        """Return the lines that the pool has marked since the last call."""
         try:
             with self._log.open("rb") as file:
                 file.seek(self._offset)
                 piece = file.read(PIECE_BYTES)
-        except OSError:  # not there yet
+        except OSError:  # the log does not exist yet
             return []
-        # A line that is being written waits for its end, unless it fills the piece.
+        # An unfinished line is left for the next call, unless it fills the piece.
         whole = piece[: piece.rfind(b"\n") + 1] or (piece if len(piece) == PIECE_BYTES else b"")
         self._offset += len(whole)
         lines = whole.decode(errors="replace").split("\n")

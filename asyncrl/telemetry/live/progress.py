@@ -1,6 +1,6 @@
-"""What one sees while a run goes on: one line per step for logs and pipes, a live table for a terminal.
+"""Shows the progress of a run: one line per step in logs and pipes, a live table on a terminal.
 
-consumes: rows of metrics.jsonl as they are written · waits for: nothing; `refresh` is called by whoever supervises
+consumes: rows of metrics.jsonl as they are written · waits for: nothing; the supervisor calls `refresh`
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from asyncrl.telemetry.metrics.log import METRICS_FILE, MetricsLog
 from asyncrl.telemetry.metrics.raised import ALARMS_FILE, Raised, ended_by_resume
 
 BUSY_BELOW = 0.1
-"""Idle fractions under this are noise, not waiting."""
+"""Idle fractions below this are noise, not waiting."""
 
 PACE_OF = 50
-"""Rows whose pace tells how long the rest will take."""
+"""Number of the last steps from which the remaining time is estimated."""
 MOST_AGES = 6
-"""In a line."""
+"""Limit on the ages shown in a line."""
 BY_AGE = re.compile(r".*_age_\d+|staleness/hist_\d+")
-"""Metrics that a row lacks where there is nothing of that age: the last row's do not stand for them."""
+"""Metrics that a row lacks if there is nothing of that age; an earlier row's values must not be shown instead."""
 
 
 def who_waits(row: Row) -> str:
-    """Reads the two idle fractions: which side of the system is the narrow one."""
+    """Return which side of the system is the bottleneck, according to the two idle fractions."""
     learner, rollout = row.get("idle/learner"), row.get("idle/rollout")
     if learner is None and rollout is None:
         return ""
@@ -56,7 +56,7 @@ def who_waits(row: Row) -> str:
 
 
 def failed_rewards(row: Row) -> str:
-    """`12 (raised 10, timed_out 2)`: completions that got none, so far; empty when there are none."""
+    """Return the number of completions so far that got no reward, as `12 (raised 10, timed_out 2)`; empty for none."""
     prefix = "reward/failed_"
     count = row.get("reward/failed") or 0
     reasons = ", ".join(
@@ -66,7 +66,7 @@ def failed_rewards(row: Row) -> str:
 
 
 def format_line(row: Row) -> str:
-    """One step on one line; what a row does not have is left out."""
+    """Format one step as one line; values that the row does not have are left out."""
     parts = [f"step {row['step']}", *([f"version {row['policy_version']}"] if "policy_version" in row else [])]
     for label, name, form in (
         ("reward", "reward/mean", "{:.3f}"),
@@ -86,7 +86,7 @@ def format_line(row: Row) -> str:
 
 
 class SinkSettings(Protocol):
-    """Where metrics go beside the run folder, as in `TelemetryConfig`."""
+    """Additional destinations of the metrics, as in `TelemetryConfig`."""
 
     wandb: bool
     tensorboard: bool
@@ -98,8 +98,8 @@ class LoggedRun(RunSettings, Protocol):
 
 
 class PrintingLog(MetricsLog):
-    """Also one line per step on stdout, and the alarms: into `alarms.jsonl` and, where they are to stop the run, by the
-    file that asks the learner to save and end."""
+    """A `MetricsLog` that also prints one line per step and the alarms on stdout, and writes alarms to `alarms.jsonl`.
+    If alarms are to stop the run, it creates the file that asks the learner to save and end."""
 
     _alarms: Alarms
     _stall: Stall
@@ -111,7 +111,7 @@ class PrintingLog(MetricsLog):
     def of(
         cls, given: LoggedRun, run_dir: Path, step: int, *, on_alarm: str = "continue", ignored: Sequence[str] = ()
     ) -> PrintingLog:
-        """The metrics files of the run, cut back to the checkpoint of `step` that training resumes from; 0: none."""
+        """Open the run's metrics files, cut back to the checkpoint of `step` from which training resumes; 0: none."""
         made = cls(
             run_dir,
             given.run.name,
@@ -134,28 +134,29 @@ class PrintingLog(MetricsLog):
         print(format_line({"step": step, **version, **row}), flush=True)
         free = {FREE_BYTES: shutil.disk_usage(self._folder).free}
         now = time.monotonic()
-        late = self._stall.silence(now) if "time/step" in row else []  # not an evaluation after the last step
+        late = self._stall.silence(now) if "time/step" in row else []  # not for an evaluation after the last step
         found = self._alarms.row({"step": step, **row, **free})
         for raised in (*late, *self._stall.row({"step": step, **row}, now), *found):
             print(raised, flush=True)
             self._told.append([raised.as_row()])
-        if self._stops is not None and any(raised.stops for raised in found):  # a stall was ended by this row
+        if self._stops is not None and any(raised.stops for raised in found):  # not a stall, which this row has ended
             self._stops.touch()
 
 
 class Spark:
-    """A curve of one line: each letter is the mean of some values, as high as it lies between all of them."""
+    """A curve in one line of text: each letter's height is the mean of some consecutive values, relative to the range
+    of these means."""
 
     LETTERS, WIDE, KEPT = "▁▂▃▄▅▆▇█", 40, 2000
     MOST = 1e300
-    """Sums and differences of larger ones are no numbers any more; rewards are a user's."""
+    """Limit on a value's magnitude: sums and differences of larger ones overflow, and users' rewards may be any."""
 
     def __init__(self) -> None:
         self._values: list[float] = []
 
     def add(self, value: float) -> None:
         self._values.append(min(self.MOST, max(-self.MOST, value)))
-        if len(self._values) >= self.KEPT:  # of a long run every second one
+        if len(self._values) >= self.KEPT:  # for a long run, keep every second value
             self._values = self._values[1::2]
 
     def __str__(self) -> str:
@@ -167,12 +168,11 @@ class Spark:
 
 
 class RunView:
-    """A live table on a terminal, a line per step anywhere else. Use as a context manager, call `refresh` often.
+    """A live table on a terminal, one line per step elsewhere. Use it as a context manager, and call `refresh` often.
 
     Args:
-        resumed: steps that were trained before this start: rows that are there already are not shown again. None shows
-            all of them.
-        ignored: alarms that are not told.
+        resumed: number of steps trained before this start: existing rows are not shown again. None shows all rows.
+        ignored: names of alarms that are not shown.
     """
 
     def __init__(
@@ -183,18 +183,19 @@ class RunView:
         if resumed is not None:
             self._tail.read()
         self.trained = False
-        """A step was, since this began."""
+        """Whether a step was trained since this view was created."""
         self._warnings = RewardWarnings(run_dir / "logs")
         self._stall, self._told = Stall(ignored), MetricsTail(run_dir / ALARMS_FILE)
         if resumed is not None:
             self._told.read()
         self.alarmed = False
-        """An alarm that may stop a run was told since this began."""
+        """Whether an alarm that may stop a run was shown since this view was created."""
         self._steps = steps
         self._console = console
         self._started = time.monotonic()
         self._recent: deque[float] = deque(maxlen=PACE_OF + 1)
-        """Seconds of the last steps. By the clock a night between a run and its resume would be one of them."""
+        """Durations of the last steps in seconds, from the rows. The differences of their times would include the pause
+        before a resume."""
         self._latest: dict[str, Any] = {}
         self._evaluations: dict[str, Course] = {}
         self._rewards, self._evaluated = Spark(), dict[str, Spark]()
@@ -211,15 +212,15 @@ class RunView:
             self._live.stop()
 
     def refresh(self, state: str = "") -> None:
-        """Read what is new and show it; `state` says what the supervisor is doing."""
+        """Read new rows and show them; `state` describes what the supervisor is doing."""
         self._state = state or self._state
         for row in self._tail.read():
             self._take({name: value for name, value in row.items() if isinstance(value, int | float)})
         for warning in self._warnings.read():
             self.say(warning)
         read = filter(None, map(Raised.of, self._told.read()))
-        told = [raised for raised in read if raised.name != STALL.name]  # seen here, while it holds
-        # After the last step an evaluation and exports are waited for.
+        told = [raised for raised in read if raised.name != STALL.name]  # detected below, while it lasts
+        # After the last step no stall is reported, since the run waits for an evaluation and exports.
         silent = self._stall.silence(time.monotonic()) if self.unfinished or not self._steps else ()
         for raised in (*told, *silent):
             self.alarmed |= raised.stops
@@ -228,12 +229,12 @@ class RunView:
             self._live.update(self._render(), refresh=True)
 
     def say(self, text: str) -> None:
-        """Above the table, where there is one."""
+        """Print a text, above the table if there is one."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     @property
     def unfinished(self) -> bool:
-        """Whether the last row is not that of the last step."""
+        """Whether the last step is not trained yet."""
         return self._latest.get("step", 0) < self._steps
 
     def _take(self, row: Row) -> None:
@@ -246,7 +247,7 @@ class RunView:
                 self._evaluated.setdefault(name, Spark()).add(evaluation.mean)
         if not is_evaluation(row):
             if row["step"] < self._latest.get("step", 0):
-                self._recent.clear()  # a resume went back: the old pace says nothing about the new one
+                self._recent.clear()  # a resume went back, and may have another pace
             if isinstance(seconds := row.get("time/step"), int | float):
                 self._recent.append(seconds)
             kept = {name: value for name, value in self._latest.items() if not BY_AGE.fullmatch(name)}
@@ -259,14 +260,14 @@ class RunView:
     def _eta(self) -> str:
         if len(self._recent) < 2 or not self._steps:
             return "--"
-        _, *warm = self._recent  # of a young run the first waited for everything to start
+        _, *warm = self._recent  # the first step of a run waited for everything to start
         return clock(statistics.fmean(warm) * (self._steps - self._latest["step"]))
 
     def _render(self) -> Group:
         step = self._latest.get("step", self._resumed)
         most = f"/{self._steps}" if self._steps else ""
         head = Text(f"{self._state}   step {step}{most}   {self._elapsed()}   left {self._eta()}")
-        bar = Table.grid()  # a bar alone does not end its line
+        bar = Table.grid()  # a bar without a table does not end its line
         bar.add_row(ProgressBar(total=self._steps or None, completed=step, width=60))
         table = [self._table()] if self._latest else []
         return Group(head, bar, *self.pressing(), *table, *self.below())
@@ -275,11 +276,11 @@ class RunView:
         return f"elapsed {clock(time.monotonic() - self._started)}"
 
     def pressing(self) -> Sequence[Text]:
-        """What stands over the table: however long that is, it is on the screen."""
+        """Texts above the table, where they are visible however long the table is."""
         return ()
 
     def below(self) -> Sequence[Table | Text]:
-        """What stands under the table."""
+        """Contents below the table."""
         return ()
 
     def _table(self) -> Table:
@@ -324,12 +325,12 @@ class RunView:
         return table
 
     def _drawn(self, spark: Spark) -> str:
-        """Nothing where the terminal has no letters for it."""
+        """Return the curve; empty if the terminal cannot show its letters."""
         return str(spark) if "utf" in self._console.encoding.lower() else ""
 
 
 def by_age(row: Row, name: str, form: str) -> list[str]:
-    """`2: 73%` for the most frequent ages of `<name>_<age>`, in their order."""
+    """Return `2: 73%` for each of the most frequent ages of `<name>_<age>`, in ascending order."""
     known = {int(key.rpartition("_")[2]): value for key, value in row.items() if key.startswith(f"{name}_") and value}
     most = sorted(known, key=known.__getitem__, reverse=True)[:MOST_AGES]
     more = sum(value for age, value in known.items() if age not in most)
@@ -343,7 +344,7 @@ def _cell(row: Row, name: str, form: str) -> str:
 
 
 def clock(seconds: float) -> str:
-    """`1:02:03` or `2:03`."""
+    """Format a duration as `1:02:03` or `2:03`."""
     whole = max(0, int(seconds))
     hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

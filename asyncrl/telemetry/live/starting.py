@@ -1,6 +1,6 @@
-"""Which processes of a run are up and which are waited for, read from their logs while they start.
+"""Determines which processes of a starting run are ready and which are still waited for, from their logs.
 
-consumes: new lines of `logs/*.log` · waits for: nothing; `news` is called by whoever supervises
+consumes: new lines of `logs/*.log` · waits for: nothing; the supervisor calls `news`
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class _Sign:
-    """What a log says once its process is ready, and what the process does until then."""
+    """The text that appears in a log once its process is ready, and descriptions of the process before and after."""
 
     text: str
     before: str
@@ -26,26 +26,26 @@ SIGNS = {
     "learner": _Sign(" ranks on ", "loading the model", "has its model"),
     "rollout": _Sign("the engine is ready", "loading the engine", "has its engine"),
 }
-"""By the name of the role. The last is said by workers, in logs of their own (`rollout-0.log`)."""
+"""Signs by role. The last one is written by workers, into their own logs (`rollout-0.log`)."""
 
 
 class StartWatch:
-    """Of the roles of one run; `roles` without a sign (shards) are not waited for."""
+    """Watches the start of one run's roles; `roles` without a sign (shards) are not waited for."""
 
     def __init__(self, log_dir: Path, roles: Sequence[str]) -> None:
         self._log_dir = log_dir
         self._waiting = {role: SIGNS[role] for role in roles if role in SIGNS}
-        # A resumed run appends: what an earlier one had to say is no news.
+        # A resumed run appends to the logs: skip the content from earlier starts.
         self._offsets = {path: path.stat().st_size for path in log_dir.glob("*.log")}
         self._began = time.monotonic()
 
     def state(self) -> str:
-        """Whom the start waits for."""
+        """Describe which roles the start waits for."""
         open_ = [f"{role} ({sign.before})" for role, sign in self._waiting.items()]
         return f"starting, waiting for {', '.join(open_)}" if open_ else "starting, waiting for the first step"
 
     def news(self) -> list[str]:
-        """Who became ready since the last call, and after how long."""
+        """Return a line for each role that became ready since the last call, with the time it took."""
         ready = [role for role, sign in self._waiting.items() if self._says(role, sign.text.encode())]
         seconds = time.monotonic() - self._began
         return [f"{role} {self._waiting.pop(role).after} ({seconds:.0f} s)" for role in ready]
@@ -54,6 +54,6 @@ class StartWatch:
         for path in self._log_dir.glob(f"{role}*.log"):
             with path.open("rb") as file:
                 file.seek(self._offsets.get(path, 0))
-                if text in file.read():  # whole: a start is a few lines
+                if text in file.read():  # all of it, since a start only logs a few lines
                     return True
         return False

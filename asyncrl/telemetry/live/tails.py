@@ -1,4 +1,4 @@
-"""Files that processes of a run write on, read on by who looks at it."""
+"""Readers that follow files to which processes of a run append."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ MAX_WARNINGS = 10
 
 
 class MetricsTail:
-    """New whole rows of a growing metrics file, at first of its last `most` bytes. A resume makes it shorter: what it
-    kept is no news; nor is what is damaged, which the resume puts aside."""
+    """Reads new complete rows of a growing metrics file, at first from its last `most` bytes. After a resume has
+    shortened the file, rows that were kept are not returned again; damaged rows, which the resume removes, never."""
 
     def __init__(self, path: Path, most: float = math.inf) -> None:
         self._path, self._most = path, most
         self._offset = 0
         self._inode = 0
         self._read: set[int] = set()
-        """Of the lines that were read, their hashes."""
+        """Hashes of the lines that were read."""
 
     def read(self) -> list[Row]:
         try:
@@ -48,17 +48,17 @@ class MetricsTail:
 
 
 class RewardWarnings:
-    """Lines of the rollout workers' logs, from now on, about failing rewards and episodes, and about filters that keep
-    nothing: a run may stall on them in silence."""
+    """Reads warnings that rollout workers log from now on about failing rewards and episodes, and about filters that keep
+    nothing: without them a run may stall silently."""
 
     def __init__(self, log_dir: Path) -> None:
         self._log_dir = log_dir
-        # A resumed run appends: what an earlier one had to say is no news.
+        # A resumed run appends to the logs: skip the content from earlier starts.
         self._offsets = {path: path.stat().st_size for path in log_dir.glob(WORKER_LOGS)}
         self._left = MAX_WARNINGS
 
     def read(self) -> list[str]:
-        """New ones, `MAX_WARNINGS` over the run: the logs have them all."""
+        """Return new warnings, at most `MAX_WARNINGS` over the run; the logs have all of them."""
         found: list[str] = []
         for path in sorted(self._log_dir.glob(WORKER_LOGS)):
             with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""`asyncrl watch RUN`: a run that somebody else started, as its files and this machine's kernel tell of it.
+"""`asyncrl watch RUN`: shows a run that another process started, from its files and this machine's processes.
 
 consumes: the run folder, /proc · waits for: nothing; `look` is called about once a second
 """
@@ -29,11 +29,13 @@ from asyncrl.telemetry.metrics.log import SAMPLES_FILE, fate_of
 
 SHOWN = ("step", "reward", "prompt", "completion")
 ITS_GROUPS, NOBODY = "its groups wait", "nobody waits yet"
-"""Of a worker, while another one runs, and of those that only start others."""
+"""Who waits for a stopped process: for a worker, while another worker runs, and for a process that only starts others.
+"""
 ELSEWHERE_S = 120.0
-"""A run whose files lie on several machines' disk and were written within these may go on on another one."""
+"""If a run's files were written within this many seconds, on a disk that several machines may share, the run may
+continue on another machine."""
 SAID, SAMPLES, TEXT = 6, 3, 160
-"""Lines of news, and samples, that are shown, and characters of each text."""
+"""Number of messages and of samples shown, and characters shown of each text."""
 
 
 @dataclass(slots=True)
@@ -44,12 +46,12 @@ class Seen:
     since: float
     kind: Kind | None = None
     exact: bool = True
-    """Whether `since` is when it came to this, and not when it was first seen."""
+    """Whether `since` is the time of the change to this state; otherwise that of the first look."""
 
 
 def in_run(folder: Path) -> list[ProcessId]:
-    """Those that hold its lock, those of a run that they run below, as torchrun, and those below them that somebody
-    waits for, as reward processes."""
+    """Return the processes of a run: those that hold its lock, their ancestors that belong to a run, such as torchrun,
+    and their descendants that others wait for, such as reward processes."""
     own = living_in(folder)
     above = {each for process in own for each in ancestors(process.pid) if kind_of(each.command()) is not None}
     below = {
@@ -61,10 +63,10 @@ def in_run(folder: Path) -> list[ProcessId]:
 
 
 class WatchView(RunView):
-    """As a run's own view; below it who lives in the run, what was said last, and the last samples.
+    """The run's own view, and below it the processes of the run, the last messages, and the last samples.
 
     Args:
-        living: who is in the run now.
+        living: returns the processes that are in the run now.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class WatchView(RunView):
         self._lasting = set[tuple[str, float]]()
 
     def look(self) -> bool:
-        """Take in what is new and show it. False when nobody is in the run any more."""
+        """Read what is new and show it. Returns False if no process is in the run any more."""
         now, living = self._now(), self._there()
         self._notice_who(living, now)
         self._notice_board(now)
@@ -107,8 +109,8 @@ class WatchView(RunView):
         return bool(living)
 
     def _there(self) -> list[ProcessId]:
-        """Who is in the run, and who was and has not ended: torchrun is seen by its ranks, and starts them again. Those
-        of a cluster outlive the run."""
+        """Return the processes in the run, and those that were in it and have not ended: torchrun is only found through
+        its ranks, and restarts them. Processes of a cluster outlive the run."""
         living = list(self._living(self._run_dir))
         known = [process for process in self._seen if process not in living and process.running()]
         return [*living, *(each for each in known if living or self._seen[each].kind is TORCHRUN)]
@@ -132,15 +134,15 @@ class WatchView(RunView):
                 self.say(f"{gone.name} (pid {process.pid}) is gone")
 
     def _replaced(self, name: str) -> None:
-        """One of this name has come: nobody waits for the first of those that went."""
+        """Forget the process of this name that went first, since a new one has replaced it."""
         gone = [process for process, seen in self._seen.items() if seen.state == "gone" and seen.name == name]
         if gone:
             del self._seen[min(gone, key=lambda process: self._seen[process].since)]
 
     def _notice_board(self, now: float) -> None:
         text, full = read_board(self._board), False
-        with contextlib.suppress(OSError):  # the folder is begun anew
-            # Who waits says so again every SAY_S; what one that died left there is no wait.
+        with contextlib.suppress(OSError):  # the folder is being recreated
+            # A waiting process renews the notice every SAY_S; an older one was left by a process that died.
             full = text.startswith(IS_FULL) and time.time() - self._board.stat().st_mtime < 2 * SAY_S
         if not full:
             self._full = None
@@ -151,7 +153,7 @@ class WatchView(RunView):
         self._notice = text
 
     def _notice_waits(self, now: float, living: bool) -> None:
-        """In lines, where nothing is drawn, what has lasted for `NAMED_S`, once."""
+        """Update the waits. Without a live display, print each that has lasted for `NAMED_S`, once."""
         self._waits = dict(self._waiting()) if living else {}
         self._lasting &= self._waits.keys()
         for known, text in self._waits.items():
@@ -160,7 +162,7 @@ class WatchView(RunView):
                 super().say(text)
 
     def _waiting(self) -> Iterator[tuple[tuple[str, float], str]]:
-        """`X waits for Y since ...`: for whom or what somebody waits now, and what does not happen without."""
+        """Iterate over the current waits, as `X waits for Y since ...`, with what does not happen until then."""
         ending = (self._run_dir / LOG_DIR / ENDS_FILE).exists()
         running = {seen.kind for seen in self._seen.values() if seen.state == "runs"}
         for process, seen in sorted(self._seen.items(), key=lambda pair: pair[1].since):
@@ -175,7 +177,7 @@ class WatchView(RunView):
             yield (BOARD_FILE, self._full.since), whom
 
     def _at(self, seen: Seen) -> str:
-        """`07:55:12, 0:08 ago`."""
+        """Format the time of a change as `07:55:12, 0:08 ago`."""
         ago = self._now() - seen.since
         moment = time.strftime("%H:%M:%S", time.localtime(time.time() - ago))
         return f"{moment}{'' if seen.exact else ' or before'}, {clock(ago)} ago"
@@ -186,12 +188,12 @@ class WatchView(RunView):
         self._trained_s += seconds if isinstance(seconds, int | float) else 0.0
 
     def _elapsed(self) -> str:
-        """Of the run, without the time in which it was not there, and not of who watches."""
+        """The time for which the run trained, without pauses; not the time for which it was watched."""
         return f"trained for {clock(self._trained_s)}, last step {clock(self._now() - self._moved)} ago"
 
     def say(self, text: str) -> None:
         alarm, at, _ = text.partition(" at step ")
-        others = [each for each in self._said if not (at and each.startswith(alarm + at))]  # of each alarm the last
+        others = [each for each in self._said if not (at and each.startswith(alarm + at))]  # the last of each alarm
         self._said = [*others, text][-SAID:]
         if self._live is None:
             super().say(text)
@@ -208,7 +210,7 @@ class WatchView(RunView):
         return [*head, *said, *([samples] if self._samples else [])]
 
     def _last_step(self) -> Text:
-        """Of a run that is over."""
+        """Describe the last step of a finished run."""
         step = self._latest.get("step", 0)
         when = f", at {moment(self._latest['time'])}" if "time" in self._latest else ""
         rest = f": not finished; resume=auto goes on from the newest checkpoint (run.dir={self._run_dir})"
@@ -216,8 +218,8 @@ class WatchView(RunView):
         return Text(f"this run has ended. Its last step was {step}{most}{when}{rest * self.unfinished}")
 
     def _written_ago(self) -> float | None:
-        """Seconds since somebody wrote into the folder, of a run that may go on on another machine: nobody of it was
-        seen here, and nobody has written down its end."""
+        """Return the seconds since the last write to the folder if the run may continue on another machine: none of its
+        processes was seen here, and its end was not recorded. None otherwise."""
         if self._seen or (self._run_dir / LOG_DIR / ENDS_FILE).exists():
             return None
         files = [*self._run_dir.glob("*.jsonl"), *(self._run_dir / LOG_DIR).glob("*.log")]
@@ -225,7 +227,7 @@ class WatchView(RunView):
         return ago if ago < ELSEWHERE_S else None
 
     def _ended(self) -> list[Table | Text]:
-        """How the roles ended, as far as their logs tell."""
+        """Show how the roles ended, according to their logs."""
         if (ago := self._written_ago()) is not None:
             said = f"nobody of this run is on this machine, and its files were written {clock(max(0.0, ago))} ago: "
             said += "if it goes on on other machines, `asyncrl watch` there shows it, or here `asyncrl watch ADDRESS`"
@@ -251,17 +253,17 @@ class WatchView(RunView):
 
 
 def sample_cells(row: Row) -> list[str]:
-    """As `SHOWN`; of a group that was dropped, why stands before the completion."""
+    """Return the cells of `SHOWN`; for a dropped group, the reason precedes the completion."""
     step, reward, prompt, completion = ("" if row.get(key) is None else str(row[key]) for key in SHOWN)
     fate = fate_of(row)
     return [step, reward, prompt, f"[{fate}] {completion}" if fate else completion]
 
 
 def moment(time_s: float) -> str:
-    """`2026-11-25 07:55:12, 0:08 ago`, of seconds of the epoch."""
+    """Format seconds since the epoch as `2026-11-25 07:55:12, 0:08 ago`."""
     return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(time_s))}, {clock(time.time() - time_s)} ago"
 
 
 def one_line(text: str) -> Text:
-    """Nothing in it is taken for markup or for a command to the terminal."""
+    """Return the text as one line, in which nothing is interpreted as markup or as a terminal command."""
     return Text(" ".join(plain(text).split()))

@@ -1,2 +1,1 @@
-"""Rows of `metrics.jsonl`: every metric, how a row is written, what evaluations are among them, and the alarms that are
-read off them. Nothing here draws."""
+"""Rows of `metrics.jsonl`: the registry of metrics, writing rows, evaluations among them, and alarms. Draws nothing."""

@@ -1,9 +1,9 @@
-"""Alarms: what the rows of a run say of it that somebody should look at. Each has a name, a sentence and a way out.
+"""Alarms: conditions in the rows of a run that need attention. Each has a name, a sentence and advice.
 
-Pure over rows and a clock that is given: the learner asks of each row it writes, and whoever shows a run how long ago
-the last one came (`Stall`). An alarm is told when it begins to hold and, once it has not held for `WINDOW` rows, that
-it is over; the next time that takes twice as many rows, and so on: one that comes and goes at its limit is told a few
-times. After a resume the first rows are those that come then.
+They depend only on rows and a given clock: the learner checks each row that it writes, and live views check how long
+ago the last row arrived (`Stall`). An alarm is reported when its condition begins to hold and, once it has not held for
+`WINDOW` rows, as over; the next time this takes twice as many rows, and so on, so that an alarm that fluctuates around
+its limit is reported only a few times. After a resume, the first rows are those written from then on.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from asyncrl.telemetry.metrics.raised import Raised
 Row = Mapping[str, Any]
 
 WINDOW = 10
-"""Steps that a mean is taken over, at the begin and at the end."""
+"""Number of steps over which means are taken, at the beginning and at the end."""
 GAP_STEPS, GAP_S = 10, 120.0
-"""A stall is no step for so many times the median of the last ones, and never less than so many seconds."""
+"""A stall is the absence of a step for this multiple of the median of the last ones, and at least this many seconds."""
 FREE_BYTES = "disk/free_bytes"
-"""Given with a row by whoever writes it; no metric."""
+"""Value added to a row by its writer; not a metric."""
 LEAST_FREE = 2 << 30
 LEAST_MEMORY, MOST_SKEW_S = 0.05, 1.0
 
 
 @dataclass(slots=True)
 class Told:
-    """An alarm that was told, and is not over: when it came, when it held last, how many rows came since."""
+    """A reported alarm that is not over: the step at which it began, the last at which it held, and the rows since."""
 
     first: int
     last: int
@@ -42,28 +42,28 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """An evaluation, with the reward of the batches at its time."""
+    """An evaluation, with the reward of the batches at that time."""
 
     value: float
     low: float | None
     high: float | None
-    """Ends of its interval; None where its rows do not say."""
+    """Upper end of its interval, as `low` is the lower end; None if the row does not have it."""
     reward: float | None
-    """Over the last `WINDOW` steps; None before there are so many."""
+    """Mean reward over the last `WINDOW` steps; None if there are fewer."""
     error: float
-    """Of that, its standard error."""
+    """Standard error of `reward`."""
 
 
 @dataclass(slots=True)
 class Course:
-    """What is remembered of a run: its first rows, its last ones, its evaluations."""
+    """The history of a run that alarms need: its first rows, its last ones, its evaluations."""
 
     first: list[Row] = field(default_factory=list)
     last: deque[Row] = field(default_factory=lambda: deque(maxlen=WINDOW))
     evaluations: dict[str, list[Point]] = field(default_factory=dict)
     """By metric."""
     served: bool = False
-    """A worker has been there. A resume trains what it finds in the buffer before the first one comes."""
+    """Whether a worker was connected before. A resume trains on the buffered groups before the first one connects."""
 
     def add(self, row: Row) -> None:
         self.served |= bool(row.get("replay/workers"))
@@ -84,8 +84,8 @@ class Course:
         return mean_of(self.last, name)
 
     def grew(self, name: str, kept: bool) -> float:
-        """By how much a total grew over the last rows, and before the first one from 0, unless it is `kept` over a
-        resume; from 0 again after a restart."""
+        """Return by how much a total grew over the last rows. It starts from 0 before the first row, unless it is
+        `kept` over a resume, and from 0 again after a restart."""
         values = [row[name] for row in self.last if row.get(name) is not None]
         if self.first and self.last[0] is self.first[0] and (self.first[0]["step"] == 1 or not kept):
             values.insert(0, 0.0)
@@ -93,13 +93,13 @@ class Course:
 
 
 def mean_of(rows: Sequence[Row] | deque[Row], name: str) -> float | None:
-    """Over a whole window; None while there are fewer rows, or fewer that have a value."""
+    """Return the mean over a whole window; None if fewer rows have a value."""
     values = [row[name] for row in rows if row.get(name) is not None]
     return statistics.fmean(values) if len(values) == WINDOW else None
 
 
 def reward_of(rows: Sequence[Row] | deque[Row]) -> tuple[float | None, float]:
-    """The mean of these batches, None of fewer than a window of them, with its standard error as far as they differ."""
+    """Return the mean reward of these batches with its standard error; the mean is None for less than a window."""
     values = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
     if len(values) < WINDOW:
         return None, 0.0
@@ -150,12 +150,12 @@ def length_runaway(course: Course) -> str:
 
 
 def reward_hacking(course: Course) -> str:
-    """The last two evaluations are both clearly below the best one before them, and the batches' reward is above."""
+    """Holds if the last two evaluations are clearly below the best one before, and the batches' reward rose."""
     for name, points in course.evaluations.items():
         if len(points) < 3:
             continue
         best = max(points[:-2], key=lambda point: point.value)
-        if best.reward is None:  # before there were so many steps: the first ones tell
+        if best.reward is None:  # evaluated before a whole window of steps: use the first steps
             best = Point(best.value, best.low, best.high, *reward_of(course.first))
         last = points[-1]
         if all(fell(best, point) for point in points[-2:]) and rose(best, last):
@@ -167,13 +167,13 @@ def reward_hacking(course: Course) -> str:
 
 
 def fell(best: Point, point: Point) -> bool:
-    """By a tenth, and by more than the draw of rows explains: the intervals have nothing in common."""
+    """Return whether the value fell by a tenth, and by more than the sampling of rows: the intervals are disjoint."""
     apart = best.low is not None and point.high is not None and point.high < best.low
     return apart and best.value > 0 and point.value < 0.9 * best.value
 
 
 def rose(before: Point, now: Point) -> bool:
-    """The reward of the batches, by more than two standard errors of the difference."""
+    """Return whether the reward of the batches rose by more than two standard errors of the difference."""
     if before.reward is None or now.reward is None:
         return False
     return now.reward - before.reward > 2 * math.hypot(before.error, now.error)
@@ -212,7 +212,7 @@ class Alarm:
     meaning: str
     advice: str
     holds: Callable[[Course], str]
-    """What is the matter, in words; empty where nothing is."""
+    """Returns a description of the condition if it holds; empty otherwise."""
 
 
 STALL = Alarm(
@@ -318,18 +318,18 @@ ALARMS: tuple[Alarm, ...] = (
 
 
 class Stall:
-    """The one alarm of a clock: whoever looks at a run has its own. `row` of every row, `silence` now and then."""
+    """The alarm that needs a clock; each viewer has its own. Call `row` for every row, and `silence` regularly."""
 
     def __init__(self, ignored: Sequence[str] = ()) -> None:
         self._ignored = STALL.name in ignored
         self._took: deque[float] = deque(maxlen=WINDOW)
-        """Seconds of the last steps."""
+        """Durations of the last steps in seconds."""
         self._since: float | None = None
         self._step = 0
         self._holds = False
 
     def row(self, row: Row, now: float) -> list[Raised]:
-        """A row came at `now`, in seconds of any clock: its end, where there was one."""
+        """Note a row that arrived at `now`, in seconds of any clock. Returns the end of a stall, if there was one."""
         self._took.extend([row["time/step"]] if "time/step" in row else [])
         silent, self._since = now - (self._since or 0.0), now
         self._step = max(self._step, row["step"])
@@ -338,7 +338,7 @@ class Stall:
         return over if held else []
 
     def silence(self, now: float) -> list[Raised]:
-        """No row has come since the last one, and it is `now`."""
+        """Check at `now` how long no row has arrived. Returns a stall, if one has begun."""
         if self._since is None or not self._took or self._holds or self._ignored:
             return []
         usual, waited = statistics.median(self._took), now - self._since
@@ -348,10 +348,10 @@ class Stall:
 
 
 class Alarms:
-    """Those of rows that hold now, but for the ones that are `ignored` by name. `row` of every row.
+    """All alarms that depend on rows, except those `ignored` by name. Call `row` for every row.
 
     Raises:
-        ConfigError: there is no alarm of that name.
+        ConfigError: an ignored name is not that of an alarm.
     """
 
     def __init__(self, ignored: Sequence[str] = ()) -> None:
@@ -365,18 +365,18 @@ class Alarms:
         self._course = Course()
         self._known: dict[str, Told] = {}
         self._patience: dict[str, int] = {}
-        """So many rows without it, and an alarm is over. Doubles each time that it is told."""
+        """Number of rows without its condition after which an alarm is over. Doubles each time it is reported."""
         self._step = 0
 
     def row(self, row: Row) -> list[Raised]:
-        """A row came."""
+        """Note a row. Returns the alarms that have begun or are over."""
         self._course.add(row)
         self._step = max(self._step, row["step"])
         found = ((alarm, alarm.holds(self._course)) for alarm in ALARMS)
         return [raised for alarm, said in found if (raised := self._told(alarm, said))]
 
     def _told(self, alarm: Alarm, said: str) -> Raised | None:
-        """None unless it begins to hold, or is over."""
+        """Return what to report of an alarm; None unless it begins to hold, or is over."""
         if alarm.name in self._ignored:
             return None
         known = self._known.get(alarm.name)

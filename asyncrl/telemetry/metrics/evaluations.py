@@ -1,6 +1,6 @@
-"""Evaluations as rows of metrics.jsonl tell them: what they measured, and of how many rows it is known.
+"""Reads evaluations from rows of metrics.jsonl: the results, and the number of rows that have a score.
 
-An evaluation has a row of its own, at the step whose weights it measured first, written when its result came.
+An evaluation has its own row, at the step whose weights it measured first, written when its result arrived.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from asyncrl.telemetry.metrics.registry import OF_EVERY_ROW
 Row = Mapping[str, Any]
 
 METRICS = ("accuracy", "reward", "token_accuracy")
-"""What the mean over the rows of a set may be called; see `reward.metric`. The last is of `asyncrl sft`."""
+"""Possible names of the mean over the rows of a set; see `reward.metric`. The last is from `asyncrl sft`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +24,15 @@ class Evaluation:
 
     metric: str
     mean: float | None
-    """Over the rows that have a score; None when no row has one."""
+    """Mean over the rows that have a score; None if no row has one."""
     count: int
-    """Rows that have a score."""
+    """Number of rows that have a score."""
     failed: int
-    """Rows that have none."""
+    """Number of rows that have none."""
     loss: float | None = None
-    """Where rows have one."""
+    """Loss; None if it is not measured."""
     interval: tuple[float, float] | None = None
-    """Of the mean, with `evaluation.intervals.CONFIDENCE`; None where the rows do not say."""
+    """Interval of the mean, with `evaluation.intervals.CONFIDENCE`; None if the row does not have it."""
     loss_interval: tuple[float, float] | None = None
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ def _within(interval: tuple[float, float] | None, digits: int) -> str:
 
 
 def evaluations(row: Row) -> dict[str, Evaluation]:
-    """Set -> what the row tells of it."""
+    """Return set -> its evaluation in this row."""
     sets = {name.split("/")[1] for name in row if name.startswith("eval/")}
     return {name: evaluation for name in sorted(sets) if (evaluation := _evaluation(row, f"eval/{name}")) is not None}
 
@@ -74,14 +74,14 @@ def _interval(row: Row, name: str) -> tuple[float, float] | None:
 
 
 def is_evaluation(row: Row) -> bool:
-    """Whether it is a row of an evaluation, and of no trained step."""
+    """Return whether a row belongs to an evaluation, and not to a trained step."""
     return any(name.startswith("eval/") for name in row) and all(
         name in OF_EVERY_ROW or name.startswith("eval/") for name in row
     )
 
 
 def by_step(rows: Iterable[Row]) -> list[Row]:
-    """One row per step, in order: that of the step with the evaluations of its weights, the newest of each set."""
+    """Return one row per step, in order: the step's own row, with the newest evaluation of its weights on each set."""
     steps: dict[int, Row] = {}
     for row in rows:
         known = steps.get(row["step"])
@@ -98,11 +98,11 @@ def by_step(rows: Iterable[Row]) -> list[Row]:
 
 @dataclass(slots=True)
 class Course:
-    """The evaluations of one set so far, in a line."""
+    """The evaluations of one set so far, for one line of text."""
 
     last: Evaluation | None = None
     at: int = -1
-    """Step of the last one."""
+    """Step of the last evaluation."""
     first: float | None = None
     best: float = float("-inf")
 

@@ -1,6 +1,6 @@
-"""What the learner writes down: one JSON object per step, and the same rows to the optional sinks.
+"""Writes the learner's metrics: one JSON object per step, and the same rows to optional sinks.
 
-consumes: a row of floats per trained step · waits for: the disk, a full one too · read by: live view, report, you
+consumes: a row of floats per trained step · waits for: the disk, even a full one · read by: live view, report, users
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ SAMPLES_FILE = "samples.jsonl"
 EVAL_SAMPLES_FILE = "eval_samples.jsonl"
 HISTOGRAMS_FILE = "histograms.jsonl"
 PARTS, MOST_PARTS = "rewards/", 64
-"""Parts of rewards, which a reward function names as it likes: a name per row would make each line as long as the
-data."""
+"""Prefix of, and limit on, the named parts of rewards. A reward function chooses the names: a new one for each row
+would make lines as long as the data."""
 Histogram = tuple[Sequence[float], Sequence[float]]
-"""[n + 1] edges, ascending, and [n] how many lie between two of them."""
+"""[n + 1] edges, ascending, and [n] counts between two of them."""
 
 
 class Sink(Protocol):
-    """Somewhere else the rows go."""
+    """An additional destination of the rows."""
 
     def write(self, step: int, row: Mapping[str, float]) -> None: ...
 
@@ -49,11 +49,11 @@ class MetricsLog:
     """`metrics.jsonl`, `samples.jsonl`, `eval_samples.jsonl` and `histograms.jsonl` of one run, appended line by line:
     a killed run loses no finished row.
 
-    After a resume from `resume_step` the rows of later steps are dropped first: they belong to the history that was
-    rolled back and are about to be written again. None is a fresh start.
+    On a resume from `resume_step`, rows of later steps are dropped first: they belong to the history that was rolled
+    back, and will be written again. None is a fresh start.
 
     Raises:
-        ConfigError: a sink was asked for whose extra is not installed.
+        ConfigError: the extra of a requested sink is not installed.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class MetricsLog:
         return open_kept(path, lambda row: _step_of(row) <= last_step, self._patience)
 
     def write(self, step: int, policy_version: int | None, row: Mapping[str, float]) -> None:
-        """Append one row. A value that is no finite number becomes null: JSON has no NaN.
+        """Append one row. A value that is not finite becomes null: JSON has no NaN.
 
         Args:
-            policy_version: None where nothing is published.
+            policy_version: None if nothing is published.
 
         Raises:
             DiskFullError: there was no space for as long as the patience lasts.
@@ -115,7 +115,7 @@ class MetricsLog:
         return False
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]], eval_set: str = "") -> None:
-        """Append some trajectories of this step, or of an evaluation of its weights. Raises DiskFullError."""
+        """Append trajectories of this step, or of an evaluation of its weights. Raises DiskFullError."""
         file, of_set = (self._evaluated, {"eval_set": eval_set}) if eval_set else (self._samples, {})
         file.append(({"step": step, **of_set, **row} for row in rows), ensure_ascii=False, default=str)
         for sink in self._sinks if rows else ():
@@ -134,7 +134,7 @@ class MetricsLog:
 
 
 def _number(value: float) -> float | int | None:
-    """Numpy scalars and whole floats included."""
+    """Convert a value, which may be a numpy scalar, to a plain number; None if it is not finite."""
     if isinstance(value, int):
         return int(value)
     plain = float(value)
@@ -142,7 +142,7 @@ def _number(value: float) -> float | int | None:
 
 
 def _step_of(row: Mapping[str, Any]) -> float:
-    """What names no step counts as endlessly late: it is dropped."""
+    """Return the step of a row; infinity if it has none, so that a resume drops it."""
     step = row.get("step")
     return step if isinstance(step, int) else math.inf
 
@@ -152,7 +152,8 @@ TABLE_EVERY_S = 60.0
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
-    """All texts: W&B takes one type for each column. In completions what was not learned stands in brackets."""
+    """Return all cells as texts, since W&B accepts one type per column. In completions, parts that were not learned
+    are in brackets."""
     completion = row.get("completion", "")
     if "segments" in row:
         completion = "".join(text if fate == "learned" else f"[{fate}: {text}]" for fate, text in row["segments"])
@@ -162,26 +163,26 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def cell(value: Any) -> float | str | None:
-    """As JSON has it: the reward of an episode that got none is NaN, and a browser reads no page with one."""
+    """Return the value for JSON: the missing reward of an episode is NaN, and browsers cannot read JSON with NaN."""
     if isinstance(value, int | float):
         return value if math.isfinite(value) else None
     return None if value is None else str(value)
 
 
 def fate_of(row: Mapping[str, Any]) -> str:
-    """Why it was dropped or failed; empty where it was not."""
+    """Return why a sample was dropped or failed; empty if it was not."""
     said = (row.get("dropped") or row.get("failed") or "", row.get("detail") or "")
     return ": ".join(str(each) for each in said if each)
 
 
 def span_of(row: Mapping[str, Any], name: str) -> float | str | None:
-    """From the smallest to the largest; where they are one, that."""
+    """Return the range from the smallest to the largest value, or the value if both are equal."""
     low, high = (cell(row.get(f"{name}_{end}")) for end in ("min", "max"))
     return low if low == high or high is None else f"{low} to {high}"
 
 
 def parts_of(row: Mapping[str, Any]) -> str:
-    """The components of its reward."""
+    """Return the components of a sample's reward as text."""
     rewards = row.get("rewards")
     if not isinstance(rewards, dict):
         return ""
@@ -203,8 +204,8 @@ class WandbSink:
         self._run = module.init(
             name=run_name, id=run_id, dir=str(run_dir), config=config, resume="allow" if resumed else None
         )
-        # W&B drops what is logged for a step of its own count that is over: evaluations that come late, and all that is
-        # trained again after a resume. So its count counts rows, and curves are drawn over this.
+        # W&B drops values logged for a step of its own counter that has passed: late evaluations, and everything
+        # trained again after a resume. So its counter counts rows, and curves are drawn over this metric.
         self._run.define_metric("*", step_metric="step")
         self._table_at = -math.inf
 
@@ -222,7 +223,8 @@ class WandbSink:
         self._log(step, made)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]], eval_set: str) -> None:
-        """A table of each evaluation, and of steps that are `TABLE_EVERY_S` apart: each is a file to be sent."""
+        """Log a table for each evaluation, and for steps at least `TABLE_EVERY_S` seconds apart, since each table is a
+        file to upload."""
         if not eval_set and time.monotonic() - self._table_at < TABLE_EVERY_S:
             return
         table = self._module.Table(columns=list(COLUMNS), data=[_cells(row) for row in rows])
@@ -241,14 +243,14 @@ class TensorboardSink:
         _optional("tensorboard", "tensorboard")
         writer = _optional("torch.utils.tensorboard", "tensorboard").SummaryWriter
         begins = 0 if resume_step is None else resume_step + 1
-        self._writer = writer(str(run_dir / "tensorboard"), purge_step=begins)  # what was rolled back is not shown
+        self._writer = writer(str(run_dir / "tensorboard"), purge_step=begins)  # hides steps that were rolled back
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
         for name, value in row.items():
             self._writer.add_scalar(name, value, step)
 
     def histograms(self, step: int, found: Mapping[str, Histogram]) -> None:
-        """Of what lies in a bin its middle stands for, as far as sums are asked for."""
+        """Write histograms. For the sums, each value counts as the middle of its bin."""
         for name, (edges, counts) in found.items():
             middles = [(low + high) / 2 for low, high in itertools.pairwise(edges)]
             pairs = list(zip(middles, counts, strict=True))
@@ -272,7 +274,7 @@ class TensorboardSink:
 
 
 def _optional(module: str, extra: str) -> Any:
-    """Import by name: these packages are extras, and torch must not load with this module."""
+    """Import a module by name, because these packages are extras and torch must not be loaded with this module."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""One metric: its unit, its meaning and which way is better."""
+"""`Metric`: the unit and meaning of one metric, and which direction is better."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ HIGHER, LOWER, NEITHER = "higher", "lower", ""
 class Metric:
     name: str
     unit: str
-    """`1` is a plain number, `share` one from 0 to 1."""
+    """`1` for a plain number, `share` for a number from 0 to 1."""
     meaning: str
     better: str = NEITHER
-    """Which way a run wants it, other things being equal; empty where neither is better."""
+    """Which direction is better, other things being equal; empty if neither is."""
     total: bool = False
-    """Whether it is counted up since the process that counts it began, and not of one step."""
+    """Whether it is a total since the start of the process that counts it, not the value of one step."""
 
     @property
     def room(self) -> str:

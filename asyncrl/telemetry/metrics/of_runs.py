@@ -1,4 +1,4 @@
-"""Metrics of the run around the steps: time, engines, machines, checkpoints, replay, weights, evaluations, rows."""
+"""Metrics of the run as a whole: time, engines, machines, checkpoints, replay, weights, evaluations, rows."""
 
 from __future__ import annotations
 

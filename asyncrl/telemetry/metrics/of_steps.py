@@ -1,4 +1,4 @@
-"""Metrics of what a step trained: loss, policy, ratios, critic, rewards, lengths, ages."""
+"""Metrics of the training in a step: loss, policy, ratios, critic, rewards, lengths, ages."""
 
 from __future__ import annotations
 

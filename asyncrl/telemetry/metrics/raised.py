@@ -1,4 +1,4 @@
-"""What is told of an alarm, as it stands in `alarms.jsonl`: that it has begun to hold, and that it is over."""
+"""Reports of alarms, as written to `alarms.jsonl`: that one has begun to hold, and that it is over."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ Row = Mapping[str, Any]
 
 ALARMS_FILE = "alarms.jsonl"
 PASSING = ("clock", "no_workers")
-"""Told, and no reason to stop a run: training needs no clock; workers that died come again, and a pool that gives up
-ends the run itself."""
+"""Alarms that are no reason to stop a run: training needs no clock; dead workers are restarted, and a pool that gives
+up ends the run itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +23,11 @@ class Raised:
     said: str
     advice: str = ""
     over: int | None = None
-    """For how many steps it held; None where it has begun."""
+    """Number of steps for which it held; None if it has begun."""
 
     @classmethod
     def of(cls, row: Row) -> Raised | None:
-        """As it stands in `alarms.jsonl`; None of a row that is damaged."""
+        """Read a row of `alarms.jsonl`; None if it is damaged."""
         known = {each.name: row[each.name] for each in fields(cls) if each.name in row}
         whole = isinstance(row.get("name"), str) and isinstance(row.get("step"), int) and "said" in row
         return cls(**known) if whole else None
@@ -37,7 +37,7 @@ class Raised:
 
     @property
     def stops(self) -> bool:
-        """Whether it may stop a run."""
+        """Whether this report may stop a run."""
         return self.over is None and self.name not in PASSING
 
     def __str__(self) -> str:
@@ -45,7 +45,8 @@ class Raised:
 
 
 def ended_by_resume(told: Sequence[Row], step: int) -> list[Raised]:
-    """The ends of those that nobody knows to hold any more: the learner begins anew after `step`, with other rows."""
+    """Return the ends of the alarms that held before a resume: the learner restarts after `step`, without the rows that
+    raised them."""
     begun: dict[str, Raised] = {}
     for raised in filter(None, map(Raised.of, told)):
         begun.pop(raised.name, None)

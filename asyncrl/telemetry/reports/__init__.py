@@ -1,1 +1,1 @@
-"""A run that is over, and several of them: summary, curves, the page. Nothing here needs a process of the run."""
+"""Reports on one or several finished runs: summary, curves, the HTML page. They need no process of the run."""

@@ -1,6 +1,6 @@
-"""Several runs side by side: what was set differently, where each metric ended, and whether seeds tell them apart.
+"""Compares several runs: settings that differ, final values of each metric, and whether they differ beyond seeds.
 
-Every number is one of `metrics.jsonl`, or a mean of some of them.
+Every number is from `metrics.jsonl`, or a mean of such numbers.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ SHOWN = (
     "completion/length_mean", "completion/truncated", "reward/zero_variance_groups", "staleness/mean", "goodput/share",
     "reward/failed", "idle/learner", "idle/rollout", "perf/trained_tokens_per_s",
 )  # fmt: skip
-"""In this order; evaluations come first. Those that no run has are left out."""
+"""Compared metrics in this order, after the evaluations. Metrics that no run has are left out."""
 TAIL = 0.1
-"""The end of a curve is the mean over this share of its values, the last ones; at least one, at most `TAIL_MOST`."""
+"""The end of a curve is the mean over the last values, this fraction of them; at least one, at most `TAIL_MOST`."""
 TAIL_MOST = 50
 ALONE_BYTES = 32 << 20
-"""Of metrics that one process reads in about a second."""
+"""Bytes of metrics that one process reads in about a second."""
 Read = TypeVar("Read")
 PERMUTATIONS = 20_000
-"""So many ways of dealing out the seeds are tried one by one; of more, as many are drawn."""
+"""Up to this number of permutations, all are enumerated; otherwise this number is sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     name: str
-    """Of its folder; with those above it where two are called alike."""
+    """Name of its folder, with parent folders if two have the same name."""
     folder: Path
     settings: Mapping[str, Any]
-    """By dotted key."""
+    """Settings by dotted key."""
     rows: Sequence[Row]
-    """Of its metrics those that are compared: all of many long runs do not fit into memory together."""
+    """Rows with only the compared metrics: all metrics of many long runs do not fit into memory together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,30 +57,30 @@ class End:
     """Where a curve ended."""
 
     value: float
-    """Mean over the last `count` of its values."""
+    """Mean over the last `count` values."""
     count: int
     step: int
-    """Of the last one."""
+    """Step of the last value."""
     last: float
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Of one metric between two experiments of several seeds each."""
+    """Difference of one metric between two experiments of several seeds each."""
 
     metric: str
     first: tuple[str, ...]
     second: tuple[str, ...]
-    """Names of their runs."""
+    """Names of the second experiment's runs, as `first` has those of the first."""
     means: tuple[float, float]
     p: float
-    """How often a difference at least as large comes of dealing out the same values by chance (two-sided)."""
+    """Probability of a difference at least as large if the same values are assigned at random (two-sided)."""
     least_p: float
-    """What it is at the least with so few seeds."""
+    """Smallest possible p with this number of seeds."""
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Raises RunFolderError where there is no run, or nothing that it wrote down."""
+    """Raises RunFolderError if a folder has no run, or the run has no records."""
     names, settings = names_of(folders), [settings_of(folder) for folder in folders]
     return list(map(Run, names, folders, settings, of_each(folders, compared_rows)))
 
@@ -94,28 +94,28 @@ def compared_rows(folder: Path) -> list[Row]:
 
 
 def of_each(folders: Sequence[Path], read: Callable[[Path], Read]) -> list[Read]:
-    """One folder after the other in a process, since the rows of many do not fit into memory together; in several,
-    where there is more to read than it takes to start them."""
+    """Read one folder after another, since the rows of many do not fit into memory together; in several processes if
+    reading takes longer than starting them."""
     sizes = [path.stat().st_size for folder in folders if (path := folder / METRICS_FILE).exists()]
     workers = min(len(folders), os.cpu_count() or 1)
-    if sum(sizes) < ALONE_BYTES or workers < 2 or threading.active_count() > 1:  # a fork copies no other thread
+    if sum(sizes) < ALONE_BYTES or workers < 2 or threading.active_count() > 1:  # a fork would not copy other threads
         return [read(folder) for folder in folders]
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
         return list(pool.map(read, folders))
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
-    """By dotted key. Raises RunFolderError where there is no run."""
+    """Return a run's settings by dotted key. Raises RunFolderError if the folder has no run."""
     if not (folder / CONFIG_FILE).is_file():
         raise RunFolderError(f"{folder} is not a run folder: it has no {CONFIG_FILE}. Give folders such as runs/NAME")
     return read_settings(folder / CONFIG_FILE)
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """The end of each path, as long as it takes to tell them apart.
+    """Return the end of each path, with as many components as are needed to distinguish them.
 
     Raises:
-        RunFolderError: two paths lead to one folder. Counted twice, a run would stand for two seeds.
+        RunFolderError: two paths lead to the same folder. Counted twice, a run would appear as two seeds.
     """
     found: dict[Path, Path] = {}
     for folder in folders:
@@ -129,12 +129,12 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 
 UNKNOWN = "unknown there"
-"""Of a setting that the version which made a run did not have."""
+"""Shown for a setting that did not exist in the version that made a run."""
 
 
 def different_settings(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """Key -> its value in each run, of those that are not the same in all. A run whose version did not know a setting
-    did what its default does: `UNKNOWN` stands there, if others did something else."""
+    """Return key -> its value in each run, for settings that are not the same in all. A run whose version did not have
+    a setting counts as using its default, and gets `UNKNOWN` if others differ."""
     usual = default_settings()
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     found = {}
@@ -147,24 +147,24 @@ def different_settings(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
 
 def shown(value: Any) -> str:
-    """A setting's value as one types it."""
+    """Return a setting's value as it is typed."""
     return "null" if value is None else str(value)
 
 
 def metrics_of(runs: Sequence[Run]) -> list[str]:
-    """What is compared: evaluations, then `SHOWN`."""
+    """Return the names of the compared metrics: evaluations, then `SHOWN`."""
     sets = sorted({f"eval/{name}/{metric}" for run in runs for name, metric in evaluated(run.rows)})
     known = {name for run in runs for row in run.rows for name in row} - set(OF_EVERY_ROW)
     return [*sets, *(name for name in SHOWN if name in known)]
 
 
 def end_of(run: Run, metric: str) -> End | None:
-    """None where the run has no value."""
+    """Return the end of a run's curve; None if the run has no value."""
     return end_of_values(metric, *series(run.rows, metric))
 
 
 def end_of_values(metric: str, steps: Sequence[int], values: Sequence[float]) -> End | None:
-    """Likewise. An evaluation is few and dear: its last value alone counts."""
+    """As `end_of`. For an evaluation only the last value counts, since there are few."""
     if not values:
         return None
     count = 1 if metric.startswith("eval/") else max(1, min(TAIL_MOST, int(len(values) * TAIL)))
@@ -172,7 +172,7 @@ def end_of_values(metric: str, steps: Sequence[int], values: Sequence[float]) ->
 
 
 def best_of(metric: str, ends: Sequence[End | None]) -> float | None:
-    """None where no way is better, or all ended alike."""
+    """Return the best end; None if neither direction is better, or all are equal."""
     known = metric_of(metric)
     choose = {"higher": max, "lower": min}.get(known.better if known else "")
     values = [end.value for end in ends if end is not None]
@@ -180,7 +180,7 @@ def best_of(metric: str, ends: Sequence[End | None]) -> float | None:
 
 
 def experiments(runs: Sequence[Run]) -> list[list[Run]]:
-    """Runs that differ in nothing but `OF_ONE_RUN` stand together, in the order they were given."""
+    """Group runs that differ only in `OF_ONE_RUN`, in the given order."""
     found: dict[str, list[Run]] = {}
     usual = default_settings()
     for run in runs:
@@ -190,7 +190,7 @@ def experiments(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def differences(runs: Sequence[Run], metric: str) -> list[Difference]:
-    """Between every two experiments that have at least two seeds each."""
+    """Return the differences between each pair of experiments with at least two seeds each."""
     found = []
     for first, second in itertools.combinations([each for each in experiments(runs) if len(each) > 1], 2):
         known = [{run.name: end.value for run in each if (end := end_of(run, metric))} for each in (first, second)]
@@ -205,8 +205,8 @@ def differences(runs: Sequence[Run], metric: str) -> list[Difference]:
 
 
 def by_chance(first: Sequence[float], second: Sequence[float]) -> float:
-    """p of the difference of the means by a permutation test, two-sided (Fisher 1935): exact while there are at most
-    `PERMUTATIONS` ways to deal the values out, else drawn with a fixed seed."""
+    """Return p of the difference of the means by a permutation test, two-sided (Fisher 1935): exact for at most
+    `PERMUTATIONS` permutations, otherwise sampled with a fixed seed."""
     values, size = [*first, *second], len(first)
     whole = math.fsum(values)
     observed = abs(statistics.fmean(first) - statistics.fmean(second))

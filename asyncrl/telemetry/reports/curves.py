@@ -1,4 +1,4 @@
-"""The picture of a run's curves. Apart from the report in words: only a run that was trained needs matplotlib."""
+"""Plots a run's curves. Separate from the text report, because only a run that was trained needs matplotlib."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from asyncrl.telemetry.reports.summary import Row, Series, series
 class Panel:
     title: str
     names: tuple[str, ...]
-    """Of its metrics, with `*` for any."""
+    """Patterns of the names of its metrics, with `*` as wildcard."""
 
 
 PANELS = (
@@ -37,13 +37,13 @@ PANELS = (
     Panel("failures and drops so far", ("reward/failed", "replay/dropped_*", "optim/nonfinite_steps")),
     Panel("idle", ("idle/learner", "idle/rollout", "idle/replay")),
 )
-"""In this order; one that the run has no value of is left out."""
+"""Panels in this order; those without values are left out."""
 COLUMNS, WIDTH, HEIGHT = 3, 5.0, 3.2
-"""Panels in a row, and inches of one."""
+"""Number of panels in a row, and the size of a panel in inches."""
 
 
 def plot_curves(rows: Sequence[Row], path: Path, title: str) -> None:
-    """A panel for each of `PANELS`, over the steps, as PNG."""
+    """Plot each of `PANELS` over the steps, as PNG."""
     curves_of(rows, title).savefig(path, dpi=100)
 
 
@@ -76,13 +76,13 @@ def draw(axes: Axes, rows: Sequence[Row], title: str, found: Series) -> None:
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     if not any(value for _, values in found.values() for value in values):
-        axes.set_ylim(0, 1)  # around a line of zeros matplotlib shows less than none
+        axes.set_ylim(0, 1)  # for a line of zeros, matplotlib would show negative values
     axes.grid(alpha=0.3)
     axes.legend(loc="best", fontsize="small", framealpha=0.6)
 
 
 def band(axes: Axes, rows: Sequence[Row], name: str, color: Any) -> None:
-    """The intervals of an evaluation: none where a value has none, a line where one stands alone."""
+    """Draw the intervals of an evaluation: nothing for a value without one, a line for an isolated one."""
     ends = [(row["step"], row.get(f"{name}_low"), row.get(f"{name}_high")) for row in rows if row.get(name) is not None]
     for known, group in itertools.groupby(ends, key=lambda each: each[1] is not None and each[2] is not None):
         steps, low, high = zip(*group, strict=True)

@@ -1,7 +1,8 @@
-"""The report of some runs as one HTML file: no network, nothing beside it. `page.html` draws what is put into it here.
+"""Writes the report of some runs as one HTML file, without network access or other files. `page.html` draws the data
+that this module inserts.
 
-A curve of more than `POINTS` values is drawn by the smallest, largest and last value of each of as many parts of it, so
-that no spike is lost; all values are those of `metrics.jsonl`, the ones of parts to six digits.
+A curve of more than `POINTS` values is divided into `POINTS` parts, and drawn by the smallest, largest and last value
+of each, so that no spike is lost. All values are those of `metrics.jsonl`; those of parts are rounded to six digits.
 """
 
 from __future__ import annotations
@@ -38,26 +39,26 @@ from asyncrl.telemetry.reports.summary import Row, Series, read_metrics
 
 TEMPLATE = Path(__file__).with_name("page.html")
 POINTS = 200
-"""Of a curve: one for every two pixels of a panel."""
+"""Limit on the points of a curve: one for every two pixels of a panel."""
 HEAD = (
     "Every number is one of metrics.jsonl, or a mean of some. The band around an evaluation is its 95 % interval; "
     "around any other curve it goes from the smallest to the largest value of the steps at a place, the curve through "
     "the last of them. A legend's box hides its run."
 )
 FAILURES = ("replay/dropped_", "optim/nonfinite_steps")
-"""Beginnings of what stands after the main metrics where it is not zero throughout."""
+"""Prefixes of metrics that follow the main ones if they are not always zero."""
 Curve = dict[str, Any]
 Interval = tuple[float, float]
 Ends = list[float | None]
 Drawn = dict[str, tuple[Curve, End | None, Interval | None]]
-"""Metric -> what is drawn of it, where it ended, and the interval of an evaluation there."""
+"""Metric -> its curve, its end, and the interval there if it is an evaluation."""
 
 
 def page_of(folders: Sequence[Path]) -> str:
-    """The whole file.
+    """Return the content of the HTML file.
 
     Raises:
-        RunFolderError: a folder is none of a run.
+        RunFolderError: a folder is not a run folder.
     """
     runs: list[dict[str, Any]] = []
     compared: list[Run] = []
@@ -111,7 +112,7 @@ def _pair(low: float | None, high: float | None) -> Interval | None:
 
 
 def intervals_of(name: str, found: Series) -> tuple[Ends, Ends] | None:
-    """Of an evaluation the lower ends of its values' intervals, and the upper ones: None, where it has none."""
+    """Return the lower and the upper ends of the intervals of an evaluation's values; None if it has none."""
     low, high = found.get(f"{name}_low"), found.get(f"{name}_high")
     if not name.startswith("eval/") or low is None or high is None:
         return None
@@ -121,7 +122,7 @@ def intervals_of(name: str, found: Series) -> tuple[Ends, Ends] | None:
 
 
 def columns(folder: Path) -> Series:
-    """Every metric with its values, by name. Rows with the same names are taken together: most rows of a run."""
+    """Return the values of every metric, by name. Rows with the same names, which are most, are processed together."""
     shapes: dict[tuple[str, ...], list[Row]] = {}
     for row in read_metrics(folder):
         shapes.setdefault(tuple(row), []).append(row)
@@ -138,8 +139,8 @@ def columns(folder: Path) -> Series:
 
 
 def finite(steps: list[int], values: Sequence[Any]) -> tuple[list[int], list[float]]:
-    """Those that are numbers; JSON's 1e999 is read as none."""
-    with contextlib.suppress(TypeError, OverflowError):  # of a sum with what is no number
+    """Return the values that are finite numbers; JSON's 1e999 is not."""
+    with contextlib.suppress(TypeError, OverflowError):  # raised by a sum with values that are not numbers
         if math.isfinite(math.fsum(values)):
             return steps, list(values)
     pairs = [(s, v) for s, v in zip(steps, values, strict=True) if isinstance(v, int | float) and math.isfinite(v)]
@@ -147,14 +148,14 @@ def finite(steps: list[int], values: Sequence[Any]) -> tuple[list[int], list[flo
 
 
 def by_step(steps: list[int], values: list[float]) -> tuple[list[int], list[float]]:
-    """In their order: rows of several shapes follow each other."""
+    """Sort values by step, because rows of different shapes were concatenated."""
     order = sorted(range(len(steps)), key=steps.__getitem__)
     return [steps[place] for place in order], [values[place] for place in order]
 
 
 def curve_of(steps: list[int], values: list[float], around: tuple[Ends, Ends] | None = None) -> Curve:
-    """`x` and `y`, and the band `around` as `low` and `high`; of many, of each part its last step and value, and the
-    smallest and largest that are around it."""
+    """Return `x` and `y`, and the band `around` as `low` and `high`. If there are many values, each part has its last
+    step and value, and the smallest and largest value in it."""
     if len(values) <= POINTS:
         band = {} if around is None else {"low": around[0], "high": around[1]}
         return {"x": list(steps), "y": values, **band}
@@ -183,7 +184,7 @@ def evaluations_in(curves: dict[str, Any]) -> list[str]:
 
 
 def failures_in(curves: dict[str, list[Curve]]) -> list[str]:
-    """What was dropped or skipped, if ever."""
+    """Return metrics of drops and skips that are not always zero."""
     named = (name for name in sorted(curves) if name.startswith(FAILURES))
     return [
         name
@@ -198,7 +199,7 @@ def words_of(metric: str) -> dict[str, str]:
 
 
 def marked(metric: str, ends: list[End | None], intervals: Sequence[Interval | None]) -> list[dict[str, Any] | None]:
-    """Each end, and whether it is the best of them."""
+    """Return each end, and whether it is the best."""
     best = best_of(metric, ends)
     return [
         end
@@ -208,7 +209,7 @@ def marked(metric: str, ends: list[End | None], intervals: Sequence[Interval | N
 
 
 def histograms_of(folders: Sequence[Path]) -> dict[str, list[dict[str, Any] | None]]:
-    """Metric -> of each run its last histogram, `{step, edges, counts}`; None where it has none."""
+    """Return metric -> the last histogram of each run, `{step, edges, counts}`; None if a run has none."""
     found: dict[str, list[dict[str, Any] | None]] = {}
     for place, folder in enumerate(folders):
         row = next((row for line in reversed(tail(folder / HISTOGRAMS_FILE)) if (row := row_of(line))), {})
@@ -220,7 +221,7 @@ def histograms_of(folders: Sequence[Path]) -> dict[str, list[dict[str, Any] | No
 
 
 def is_histogram(each: Any) -> bool:
-    """As `MetricsLog.histograms` writes one."""
+    """Return whether a value is a histogram as `MetricsLog.histograms` writes it."""
     match each:
         case {"edges": [_, _, *_] as edges, "counts": [_, *_] as counts} if len(edges) == len(counts) + 1:
             numbers = all(isinstance(one, int | float) and math.isfinite(one) for one in [*edges, *counts])
@@ -229,7 +230,7 @@ def is_histogram(each: Any) -> bool:
 
 
 def alarms_of(run: dict[str, Any]) -> list[list[Any]]:
-    """Of each when it came, and for how many steps it held, where it was over before the run."""
+    """Return for each alarm when it began, and for how many steps it held if it was over before the run ended."""
     found: list[dict[str, Any]] = []
     for row in read_lines(Path(run["folder"]) / ALARMS_FILE).rows:
         began = next((each for each in reversed(found) if each.get("name") == row.get("name")), None)

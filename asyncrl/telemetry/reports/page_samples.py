@@ -1,4 +1,4 @@
-"""The samples of the report's page, as rows of its table: see `asyncrl.telemetry.reports.page`."""
+"""Returns samples as table rows of the report's page; see `asyncrl.telemetry.reports.page`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from asyncrl.storage.lines import row_of, tail
 from asyncrl.telemetry.metrics.log import EVAL_SAMPLES_FILE, SAMPLES_FILE, cell, fate_of, parts_of, span_of
 
 SAMPLES, SAMPLE_TEXT, END = 300, 4000, "finish_reason"
-"""Newest rows of `samples.jsonl` and of `eval_samples.jsonl` of each run, characters of a prompt or completion, and
-how it ended."""
+"""Limit on the newest rows of each run, of `samples.jsonl` and of `eval_samples.jsonl`; limit on the characters of a
+prompt or completion; field with the finish reason."""
 MOST_BYTES = 64 << 20
-"""Of a file, that are read: completions of a long run may fill many GB."""
+"""Limit on the bytes read of a file: completions of a long run may fill many GB."""
 
 
 def samples_of(run: dict[str, Any]) -> list[list[Any]]:
-    """The newest first."""
+    """Return the samples of a run, the newest first."""
     files = (Path(run["folder"]) / name for name in (SAMPLES_FILE, EVAL_SAMPLES_FILE))
     found = (filter(None, map(row_of, reversed(tail(file, MOST_BYTES)))) for file in files)
     rows = [row for of_file in found for row in itertools.islice(of_file, SAMPLES)]
@@ -26,7 +26,7 @@ def samples_of(run: dict[str, Any]) -> list[list[Any]]:
 
 
 def sample_cells(row: dict[str, Any]) -> list[Any]:
-    """What stands behind the run, in the order of the page's heads."""
+    """Return the cells after the run's name, in the order of the page's column headings."""
     prompt, completion = texts_of(row)
     known = map(cell, (row.get("step"), row.get("reward"), parts_of(row), prompt))
     origin = (
@@ -41,8 +41,8 @@ def sample_cells(row: dict[str, Any]) -> list[Any]:
 
 
 def segments_of(row: dict[str, Any]) -> list[list[str]]:
-    """`[fate, text]` of parts of the completion, as `learner.samples` writes them, as far as the completion is shown;
-    none where it is of one part."""
+    """Return `[fate, text]` of the parts of the completion that are shown, as `learner.samples` writes them; empty if
+    there is only one part."""
     given, room = row.get("segments"), SAMPLE_TEXT
     found: list[list[str]] = []
     for each in given if isinstance(given, list) else ():

@@ -1,4 +1,4 @@
-"""A run and its rerun side by side, as text and as a picture."""
+"""Compares a run and its rerun, as text and as a plot."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from asyncrl.telemetry.reports.summary import Row, series
 
 SHOWN_STEPS = 20
 COMPARED = ("kl/behavior", "policy/entropy")
-"""Metrics of the policy alone: they mean the same whatever was minimised."""
+"""Metrics of the policy alone, which mean the same for any loss."""
 OF_ONE_LOSS = ("loss/total", "optim/grad_norm")
-"""Of two losses they are numbers of different things."""
+"""Metrics that cannot be compared between different losses."""
 LEFT_OUT = (
     f"{' and '.join(OF_ONE_LOSS)} are left out: the two minimise different things. {' and '.join(COMPARED)} are of the "
     "policies alone, and can be compared."
@@ -26,10 +26,10 @@ ess: effective sample size of those weights as a fraction. Below 0.1 the estimat
 
 
 def comparison(original: Sequence[Row], again: Sequence[Row], *, same_loss: bool) -> str:
-    """At most `SHOWN_STEPS` steps; each compared metric as `run / rerun`.
+    """Return a table of at most `SHOWN_STEPS` steps, with each compared metric as `run / rerun`.
 
     Args:
-        same_loss: whether both minimise the same.
+        same_loss: whether both minimise the same loss.
     """
     compared = (*OF_ONE_LOSS, *COMPARED) if same_loss else COMPARED
     of_run = {row["step"]: row for row in original}
@@ -56,7 +56,8 @@ def _number(row: Row, name: str, form: str) -> str:
 
 
 def plot_comparison(original: Sequence[Row], again: Sequence[Row], path: Path, title: str) -> None:
-    """Reward of the data and its estimate above, KL to the behaviour policy of both below, over the steps, as PNG."""
+    """Plot over the steps, as PNG: above, the reward of the data and its estimate; below, both policies' KL to the
+    behaviour policy."""
     figure = Figure(figsize=(8, 6), layout="constrained")
     FigureCanvasAgg(figure)
     above, below = figure.subplots(2, 1, sharex=True)

@@ -1,4 +1,4 @@
-"""How far the policy had moved from the data, by the age of the token: at which age does data stop helping?"""
+"""A table of how far the policy moved from the data, by the age of the token: at which age does data stop helping?"""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ COLUMNS = (
     ("clipped", "clip_fraction", "{:.2%}"),
     ("max ratio", "max", "{:.2f}"),
 )
-"""Heading, metric `staleness/age_<k>/...` and its form."""
+"""Heading, metric `staleness/age_<k>/...` and number format of each column."""
 AGE = re.compile(r"staleness/age_(\d+)/token_share")
 
 
 def staleness_table(rows: Sequence[Mapping[str, Any]], last: int = 50) -> list[str]:
-    """Lines of text, one per token age, averaged by tokens over the last rows (the maximum is the largest).
+    """Return lines of text, one per token age, averaged by tokens over the last rows (for the maximum, the largest).
 
     Args:
-        rows: of metrics.jsonl.
-        last: how many of them count: the policy at the end is what the next run starts from.
+        rows: rows of metrics.jsonl.
+        last: number of the last rows used: the policy at the end is what the next run starts from.
 
     Returns:
-        No lines when there is no age but 0: there is nothing to compare.
+        No lines if 0 is the only age, since there is nothing to compare.
     """
     recent = rows[-last:]
     ages = sorted({int(found.group(1)) for row in recent for name in row if (found := AGE.fullmatch(name))})

@@ -1,4 +1,4 @@
-"""What a finished run leaves to look at: a summary, and what to try next."""
+"""Writes the summary of a finished run, and suggestions what to try next."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ Series = dict[str, tuple[list[int], list[float]]]
 
 CURVES_FILE = "curves.png"
 MAX_FAILED_LINES = 3
-"""Evaluations of a set with failed rows that the summary names: the last ones."""
+"""Limit on the evaluations of a set with failed rows that the summary names; the last ones are named."""
 
 
 def read_metrics(run_dir: Path) -> list[Row]:
-    """All whole rows, one per step, see `by_step`; an empty list when there are none. Step 0 is an evaluation alone.
-    Lines that are none are told and left out, as a resume does."""
+    """Return all complete rows, one per step, see `by_step`. Step 0 has only an evaluation. Unreadable lines are
+    reported and left out, as a resume does."""
     path = run_dir / METRICS_FILE
     if not path.exists():
         return []
     found = read_lines(path)
     rows = [row for row in found.rows if isinstance(row.get("step"), int)]
-    if found.crc and (problem := found.problem(path)):  # without any checksum it is of another hand
+    if found.crc and (problem := found.problem(path)):  # a file without checksums has another writer
         log.warning("%s", problem)
     if unread := found.unread + len(found.rows) - len(rows):
         log.warning("%s: lines that cannot be read (%d) are left out", path, unread)
@@ -50,25 +50,25 @@ def read_metrics(run_dir: Path) -> list[Row]:
 
 
 def series(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
-    """`(steps, values)` of the rows that have a number."""
+    """Return `(steps, values)` of the rows that have a number."""
     found = [(row["step"], float(row[name])) for row in rows if isinstance(row.get(name), int | float)]
     return [step for step, _ in found], [value for _, value in found]
 
 
 def diverged_from(rows: Sequence[Row]) -> int | None:
-    """The step from which the loss was not finite, to the end; None where it was there."""
+    """Return the step from which on the loss was not finite until the end; None if the last loss was finite."""
     losses = [row for row in rows if row["step"] > 0 and "loss/total" in row]
     broken = [row["step"] for row in itertools.takewhile(lambda row: row["loss/total"] is None, reversed(losses))]
     return broken[-1] if broken else None
 
 
 def evaluated(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """`(set, metric)` of all evaluations with a result."""
+    """Return `(set, metric)` of all evaluations with a result."""
     return sorted({(name, found.metric) for row in rows for name, found in evaluations(row).items() if found.metric})
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """The end of a run in a few lines, each from its metrics."""
+    """Summarize a run in a few lines, from its metrics."""
     trained = [row for row in rows if row["step"] > 0]
     if not trained:
         return "no step was trained"
@@ -98,7 +98,8 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def _trained_for(rows: Sequence[Row]) -> float:
-    """Seconds, without those between the starts of a run; where the machine's clock was set back, those of the step."""
+    """Return the training time in seconds, without pauses between starts. If the clock was set back, the step's own
+    duration counts."""
     total = 0.0
     for before, row in itertools.pairwise(rows):
         apart = row["time"] - before["time"]
@@ -110,7 +111,7 @@ def _trained_for(rows: Sequence[Row]) -> float:
 
 
 def evaluation_lines(rows: Sequence[Row]) -> list[str]:
-    """From where to where each set went, which rows are in no mean, and which evaluations were never made."""
+    """Return lines with the change of each set's result, the failed rows, and the evaluations that were skipped."""
     lines = []
     for name, metric in evaluated(rows):
         steps, values = series(rows, f"eval/{name}/{metric}")
@@ -147,7 +148,7 @@ QUICKSTART = ("bash", "launchers/quickstart.sh"), ("asyncrl", "quickstart")
 
 
 def without(typed: Sequence[str], settings: tuple[str, ...]) -> list[str]:
-    """A command without these settings."""
+    """Return a command without these settings."""
     return [text for text in typed if text.partition("=")[0] not in settings]
 
 
