@@ -1,2 +1,2 @@
-"""What is refused at start, and what the refusal says. `rules` judges settings by themselves; here stands what settings
-mean, and what they need of the machine (`machine`, `resources`). No torch."""
+"""Checks at start, and the messages of refusals. `rules` checks settings by themselves; the modules here interpret
+settings, and check what they need of the machine (`machine`, `resources`). Does not import torch."""

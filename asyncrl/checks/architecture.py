@@ -1,4 +1,4 @@
-"""What a model's `config.json` alone says against training it: without torch, hence before anything starts."""
+"""Finds reasons against training a model in its `config.json` alone: without torch, hence before anything starts."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ OF_SCORES = ("attn_logit_softcapping",)
 SINKS = ("gpt_oss", "mimo_v2_flash")
 """Model types with a learned sink in every attention."""
 COMPUTED_TOGETHER = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose layers several ranks may compute together: what is proven
-(`tests/learner/parallel/test_parallel.py`)."""
+"""Model types whose layers several ranks may compute together, as tested in `tests/learner/parallel/test_parallel.py`.
+"""
 
 SHARED = (
     *(
@@ -48,31 +48,31 @@ SHARED = (
     *("granite", "llama", "mistral", "mixtral", "olmo2", "olmo3", "opt", "phi3", "qwen2", "qwen2_moe", "qwen3"),
     *("qwen3_moe", "smollm3", "starcoder2"),
 )
-"""Model types whose sequences several ranks may share: those that are packed, proven there as well."""
+"""Model types whose sequences several ranks may share: those that are packed, tested there as well."""
 EXPERTS_APART = ("deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe")
-"""Model types whose experts several ranks may spread between them: what is proven there."""
+"""Model types whose experts may be spread over several ranks, tested there as well."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""What transformers' configs call the number of experts."""
+"""Names of the number of experts in transformers' configs."""
 ROUTERS_FOLLOW = EXPERTS_APART
-"""Model types whose routers may be told what to choose: the formula of their weights is proven
+"""Model types whose routers can be made to choose given experts: the formula of their weights is tested
 (`tests/learner/model/test_routing.py`)."""
 BLOCK = 32
-"""With `learner.optimizer=adamw_8bit`: neighbours in a row, whose moments of a byte each share a scale in fp32. Tensor
-parallelism cuts the rows of the usual widths by 8 into whole blocks."""
+"""With `learner.optimizer=adamw_8bit`, the number of consecutive elements in a row whose one-byte moments share a scale
+in fp32. Tensor parallelism over 8 ranks cuts rows of the usual widths into whole blocks."""
 GUESSED_FROM_LENGTH = ("dynamic", "longrope")
-"""Kinds of rotary embedding that look for the largest position they are given, which is another on every rank, and
-another in a pack than in a sequence alone."""
+"""Kinds of rotary embedding that depend on the largest position in their input, which differs between ranks, and
+between a pack and a single sequence."""
 ATTEND_TO_ALL = ("gpt2", "llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
-"""Model types whose layers see everything before, unless their `config.json` says otherwise."""
+"""Model types whose layers attend to all earlier tokens, unless their `config.json` says otherwise."""
 UNBOUNDED = sys.maxsize
-"""Tokens of an episode that is as long as the engine holds."""
+"""Length of an episode that is limited only by the engine."""
 
 
 def of_its_decoder(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Those of the part that reads text, which a model of several kinds of input keeps by themselves.
+    """Return the settings of the text decoder, which multimodal models keep separately.
 
     Args:
-        settings: of `config.json`.
+        settings: those of `config.json`.
     """
     text = settings.get("text_config")
     return text if text and isinstance(text, Mapping) else settings
@@ -83,10 +83,10 @@ def _counted(count: Any) -> TypeGuard[int]:
 
 
 def foreign_maths(settings: Mapping[str, Any]) -> str:
-    """What the model computes and the learner does not; empty where nothing is known.
+    """Return what the model computes and the learner does not; empty if nothing is known.
 
     Args:
-        settings: of `config.json`. What it does not tell is found when the model is loaded (`learner/model/layout.py`).
+        settings: those of `config.json`. Anything else is checked when the model is loaded (`learner/model/layout.py`).
     """
     text = of_its_decoder(settings)
     kind = text.get("model_type") or settings.get("model_type")
@@ -120,10 +120,10 @@ def logit_factor(settings: Mapping[str, Any]) -> float:
 
 
 def quantized(settings: Mapping[str, Any]) -> str:
-    """Why the weights cannot be trained as they are stored; empty if they can.
+    """Return why the weights cannot be trained as they are stored; empty if they can.
 
     Args:
-        settings: of `config.json`.
+        settings: those of `config.json`.
     """
     given = settings.get("quantization_config")
     if not given or (isinstance(given, Mapping) and given.get("dequantize")):
@@ -136,10 +136,11 @@ def quantized(settings: Mapping[str, Any]) -> str:
 
 
 def may_forget(settings: Mapping[str, Any]) -> bool:
-    """Whether layers of a model may see less than everything before; false where its `config.json` alone tells.
+    """Return whether layers of a model may attend to less than all earlier tokens; False if its `config.json` rules
+    that out or names no model type.
 
     Args:
-        settings: of `config.json`.
+        settings: those of `config.json`.
     """
     text = of_its_decoder(settings)
     kinds = text.get("layer_types") or ()
@@ -149,10 +150,10 @@ def may_forget(settings: Mapping[str, Any]) -> bool:
 
 
 def not_together(settings: Mapping[str, Any], ranks: int) -> str:
-    """Why `learner.tensor_parallel=ranks` cannot cut the layers of a model; empty if it can.
+    """Return why `learner.tensor_parallel=ranks` cannot split the layers of a model; empty if it can.
 
     Args:
-        settings: of `config.json`.
+        settings: those of `config.json`.
     """
     text = of_its_decoder(settings)
     kind = text.get("model_type") or settings.get("model_type")
@@ -169,7 +170,7 @@ def not_together(settings: Mapping[str, Any], ranks: int) -> str:
         "key-value heads": text.get("num_key_value_heads") or heads,
         "numbers within its feed-forward layer (intermediate_size)": text.get("intermediate_size"),
     }
-    # What config.json leaves to its class's default is looked at when the model is loaded.
+    # Values that config.json leaves to the class's defaults are checked when the model is loaded.
     known = {what: count for what, count in counts.items() if _counted(count)}
     for what, count in known.items():
         if count % ranks:
@@ -179,16 +180,16 @@ def not_together(settings: Mapping[str, Any], ranks: int) -> str:
 
 
 def not_in_blocks(settings: Mapping[str, Any], ranks: int) -> str:
-    """Why `learner.optimizer=adamw_8bit` cannot be with `learner.tensor_parallel=ranks`, which `not_together` has
-    passed; empty if it can.
+    """Return why `learner.optimizer=adamw_8bit` cannot be used with `learner.tensor_parallel=ranks`, which has passed
+    `not_together`; empty if it can.
 
     Args:
-        settings: of `config.json`.
+        settings: those of `config.json`.
     """
     text = of_its_decoder(settings)
     heads, hidden = text.get("num_attention_heads"), text.get("hidden_size")
     each = text.get("head_dim") or (hidden // heads if _counted(heads) and _counted(hidden) else 0)
-    # Rows of the layers behind attention and within the feed-forward layer, the ones that are cut.
+    # Widths of the rows that are split: of the layers after attention and within the feed-forward layer.
     for width in (heads * each if _counted(heads) and _counted(each) else 0, text.get("intermediate_size")):
         if _counted(width) and (problem := torn_blocks(width, width // ranks)):
             return problem
@@ -196,7 +197,7 @@ def not_in_blocks(settings: Mapping[str, Any], ranks: int) -> str:
 
 
 def torn_blocks(width: int, part: int) -> str:
-    """Why a rank cannot have `part` of a row of `width` numbers; empty if it can, or if the row has no blocks."""
+    """Return why a rank cannot have `part` elements of a row of `width`; empty if it can, or the row has no blocks."""
     if width % BLOCK or part % BLOCK == 0:
         return ""
     return (
@@ -207,11 +208,12 @@ def torn_blocks(width: int, part: int) -> str:
 
 
 def not_shared(settings: Mapping[str, Any], ranks: int, together: int = 1) -> str:
-    """Why `learner.sequence_parallel=ranks` cannot share the sequences of a model; empty if it can.
+    """Return why `learner.sequence_parallel=ranks` cannot share the sequences of a model; empty if it can.
 
     Args:
-        settings: of `config.json`.
-        together: `learner.tensor_parallel`, which `not_together` has passed: each rank has so much fewer heads.
+        settings: those of `config.json`.
+        together: `learner.tensor_parallel`, which has passed `not_together`, and by which each rank's number of heads
+            is divided.
     """
     text = of_its_decoder(settings)
     kind = text.get("model_type") or settings.get("model_type")
@@ -227,10 +229,10 @@ def not_shared(settings: Mapping[str, Any], ranks: int, together: int = 1) -> st
             f"its rotary embedding ({guessing}) depends on the longest sequence it is given, and no rank has whole "
             "sequences. Set learner.sequence_parallel=1"
         )
-    heads = text.get("num_attention_heads") or text.get("n_head")  # GPT-2 has its own name for it
+    heads = text.get("num_attention_heads") or text.get("n_head")  # GPT-2 calls it n_head
     keys = text.get("num_key_value_heads") or heads
     if not _counted(heads) or not _counted(keys):
-        return ""  # what config.json leaves to its class's default is looked at when the model is loaded
+        return ""  # values that config.json leaves to the class's defaults are checked when the model is loaded
     heads, keys = heads // together, keys // together
     if heads % ranks or max(keys, ranks) % min(keys, ranks):
         each = f" (those of one of learner.tensor_parallel={together} ranks)" if together > 1 else ""
@@ -243,15 +245,15 @@ def not_shared(settings: Mapping[str, Any], ranks: int, together: int = 1) -> st
 
 
 def longest_sequence(config: Config) -> int:
-    """Tokens of the longest sequence that is trained, as settings bound it; `UNBOUNDED` where none does."""
+    """Return the limit that the settings put on the tokens of a trained sequence; `UNBOUNDED` if there is none."""
     if config.environment.name == "single_turn":
         return config.data.max_prompt_tokens + config.rollout.max_new_tokens
     return config.environment.max_tokens or config.engine.max_model_len or UNBOUNDED
 
 
 def _guessing(text: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Kind and settings of the rotary embeddings that depend on the longest sequence they are given, which may be one
-    for each kind of layer."""
+    """Iterate over kind and settings of the rotary embeddings that depend on the longest sequence in their input; there
+    may be one per kind of layer."""
     rope = text.get("rope_parameters") or text.get("rope_scaling")
     for each in (rope, *rope.values()) if isinstance(rope, Mapping) else ():
         kind = each.get("rope_type", each.get("type")) if isinstance(each, Mapping) else None
@@ -260,16 +262,17 @@ def _guessing(text: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]
 
 
 def too_long_to_guess(settings: Mapping[str, Any], longest: int) -> str:
-    """Why sequences of up to `longest` tokens have other log-probs beside each other than alone; empty if not.
+    """Return why sequences of up to `longest` tokens have different log-probs together than alone; empty if they do
+    not.
 
     Args:
-        settings: of `config.json`.
+        settings: those of `config.json`.
     """
     text = of_its_decoder(settings)
     for kind, rope in _guessing(text):
         limit = text.get("max_position_embeddings")
         if kind == "longrope":
-            # In this order in transformers, too.
+            # The same order as in transformers.
             limit = text.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
             limit = None if rope.get("long_factor") == rope.get("short_factor") else limit
         if _counted(limit) and longest > limit:
@@ -284,10 +287,10 @@ def too_long_to_guess(settings: Mapping[str, Any], longest: int) -> str:
 
 
 def experts_in(settings: Mapping[str, Any]) -> int:
-    """Of a layer; 0 where there are none, or one, or their number has another name.
+    """Return the number of experts in a layer; 0 if there are none or only one, or if their number has another name.
 
     Args:
-        settings: of `config.json`.
+        settings: those of `config.json`.
     """
     text = of_its_decoder(settings)
     counts = (text.get(name) for name in EXPERT_COUNTS)
@@ -295,10 +298,11 @@ def experts_in(settings: Mapping[str, Any]) -> int:
 
 
 def not_apart(settings: Mapping[str, Any], ranks: int) -> str:
-    """Why `learner.expert_parallel=ranks` cannot spread the experts of a model; empty if it can, or if it has none.
+    """Return why `learner.expert_parallel=ranks` cannot spread the experts of a model; empty if it can, or the model
+    has none.
 
     Args:
-        settings: of `config.json`.
+        settings: those of `config.json`.
     """
     text = of_its_decoder(settings)
     kind, experts = text.get("model_type") or settings.get("model_type"), experts_in(settings)
@@ -316,10 +320,10 @@ def not_apart(settings: Mapping[str, Any], ranks: int) -> str:
 
 
 def not_replayed(settings: Mapping[str, Any]) -> str:
-    """Why `learner.router_replay=true` cannot make a model choose the engine's experts; empty if it can.
+    """Return why `learner.router_replay=true` cannot make a model choose the engine's experts; empty if it can.
 
     Args:
-        settings: of `config.json`.
+        settings: those of `config.json`.
     """
     text = of_its_decoder(settings)
     kind = text.get("model_type") or settings.get("model_type")

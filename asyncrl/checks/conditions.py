@@ -1,4 +1,4 @@
-"""`data.where`: which rows are drawn, by what stands in their columns. Values are compared; nothing is evaluated.
+"""`data.where`: selects rows by the values in their columns. Values are compared; nothing is evaluated.
 
 data.where.level=[3,4,5]                    one of these      data.where.extra_info.split=train  in a nested column
 data.where.score.min=0.2 ...score.max=0.8   both included      a column that is a list: any of its entries
@@ -18,12 +18,12 @@ Scalar = str | int | float | bool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
-    """One column must be one of `values`, or lie between the bounds."""
+    """The value of a column must be one of `values`, or lie between the bounds."""
 
     column: tuple[str, ...]
-    """Its name, after those of the columns it stands in."""
+    """Its name, after those of the columns that contain it."""
     key: str
-    """The setting that says so, for errors."""
+    """The setting that the condition comes from, for errors."""
     values: tuple[Scalar, ...] = ()
     low: float | None = None
     high: float | None = None
@@ -36,17 +36,17 @@ class Condition:
         return " ".join(f"{self.key}.{name}={bound:g}" for name, bound in bounds if bound is not None)
 
     def holds(self, value: Any) -> bool:
-        """Of what stands in the column; None, as a column that a row lacks, never does.
+        """Return whether a column's value meets the condition. None, the value of a missing column, never does.
 
         Raises:
-            TypeError: bounds, and the value is no number.
+            TypeError: the condition has bounds, and the value is not a number.
         """
         if isinstance(value, list):
             return any(self.holds(entry) for entry in value)
         if value is None:
             return False
         if self.values:
-            # True == 1 in Python, and neither is what was meant by the other.
+            # True == 1 in Python, but neither is meant by the other.
             return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.values)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TypeError(f"{value!r:.80} is no number")
@@ -54,12 +54,13 @@ class Condition:
 
 
 def conditions(where: Any, key: str) -> tuple[Condition, ...]:
-    """
+    """Return the conditions in `where`.
+
     Args:
         key: the setting, for errors.
 
     Raises:
-        ConfigError: it is not columns with values.
+        ConfigError: it is not a mapping of columns to values.
     """
     if not isinstance(where, Mapping):
         raise ConfigError(f"{key} must be columns with their values, `{key}.COLUMN=VALUE`; got {where!r}")

@@ -1,4 +1,4 @@
-"""`auto` among the kinds of numbers: what a process takes, by what it computes on. No torch."""
+"""Resolves the dtype `auto`, by the device on which a process computes. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ KEYS = ("model.dtype", "engine.dtype", "weights.wire_dtype")
 
 
 def dtype_on(dtype: str, device: str) -> str:
-    """`float32` or `bfloat16`. `device` is its kind: `cuda`, also with a number, or `cpu`."""
+    """Return `float32` or `bfloat16`. `device` is `cuda`, possibly with a number, or `cpu`."""
     if dtype != AUTO:
         return dtype
     return "bfloat16" if device.startswith("cuda") else "float32"
 
 
 def with_dtypes(config: Config, *, learner: str = "", engine: str = "") -> Config:
-    """`config` with what `auto` is for a learner, or an engine, that computes on this device; empty: left as it is.
+    """Return `config` with `auto` resolved for a learner or an engine on these devices; empty leaves it unchanged.
 
-    On the wire go the learner's numbers. Where both sides are to compute the same bits it is float32 everywhere.
+    Weights are sent in the learner's dtype. If both sides must compute the same bits, everything is float32.
     """
     settled = replace(config)
     if learner:

@@ -1,4 +1,4 @@
-"""The sets that are evaluated beside the training: that of `eval.path`, and those of `eval.sets`."""
+"""The sets that are evaluated during training: that of `eval.path`, and those of `eval.sets`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from asyncrl.errors import ConfigError
 from asyncrl.schema import Config, DataConfig, EnvironmentConfig, EvalConfig, RewardConfig
 
 OF_THE_ROWS = ("prompt_column", "where", "args")
-"""What an entry says of its rows, as `data` does of those of the training."""
+"""Settings of an entry's rows, corresponding to `data` for the training rows."""
 NOT_OF_A_SET = ("sets", "name")
 REWARD_HOSTS = ("host", "workers", "gpus", "concurrency", "max_failure_share")
-"""Settings of `reward` that are not of one set."""
+"""Settings of `reward` that do not belong to one set."""
 
 Settings = TypeVar("Settings", EvalConfig, EnvironmentConfig, RewardConfig)
 
@@ -24,18 +24,19 @@ Settings = TypeVar("Settings", EvalConfig, EnvironmentConfig, RewardConfig)
 class EvalSet:
     name: str
     key: str
-    """What its settings begin with: `eval`, or `eval.sets.NAME`."""
+    """Prefix of its settings: `eval`, or `eval.sets.NAME`."""
     source: Source
     config: Config
-    """The run's settings as they hold for this set: `eval`, `environment`, `reward`, `data` and
-    `rollout.max_new_tokens` are its own."""
+    """The run's settings for this set, with its own `eval`, `environment`, `reward`, `data` and
+    `rollout.max_new_tokens`."""
 
 
 def eval_sets(config: Config) -> tuple[EvalSet, ...]:
-    """That of `eval.path` first. What an entry of `eval.sets` leaves out is as `eval`, `environment` and `reward` say.
+    """Return the evaluated sets, that of `eval.path` first. Settings missing in an entry of `eval.sets` are taken from
+    `eval`, `environment` and `reward`.
 
     Raises:
-        ConfigError: an entry cannot be understood.
+        ConfigError: an entry is invalid.
     """
     own = config.eval
     found = [_made("eval", own, config, {"path": own.path})] if own.path else []
@@ -66,7 +67,7 @@ def _entry(name: str, given: Any, config: Config) -> EvalSet:
 
 
 def _made(key: str, settings: EvalConfig, config: Config, rows: Mapping[str, Any]) -> EvalSet:
-    """Its rows are neither mixed nor ordered, nor filtered by what filters those of the training."""
+    """Build a set. Its rows are neither mixed nor ordered, and the filters of the training rows do not apply."""
     data = replace(config.data, mixture={}, where={}, order_by="", shuffle=False)
     data = _with_rows(data, rows, key)
     limit = settings.max_new_tokens or config.rollout.max_new_tokens
@@ -84,13 +85,14 @@ def _with_rows(data: DataConfig, rows: Mapping[str, Any], key: str) -> DataConfi
 
 
 def _environment(base: EnvironmentConfig, given: Any, key: str) -> EnvironmentConfig:
-    """A new name begins with the defaults: arguments of another environment mean nothing to it."""
+    """Return the environment of a set. One with another name starts from the defaults, since the arguments of another
+    environment mean nothing to it."""
     entry = _named(given, "name", key)
     return changed(EnvironmentConfig() if entry.get("name", base.name) != base.name else base, entry, key)
 
 
 def _reward(base: RewardConfig, given: Any, key: str) -> RewardConfig:
-    """Another function begins with the defaults, in processes as many as those of the training."""
+    """Return the reward of a set. Another function starts from the defaults, except for the settings of processes."""
     entry = _named(given, "function", key)
     for name in REWARD_HOSTS:
         if name in entry:
@@ -102,7 +104,7 @@ def _reward(base: RewardConfig, given: Any, key: str) -> RewardConfig:
 
 
 def _named(given: Any, name: str, key: str) -> Mapping[str, Any]:
-    """A text alone is the name."""
+    """Return an entry as a mapping; a plain text is its name."""
     entry = {name: given} if isinstance(given, str) else given
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{key} must be a name, or settings as `{key}.{name}=NAME`; got {given!r}")
@@ -110,10 +112,10 @@ def _named(given: Any, name: str, key: str) -> Mapping[str, Any]:
 
 
 def changed(base: Settings, given: Mapping[str, Any], key: str) -> Settings:
-    """`base` with what is given.
+    """Return `base` with the given settings changed.
 
     Raises:
-        ConfigError: a setting that it does not have, or a value of another type.
+        ConfigError: there is no such setting, or a value has another type.
     """
     known = [item.name for item in fields(base)]
     values: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What to say when a setting is refused: the nearest valid word, and why some keys do not exist on purpose."""
+"""Hints for refused settings: the nearest valid word, and why some keys are missing on purpose."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ REFUSED_ON_PURPOSE = {
     "wandb_key": "keys never go into settings or command lines. Run `wandb login` or set WANDB_API_KEY",
     "wandb_project": "Weights & Biases reads its own environment. Set WANDB_PROJECT",
 }
-"""Keys people bring from elsewhere that are missing here for a reason, by the last part of the key."""
+"""Keys known from other frameworks that are missing here for a reason, by the last part of the key."""
 
 FREE_FORM = (
     *("engine.vllm", "advantage.components", "model.chat", "environment.args", "reward.args", "reward.functions"),
     *("data.mixture", "data.where", "data.args", "eval.sets", "loss.args", "advantage.args", "learner.hook_args"),
 )
-"""Settings that are mappings with keys of somebody else's."""
+"""Settings that are mappings with arbitrary keys."""
 
 NO_SWEEP = (
     "A sweep is one run for each value, each with a run.name of its own; `asyncrl compare RUN RUN ...` puts them side "
@@ -68,7 +68,7 @@ SAID_ELSEWHERE = {
     "reward_funcs": "reward.functions",
     "reward_weights": "reward.functions",
 }
-"""What other frameworks call our settings, by the last part of their key."""
+"""Names of our settings in other frameworks, by the last part of the key."""
 
 SAID_OF_ROWS = {
     "batch_size": "learner.rows_per_step",
@@ -86,23 +86,24 @@ SAID_OF_ROWS = {
     "lr_scheduler": "learner.schedule",
     "save_total_limit": "learner.keep_checkpoints",
 }
-"""The same of `asyncrl sft`."""
+"""The same for `asyncrl sft`."""
 
 OTHERWISE = {"reward.function": "Several are `reward.functions.NAME=FILE.py:FUNCTION`, one for each (docs/rewards.md)"}
-"""What to write where a value of another type was given, by key."""
+"""Hints for values of a wrong type, by key."""
 
 SECOND_THOUGHT = ("critic", "reference", "eval", "telemetry", "ray")
-"""Parts that most runs leave alone: `lr` is meant for the learner, not for a critic."""
+"""Sections that most runs do not change, suggested last: `lr` probably means the learner's, not the critic's."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """` Did you mean X?` when some known word is close, else nothing."""
+    """Return ` Did you mean X?` if a known word is close; otherwise an empty string."""
     found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" Did you mean `{found[0]}`?" if found else ""
 
 
 def nearest_key(key: str, known: Sequence[str]) -> str:
-    """The valid key a user most likely meant, or an empty string: by another framework's name, last part, whole key."""
+    """Return the valid key that a user most likely meant, or an empty string: by another framework's name, by the last
+    part, or by the whole key."""
     last = key.rsplit(".", 1)[-1]
     for said in (SAID_ELSEWHERE, SAID_OF_ROWS):
         if said.get(last) in known:
@@ -118,14 +119,14 @@ def nearest_key(key: str, known: Sequence[str]) -> str:
 
 
 NO_TEXT = ("null", "true", "false", "nan", "inf")
-"""What Hydra takes for something else than a name, and ends with a ValueError of its own where it wants one."""
+"""Words that Hydra does not read as names; where it needs a name, it fails with a ValueError of its own."""
 
 
 def refuse_unknown_keys(overrides: Sequence[str], *, known: Sequence[str], groups: Sequence[str]) -> None:
-    """Look at every `key=value` before Hydra does: it accepts new keys behind a `+`, and names no near miss.
+    """Check every `key=value` before Hydra does, which accepts new keys after a `+` and suggests no similar key.
 
     Raises:
-        ConfigError: naming every argument that is no setting, each with the way out.
+        ConfigError: names every argument that is not a setting, each with the way out.
     """
     problems = []
     for text in overrides:
@@ -142,7 +143,7 @@ def refuse_unknown_keys(overrides: Sequence[str], *, known: Sequence[str], group
             if not re.fullmatch(r"[A-Za-z_]\w*(/[A-Za-z_]\w*)?", value) or value.lower() in NO_TEXT:  # as smoke/NAME
                 what = f"`{text}`: `{key}` takes the name of a file in configs/{key}/, got {value!r}."
                 problems.append(what + _of_ones_own(key, value))
-        elif re.search(r"\d{4300}", value):  # Python makes no number of more digits
+        elif re.search(r"\d{4300}", value):  # Python refuses to parse longer numbers
             problems.append(f"`{key}={value[:20]}...` has a number of {len(value)} digits. Give a shorter one")
         elif key not in known and not key.startswith(tuple(f"{free}." for free in FREE_FORM)):
             problems.append(_unknown_key(key.lstrip("+"), text, known, groups))
@@ -151,7 +152,7 @@ def refuse_unknown_keys(overrides: Sequence[str], *, known: Sequence[str], group
 
 
 OWN = {"data": "path", "environment": "name", "model": "path", "reward": "function"}
-"""Groups that people mean one setting of, when they give it what is their own."""
+"""For each group, the setting that users mean if they assign something of their own to the group."""
 
 
 def _of_ones_own(group: str, value: str) -> str:
@@ -159,7 +160,8 @@ def _of_ones_own(group: str, value: str) -> str:
 
 
 def _spaced(text: str, known: Sequence[str], groups: Sequence[str]) -> str:
-    """A shell makes `key = value` three arguments, of which the key alone would be told to be itself."""
+    """Explain spaces around `=`. A shell splits `key = value` into three arguments, and for the key alone the other
+    hint would suggest the key itself."""
     key, equals, value = (part.strip() for part in text.partition("="))
     if key not in known and key not in groups and text.strip() != "=":
         return ""
@@ -170,16 +172,16 @@ def _spaced(text: str, known: Sequence[str], groups: Sequence[str]) -> str:
 
 
 def join_problems(problems: Sequence[str]) -> str:
-    """One problem as it is, several as a list: a user should not meet them one start at a time."""
+    """Return one problem as it is, several as a list, so that a user sees all of them at once."""
     if len(problems) == 1:
         return problems[0]
     return f"{len(problems)} settings are refused:\n" + "\n".join(f"  - {problem}" for problem in problems)
 
 
 def explain_refused_value(message: str, overrides: Sequence[str]) -> str:
-    """Say what Hydra or OmegaConf refused in terms of the setting: the rule, the value, the way out.
+    """Explain what Hydra or OmegaConf refused in terms of the setting: the rule, the value, the way out.
 
-    `message` is their error, `overrides` what the user typed; the keys themselves are known to be valid.
+    `message` is their error, `overrides` are the user's arguments; the keys themselves are known to be valid.
     """
     if "Could not find" in message and "Available options" in message:
         return _unknown_option(message)
@@ -200,13 +202,13 @@ def explain_refused_value(message: str, overrides: Sequence[str]) -> str:
 
 
 def _refused_one(given: Sequence[str], reason: str) -> str:
-    """Of several values for one key the one that `reason` quotes, or else the last, which is the one that counts."""
+    """Return, of several values for one key, the one that `reason` quotes, or else the last, which is in effect."""
     quoted = [text for text in given if (value := text.partition("=")[2].strip("\"'")) and f"'{value}'" in reason]
     return next(reversed(quoted or list(given)), "")
 
 
 def _how_to_quote(overrides: Sequence[str]) -> str:
-    """The arguments that the grammar of Hydra most likely stumbled over, as they should be typed."""
+    """Show the arguments that Hydra's grammar most likely could not parse as they should be typed."""
     rule = "A value with spaces, commas, letters beyond ASCII or any of ~{}[]=$ needs quotes that reach the program"
     pairs = [text.partition("=") for text in overrides]
     suspects = [(key, value) for key, _, value in pairs if not re.fullmatch(r"[A-Za-z0-9_./:%@+-]*", value)]
@@ -242,10 +244,10 @@ def _unknown_key(key: str, given: str, known: Sequence[str], groups: Sequence[st
 
 
 def _unknown_option(message: str) -> str:
-    """A config group exists, the file in it does not."""
+    """Explain that a config group exists, but not the file in it."""
     wanted = re.search(r"Could not find '([^']+)'", message)
     group, _, name = (wanted.group(1) if wanted else "").partition("/")
-    folder = name.rpartition("/")[0] if group == "experiment" else ""  # the one group with a folder in it
+    folder = name.rpartition("/")[0] if group == "experiment" else ""  # the only group with a subfolder
     lines = message.split("Available options", 1)[1].splitlines()[1:]
     options = [line.strip() for line in lines if line.startswith("\t") and "=" not in line]
     options = [f"{folder}/{option}" for option in options] if folder else options

@@ -1,4 +1,4 @@
-"""What a role needs on the machine it starts on: files, model folder, optional packages. Asked before a start."""
+"""Checks before a start what a role needs on its machine: files, model folder, optional packages."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from asyncrl.schema import Config, ModelConfig, TelemetryConfig
 
 
 def check_machine(config: Config, role: str, planned: bool = False) -> None:
-    """Files and extras that `role` (`local`, `learner`, `rollout` or `replay`) needs here, before anything starts.
+    """Check the files and extras that `role` (`local`, `learner`, `rollout` or `replay`) needs here.
 
     Args:
-        planned: nothing will be started, so that GPUs may be those of another machine (`placement.gpus`).
+        planned: nothing will be started, so the GPUs may be those of another machine (`placement.gpus`).
 
     Raises:
-        ConfigError: with everything that is missing.
+        ConfigError: names everything that is missing.
     """
     problems: list[str] = []
     if role != "local" and config.learner.epochs > 0:
@@ -52,7 +52,7 @@ def check_machine(config: Config, role: str, planned: bool = False) -> None:
         )
     if role in ("local", "rollout"):
         problems += _missing_rows(config)
-        # Sets that have no rewards or environment of their own miss what the training misses.
+        # Without the `not in`, sets that share the training's rewards or environment would repeat its problems.
         for each in (config, *(one.config for one in eval_sets(config))):
             found = [*_missing_code("environment.name", each.environment.name), *_missing_of_rewards(each)]
             problems += [problem for problem in found if problem not in problems]
@@ -90,7 +90,7 @@ def check_machine(config: Config, role: str, planned: bool = False) -> None:
 
 
 def check_data(config: Config) -> None:
-    """Raises ConfigError: rows of the data, or of an evaluated set, are not here."""
+    """Raises ConfigError: rows of the data, or of an evaluated set, are missing here."""
     problems = list(_missing_rows(config))
     if problems:
         raise ConfigError(join_problems(problems))
@@ -123,7 +123,7 @@ def _missing_of_rewards(config: Config) -> Iterator[str]:
 
 def missing_model(key: str, path: str, tokenizer: bool = True) -> Iterator[str]:
     folder = Path(path)
-    # `org/name` is a hub name; anything that starts like a path is meant as one.
+    # `org/name` is a hub name; anything that starts like a path is a path.
     if path.startswith(("/", ".", "~")) and not folder.is_dir():
         yield f"{key}={path}: there is no such directory. Give the folder of a Hugging Face model"
     elif not folder.is_dir() and not NAME.fullmatch(path):
@@ -144,20 +144,21 @@ def _no_routers(config: Config) -> Iterator[str]:
 
 
 CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-"""Ends of the names of classes in `config.json` that have a head for the next token."""
+"""Suffixes of class names in `config.json` that have a language-model head."""
 
 
 class Trained(Layout, Protocol):
-    """`learner` of a run, and of `asyncrl sft`."""
+    """The settings `learner` of a run or of `asyncrl sft`."""
 
     optimizer: str
 
 
 def unfit_model(path: str, learner: Trained, longest: int) -> Iterator[str]:
-    """A model that loads with a random head, or computes what the learner does not, as its ranks are laid out.
+    """Report a model that would get a random head, computes what the learner does not, or does not fit the layout of
+    the ranks.
 
     Args:
-        longest: tokens of the longest sequence that is trained.
+        longest: number of tokens of the longest sequence that is trained.
     """
     settings = model_settings(path)
     named = settings.get("architectures")
@@ -183,7 +184,7 @@ def unfit_model(path: str, learner: Trained, longest: int) -> Iterator[str]:
 
 
 def _not_laid_out(settings: dict[str, Any], learner: Trained, *, trained: bool) -> str:
-    """Why the ranks cannot hold such a model together; empty if they can, or if nothing is known of it."""
+    """Return why the ranks cannot share such a model; empty if they can, or if nothing is known about it."""
     tensor = learner.tensor_parallel
     if not settings:
         return ""
@@ -196,8 +197,8 @@ def _not_laid_out(settings: dict[str, Any], learner: Trained, *, trained: bool) 
 
 
 def model_settings(path: str, name: str = "config.json") -> dict[str, Any]:
-    """What a file of the model says; empty where there is none, for a model of the hub that cannot be looked at now, or
-    one that is refused as broken."""
+    """Return the content of a JSON file of the model; empty if there is none, for a hub model that is not available, or
+    for a broken file, which is refused elsewhere."""
     try:
         settings = json.loads(((described_in(path) or Path(path)) / name).read_text())
     except (OSError, ValueError):
@@ -206,7 +207,7 @@ def model_settings(path: str, name: str = "config.json") -> dict[str, Any]:
 
 
 def positions_of(path: str) -> int | None:
-    """How many tokens the model can tell apart by their place; None where its `config.json` does not say."""
+    """Return the number of positions of the model; None if its `config.json` does not say."""
     settings = model_settings(path)
     text = of_its_decoder(settings)
     positions = text.get("max_position_embeddings") or text.get("n_positions")
@@ -244,12 +245,12 @@ TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 
 
 GENERATION = "generation_config.json"
-"""Where a chat model says what ends a turn."""
+"""File in which a chat model names the tokens that end a turn."""
 
 
 def ends_of(path: str) -> set[int]:
-    """Ids of the tokens that end a completion by the model's own files: by `generation_config.json`, or `config.json`
-    where that names none."""
+    """Return the ids of the tokens that end a completion according to the model's `generation_config.json`, or its
+    `config.json` if that names none."""
     generation, whole = model_settings(path, GENERATION), model_settings(path)
     for settings in (generation, whole, of_its_decoder(whole)):
         named = settings.get("eos_token_id")
@@ -259,12 +260,12 @@ def ends_of(path: str) -> set[int]:
 
 
 def never_ends(path: str) -> bool:
-    """Whether nothing in a model's folder names a token that ends a completion."""
+    """Return whether no file of the model names a token that ends a completion."""
     return not ends_of(path) and model_settings(path, "tokenizer_config.json").get("eos_token") is None
 
 
 def _broken_model(folder: Path, tokenizer: bool) -> Iterator[str]:
-    """What would else be found only after the start of every process, by each of its restarts again."""
+    """Report faults that would otherwise appear only after the start of every process, and again after each restart."""
     for name in ("config.json", GENERATION):
         try:
             settings = json.loads((folder / name).read_text()) if (folder / name).is_file() else {}
@@ -280,7 +281,7 @@ def _broken_model(folder: Path, tokenizer: bool) -> Iterator[str]:
     for file in weights:
         if file.suffix == ".safetensors" and not _is_whole(file):
             yield f"has a damaged or half-written {file.name}. Copy the model again"
-    # Without these transformers makes an empty tokenizer, to which every prompt is nothing.
+    # Without these files, transformers makes an empty tokenizer, which encodes every prompt as nothing.
     if tokenizer and not any(next(folder.glob(pattern), None) for pattern in TOKENIZER_FILES):
         yield "has no tokenizer. Save it there: AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
     if tokenizer:
@@ -288,7 +289,7 @@ def _broken_model(folder: Path, tokenizer: bool) -> Iterator[str]:
 
 
 SENTENCEPIECE = b"\n"
-"""Begins a file of that library; none of tiktoken's, for which transformers takes it without the library."""
+"""First byte of a sentencepiece file. A tiktoken file begins otherwise; transformers reads it without sentencepiece."""
 
 
 def _unread_tokenizer(folder: Path) -> Iterator[str]:
@@ -304,7 +305,7 @@ def _unread_tokenizer(folder: Path) -> Iterator[str]:
 
 
 def _broken_index(folder: Path) -> Iterator[str]:
-    """Of a model in shards."""
+    """Report a damaged index or missing files of a model in shards."""
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file() or not index.is_file():
         return
@@ -321,7 +322,7 @@ def _broken_index(folder: Path) -> Iterator[str]:
 
 
 def _is_whole(file: Path) -> bool:
-    """Is the file of the length that its header announces?"""
+    """Return whether the file has the length that its header announces."""
     with file.open("rb") as data:
         length = int.from_bytes(data.read(8), "little")
         if not 0 < length <= file.stat().st_size - 8:
@@ -343,12 +344,13 @@ def missing_checkpoint(resume: str) -> Iterator[str]:
 
 
 VLLM_SUPPORTED = ((0, 32), (0, 33))
-"""First minor version that works and the first not tried: what weights are loaded through changes between them."""
+"""First minor version that works, and the first that was not tested: the code that loads weights changes between
+versions."""
 
 
 def vllm_problem() -> str:
-    """What is wrong with the vLLM installed here, empty when nothing is. Asks the package's metadata: importing vLLM
-    takes seconds."""
+    """Return what is wrong with the vLLM installed here; empty if nothing is. Reads the package's metadata, because
+    importing vLLM takes seconds."""
     first, last = (".".join(map(str, bound)) for bound in VLLM_SUPPORTED)
     if importlib.util.find_spec("vllm") is None:
         return (
@@ -377,10 +379,10 @@ def _missing_vllm(config: Config) -> Iterator[str]:
 
 
 def unopenable(key: str, url: str) -> Iterator[str]:
-    """Where fsspec knows no such URL, or lacks the package for it."""
+    """Report a URL that fsspec does not know, or for which a package is missing."""
     if not url:
         return
-    try:  # takes a tenth of a second, and few name a URL
+    try:  # imported here because it takes a tenth of a second, and few runs have a URL
         known = importlib.import_module("fsspec.utils").get_protocol(url)
         importlib.import_module("fsspec").get_filesystem_class(known)
     except (ValueError, ImportError) as error:

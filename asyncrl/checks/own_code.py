@@ -1,4 +1,4 @@
-"""Which settings name code of the user's (`asyncrl.own_code`)."""
+"""Finds the settings that name a user's own code (`asyncrl.own_code`)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from asyncrl.own_code import code_fingerprint
 from asyncrl.schema import Config
 
 CODE = "code"
-"""Under which name the learner announces the `workers_code` of its own."""
+"""Name under which the learner announces its own `workers_code`."""
 
 
 def own_learning(config: Config) -> dict[str, str]:
-    """`setting: file.py:name` of what runs in the learner."""
+    """Return `setting: file.py:name` of user code that runs in the learner."""
     named = {
         "loss.function": config.loss.function or "",
         "advantage.function": config.advantage.function,
@@ -23,7 +23,7 @@ def own_learning(config: Config) -> dict[str, str]:
 
 
 def own_rollouts(config: Config) -> dict[str, str]:
-    """The same of what runs in the workers."""
+    """Return the same for user code that runs in the workers."""
     terms = [term for term in reward_terms(config.reward) if term.function not in LIBRARY.values()]
     named = {f"reward.functions.{term.name}" if term.name else "reward.function": term.function for term in terms}
     named |= {"environment.name": config.environment.name} if ":" in config.environment.name else {}
@@ -34,13 +34,13 @@ def own_rollouts(config: Config) -> dict[str, str]:
 
 
 def own_code(config: Config) -> dict[str, str]:
-    """The same of every process of the run."""
+    """Return the same for every process of the run."""
     return own_rollouts(config) | own_learning(config)
 
 
 def workers_code(config: Config) -> dict[str, str]:
-    """`code_hashes` of what runs in the workers, as far as its files are on this machine; none of settings without a
-    reward or data, as a learner that is put together by hand has them."""
+    """Return the `code_hashes` of user code that runs in the workers, for files that are on this machine; empty for
+    settings without a reward or data, as in a learner that is assembled by hand."""
     try:
         specs = own_rollouts(config)
     except ConfigError:
@@ -49,5 +49,5 @@ def workers_code(config: Config) -> dict[str, str]:
 
 
 def code_hashes(config: Config) -> dict[str, str]:
-    """`setting: 16 hex digits` over the file that each names, see `code_fingerprint`."""
+    """Return `setting: 16 hex digits` of the file that each setting names, see `code_fingerprint`."""
     return {key: code_fingerprint(spec) for key, spec in own_code(config).items()}

@@ -1,4 +1,4 @@
-"""How the ranks of a learner share the work: one layout, resolved once. No torch."""
+"""The layout by which the ranks of a learner share the work. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Protocol
 from asyncrl.checks.problem import Problems, divisors
 
 REPLICATE, SHARD, EXPERT, TENSOR = "replicate", "shard", "expert", "tensor"
-"""Dimensions of the mesh of ranks, in its order: the last one's ranks are neighbours on a machine."""
+"""Dimensions of the device mesh, in order: the ranks of the last one are neighbours on a machine."""
 LAID_OUT_BY = ("replicas", "sequence_parallel", "expert_parallel", "tensor_parallel")
-"""Settings of the learner that lay out its ranks."""
+"""Settings of the learner that determine the layout of its ranks."""
 
 
 class Layout(Protocol):
-    """The settings that say it: `learner` of a run, and of `asyncrl sft`."""
+    """The settings of the layout, in `learner` of a run and of `asyncrl sft`."""
 
     replicas: int
     sequence_parallel: int
@@ -26,22 +26,22 @@ class Layout(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelDims:
-    """Ranks along each dimension."""
+    """The number of ranks along each dimension."""
 
     replicate: int = 1
-    """Copies of the sharded model, whose gradients meet after those of their shards (HSDP)."""
+    """Copies of the sharded model, whose gradients are reduced after those of their shards (HSDP)."""
     shard: int = 1
-    """Ranks that cut one copy into parts (FSDP2), each with sequences of its own; times `sequence` of them."""
+    """Ranks with different sequences that shard one copy (FSDP2); in all, `shard * sequence` ranks shard it."""
     sequence: int = 1
-    """Ranks that share the tokens of every pack, and cut the model between them like the others."""
+    """Ranks that share the tokens of every pack, and shard the model like the others."""
     expert: int = 1
-    """Of the ranks that cut a copy, so many neighbours have different experts, and send each other their tokens."""
+    """Of the ranks that shard a copy, the number of neighbours that have different experts, and exchange tokens."""
     tensor: int = 1
     """Ranks that compute every layer together."""
 
     @classmethod
     def of(cls, learner: Layout, ranks: int) -> ParallelDims:
-        """What `ranks` make of the settings, which `problem_of` has passed."""
+        """Return the layout of `ranks` by settings that have passed `problem_of`."""
         copies, sequence, tensor = learner.replicas, learner.sequence_parallel, learner.tensor_parallel
         shard = ranks // (copies * sequence * tensor)
         return cls(replicate=copies, shard=shard, sequence=sequence, expert=learner.expert_parallel, tensor=tensor)
@@ -52,17 +52,17 @@ class ParallelDims:
 
     @property
     def shards(self) -> int:
-        """Into how many parts FSDP2 cuts one copy."""
+        """Number of parts into which FSDP2 shards one copy."""
         return self.shard * self.sequence
 
     @property
     def data(self) -> int:
-        """Ranks that train on different sequences."""
+        """Number of ranks that train on different sequences."""
         return self.replicate * self.shard
 
     @property
     def mesh(self) -> dict[str, int]:
-        """Size of each dimension that there is; `shard` in any case."""
+        """Size of each dimension that is used; always with `shard`."""
         shards = self.shards // self.expert
         sizes = {REPLICATE: self.replicate, SHARD: shards, EXPERT: self.expert, TENSOR: self.tensor}
         return {name: size for name, size in sizes.items() if size > 1 or name == SHARD}
@@ -75,15 +75,15 @@ class ParallelDims:
         return f"{copies or 'FSDP2 over '}{self.shards} rank(s){apart}{experts}{together}"
 
     def data_rank(self, rank: int) -> int:
-        """Of a rank among `data`: those that have the same sequences are neighbours."""
+        """Return the index of a rank in the `data` dimension: ranks with the same sequences are neighbours."""
         return rank // (self.sequence * self.tensor)
 
 
 def problem_of(learner: Layout, ranks: int, said: str = "learner.ranks") -> str:
-    """Why `ranks` cannot be laid out so; empty if they can.
+    """Return why `ranks` cannot be laid out like this; empty if they can.
 
     Args:
-        said: where the number of ranks comes from.
+        said: name of the setting with the number of ranks.
     """
     sizes = {
         "learner.replicas": learner.replicas,
@@ -120,8 +120,11 @@ def _experts_problem(learner: Layout, ranks: int, said: str) -> str:
 
 
 def ranks_divide(learner: Layout, ranks: int, started: bool = False) -> Problems:
-    """Args:
-    started: so many are started. Where `learner.ranks` is left at 1 a torchrun of one's own may start any number.
+    """Check that `ranks` can be laid out.
+
+    Args:
+        started: this number of ranks is started. Otherwise, with `learner.ranks` left at 1, a user's own torchrun may
+            start any number.
     """
     problem = problem_of(learner, ranks) if started or ranks > 1 else ""
     if problem:
@@ -129,9 +132,11 @@ def ranks_divide(learner: Layout, ranks: int, started: bool = False) -> Problems
 
 
 def proven_with(key: str, ranks: int, unproven: Mapping[str, bool]) -> Problems:
-    """Args:
-    key, ranks: a setting by which ranks compute one thing between them.
-    unproven: what that has not been tried with, in words -> whether it is wanted.
+    """Refuse combinations that were not tested.
+
+    Args:
+        key, ranks: a setting by which several ranks share a computation, and its value.
+        unproven: description of what was not tested with it -> whether it is requested.
     """
     for what, wanted in unproven.items():
         if ranks > 1 and wanted:

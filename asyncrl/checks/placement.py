@@ -1,4 +1,4 @@
-"""What a run wants of this machine's GPUs, and what each of its processes gets of them (`asyncrl.placement`)."""
+"""Determines which of this machine's GPUs a run needs, and which each of its processes gets (`asyncrl.placement`)."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from asyncrl.schema import Config
 NVIDIA, AMD = Path("/proc/driver/nvidia/gpus"), Path("/dev/kfd")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 KINDS = (r"\d+", r"GPU-.+", r"MIG-.+")
-"""Of names in it: all of a list are of the first one's."""
+"""Kinds of names in CUDA_VISIBLE_DEVICES; all names in a list must be of the first one's kind."""
 NONE = ("", "-1", "NoDevFiles", "none", "void")
-"""What people and schedulers write for no GPU."""
+"""Values by which users and schedulers specify no GPU."""
 
 
 def visible_gpus() -> tuple[str, ...] | None:
-    """Those that this process may use, as CUDA_VISIBLE_DEVICES names them, as far as can be told without loading torch;
-    None where it cannot be told."""
+    """Return the GPUs that this process may use, named as in CUDA_VISIBLE_DEVICES; None if that cannot be determined
+    without loading torch."""
     names = _exported()
     if names is not None:
         seen = _before_the_end(names)
-        return seen if len(set(seen)) == len(seen) else ()  # CUDA sees none if one is named twice
+        return seen if len(set(seen)) == len(seen) else ()  # if one is named twice, CUDA sees none
     if AMD.exists():
         return None
     return tuple(map(str, range(len(list(NVIDIA.iterdir()))))) if NVIDIA.is_dir() else ()
@@ -40,7 +40,8 @@ def _exported() -> list[str] | None:
 
 
 def _before_the_end(names: Sequence[str]) -> tuple[str, ...]:
-    """CUDA reads to the first name that is none, is of another kind than the first, or of a GPU that is not here."""
+    """Return the names that CUDA reads: up to the first that is invalid, of another kind than the first, or of a GPU
+    that does not exist."""
     kind = next((kind for kind in KINDS if re.fullmatch(kind, names[0])), "")
     here = len(list(NVIDIA.iterdir())) if NVIDIA.is_dir() else math.inf
 
@@ -51,7 +52,7 @@ def _before_the_end(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def misread_gpus(config: Config) -> Iterator[str]:
-    """What CUDA_VISIBLE_DEVICES names and CUDA does not see: a run would go on with fewer GPUs, or on the CPU."""
+    """Report names in CUDA_VISIBLE_DEVICES that CUDA does not see: a run would use fewer GPUs, or the CPU."""
     names = _exported() or []
     seen = _before_the_end(names or [""])
     given = f"{VISIBLE}={os.environ.get(VISIBLE)}"
@@ -82,29 +83,29 @@ def _why_not(name: str, first: str) -> str:
 
 
 def gpus_seen() -> str:
-    """` of CUDA_VISIBLE_DEVICES=...`, for a process to say at its start; empty where it is not set."""
+    """Return ` of CUDA_VISIBLE_DEVICES=...` for the message of a starting process; empty if it is not set."""
     return f" of {VISIBLE}={os.environ[VISIBLE]}" if os.environ.get(VISIBLE) else ""
 
 
 PLACED = ("auto", "cuda")
-"""Devices whose number is ours to choose."""
+"""Values of device settings for which asyncrl chooses the GPU."""
 
 
 def on_gpus(config: Config) -> bool:
-    """Whether engines take the GPUs that they find. Those of servers are not ours to give."""
+    """Return whether engines use the GPUs that they find. Those of servers are not assigned by asyncrl."""
     return config.engine.device in PLACED and config.engine.name not in ("fake", *SERVERS)
 
 
 def demand_of(config: Config) -> Demand:
-    """Of the machine on which `asyncrl local` runs, if it has GPUs. Who names a GPU (`cuda:1`) is not placed, and of
-    engines on another Ray cluster nothing is known here."""
+    """Return the demand for GPUs on the machine on which `asyncrl local` runs. Processes with a numbered device
+    (`cuda:1`) are not placed, and nothing is known about engines on another Ray cluster."""
     engines_here = on_gpus(config) and not (config.rollout.host == "ray" and config.ray.address)
     reserved = math.ceil(config.ray.gpus_per_worker)
     served = config.reward.host == "ray" and not config.ray.address
     return Demand(
         ranks=config.learner.ranks if config.learner.device in PLACED else 0,
         engines=config.rollout.workers if engines_here else 0,
-        # A worker that Ray gives more than its engine takes has as many from us, or it would wait for them for ever.
+        # A worker for which Ray reserves more GPUs than its engine uses gets that number, or it would wait forever.
         tensor_parallel=max(config.engine.tensor_parallel, reserved if config.rollout.host == "ray" else 0),
         engines_per_gpu=int(1 / config.ray.gpus_per_worker) if 0 < config.ray.gpus_per_worker < 1 else 1,
         rewards=config.reward.gpus if served else 0.0,
@@ -112,13 +113,13 @@ def demand_of(config: Config) -> Demand:
 
 
 def gpus_of_rewards(config: Config) -> int:
-    """Whole ones: the reward service shares none with an engine."""
+    """Return the number of whole GPUs for rewards: the reward service shares none with an engine."""
     return math.ceil(config.reward.gpus) if config.reward.host == "ray" else 0
 
 
 def placement_of(config: Config, seen: int) -> Placement:
-    """Of a run on this machine, which has `seen` GPUs. Without any, and none asked for by `placement.gpus`, nobody has
-    one.
+    """Return the placement of a run on this machine, which has `seen` GPUs. Without GPUs, seen or requested by
+    `placement.gpus`, no process gets one.
 
     Raises:
         ConfigError: the processes do not fit.
@@ -128,7 +129,7 @@ def placement_of(config: Config, seen: int) -> Placement:
 
 
 def impossible_placement(config: Config, seen: int) -> Iterator[str]:
-    """Why this run cannot have its GPUs here."""
+    """Report why this run cannot have its GPUs here."""
     if config.placement.gpus > seen:
         yield (
             f"placement.gpus={config.placement.gpus}, but this machine has {seen}. Leave it out, or add --dry-run to "
@@ -142,13 +143,13 @@ def impossible_placement(config: Config, seen: int) -> Iterator[str]:
 
 
 def named(gpus: Sequence[int], visible: Sequence[str]) -> str:
-    """As CUDA_VISIBLE_DEVICES takes them: `gpus` counts among `visible`, which may be UUIDs."""
+    """Return a value for CUDA_VISIBLE_DEVICES. `gpus` are indices into `visible`, which may have UUIDs."""
     return ",".join(visible[gpu] for gpu in gpus)
 
 
 def gpus_per_engine(config: Config, gpus: int) -> float:
-    """That Ray reserves for each rollout worker, where it has `gpus`; those of another cluster are not only ours to
-    share.
+    """Return the number of GPUs that Ray, which has `gpus`, reserves for each rollout worker. On another cluster, whose
+    GPUs are also used by others, workers share none.
 
     Raises:
         ConfigError: engines of several GPUs would have to share them.
@@ -161,10 +162,10 @@ def gpus_per_engine(config: Config, gpus: int) -> float:
 
 
 def worker_gpus(config: Config, visible: Sequence[str]) -> list[str]:
-    """CUDA_VISIBLE_DEVICES of each worker that is a plain process; Ray gives its own. Empty: it sees what the pool
-    sees."""
+    """Return CUDA_VISIBLE_DEVICES of each worker that is a plain process; under Ray, Ray sets it. Empty: the worker
+    sees what the pool sees."""
     if config.rollout.host != "process" or not visible or not on_gpus(config):
         return [""] * config.rollout.workers
-    engine_share(len(visible), config.rollout.workers, config.engine.tensor_parallel)  # refuses what cannot be shared
+    engine_share(len(visible), config.rollout.workers, config.engine.tensor_parallel)  # raises if they cannot be shared
     taken = blocks(len(visible), config.rollout.workers, config.engine.tensor_parallel)
     return [named(block, visible) for block in taken]

@@ -1,4 +1,4 @@
-"""What a rule yields: the rule, the value, the way out, as one message each."""
+"""`Problems`, the messages that rules yield: each has the rule, the value and the way out."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ Problems = Iterator[str]
 
 
 LARGEST_WAY_OUT = 1 << 16
-"""Nobody sets more, and of a number with twenty zeros the search for all would not end."""
+"""Limit on the suggested divisors: larger values are not useful, and for a number with twenty zeros the search would
+not end."""
 
 
 def divisors(number: int) -> list[int]:
-    """The ways out where a setting must divide it, the smallest first."""
+    """Return the divisors of a number as suggestions for a setting that must divide it, the smallest first."""
     return [each for each in range(1, min(number, LARGEST_WAY_OUT) + 1) if number % each == 0]

@@ -1,4 +1,4 @@
-"""What a role takes from the machine it starts on: GPUs, an address to listen on, a folder to write to."""
+"""Checks the resources that a role takes on its machine: GPUs, an address to listen on, a folder to write to."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from asyncrl.schema import Config
 
 
 def missing_devices(config: Config, role: str, planned: bool = False) -> Iterator[str]:
-    """Settings that ask for more GPUs than are here; on another machine (`ray.address`) nothing is known.
+    """Report settings that need more GPUs than this machine has; nothing is known about others (`ray.address`).
 
     Args:
-        planned: only looked at, for a machine with `placement.gpus`.
+        planned: nothing will be started, and the machine in question has `placement.gpus`.
     """
     visible = visible_gpus()
     if visible is None:
@@ -55,9 +55,10 @@ def _more_than_there_are(config: Config, role: str, gpus: int) -> Iterator[str]:
 
 
 def taken_addresses(config: Config, role: str) -> Iterator[str]:
-    """Addresses that this role would listen on and cannot. One that is chosen at the start is not among them."""
+    """Report addresses on which this role must listen and cannot. Addresses that are chosen at the start are not
+    checked."""
     given = config.replay.address
-    if role != "local":  # others find out when they listen: a shard starts while the server holds that address
+    if role != "local":  # others fail when they listen: a shard starts while the server uses that address
         return
     if given.startswith("tcp://") and given != Config().replay.address:
         yield from _taken("replay.address", host_of(given), int(given.rpartition(":")[2]))
@@ -66,7 +67,7 @@ def taken_addresses(config: Config, role: str) -> Iterator[str]:
 
 
 def missing_interfaces(config: Config, role: str) -> Iterator[str]:
-    """Of a learner; what the workers' machines have they find out themselves."""
+    """Report interfaces that a learner's machine lacks; workers check those of their own machines."""
     weights = config.weights
     sends = os.environ.get("RANK", "0") == "0" or weights.senders == "all"
     if role not in ("local", "learner") or weights.transport != "broadcast" or not sends:
@@ -85,7 +86,7 @@ def _taken(key: str, host: str, port: int) -> Iterator[str]:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            # As ZeroMQ does: the port of a server that has just ended is free.
+            # As ZeroMQ does, so that the port of a server that has just ended counts as free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except socket.gaierror as error:
@@ -98,7 +99,7 @@ def _taken(key: str, host: str, port: int) -> Iterator[str]:
 
 
 def unwritable_folders(config: Config, role: str) -> Iterator[str]:
-    if role != "local":  # a restart of any other role meets a full disk by waiting for space
+    if role != "local":  # other roles, if restarted on a full disk, wait for space
         return
     folder = Path(config.run.dir).absolute()
     while not folder.exists():

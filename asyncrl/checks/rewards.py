@@ -1,4 +1,4 @@
-"""What the settings of rewards name: one function, or several with weights, each for the rows that it is for."""
+"""Resolves the settings of rewards: one function, or several with weights, each for certain rows."""
 
 from __future__ import annotations
 
@@ -32,37 +32,37 @@ LIBRARY = {
     },
     "reward_model": "asyncrl.rewards.reward_model:RewardModel",
 }
-"""Rewards that ship, by the name that `reward.function` may give them."""
+"""Built-in rewards, by their names in `reward.function`."""
 MODEL_REWARD = LIBRARY["reward_model"]
 EXTRAS = {
     LIBRARY["math"]: ("math_verify", "math"),
     LIBRARY["llm_judge"]: ("httpx", "judge"),
     LIBRARY["remote"]: ("httpx", "judge"),
 }
-"""Of them, those that need a package: its module and our extra."""
+"""Built-in rewards that need a package: its module, and the extra that installs it."""
 REMOTE = (LIBRARY["llm_judge"], LIBRARY["remote"])
-"""Of them, those that need a network."""
+"""Built-in rewards that need a network."""
 AT_ONCE = 64
-"""Async calls of one reward process, where `reward.concurrency` is 0."""
+"""Limit on concurrent async calls in one reward process, if `reward.concurrency` is 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardTerm:
-    """One function of those that make a reward."""
+    """One of the functions that make up a reward."""
 
     name: str = ""
-    """What its number is logged as, `rewards/<name>`; empty for the one of `reward.function`."""
+    """Name under which its value is logged, `rewards/<name>`; empty for that of `reward.function`."""
     function: str
     """`file.py:name` or `package.module:name`."""
     weight: float = 1.0
     args: dict[str, Any] = field(default_factory=dict)
     data_source: tuple[str, ...] = ()
-    """Rows that it is for, by their `data_source`; empty is all."""
+    """Values of `data_source` of the rows to which it applies; empty for all rows."""
     model: str = ""
 
     @property
     def remote(self) -> bool:
-        """Whether it asks somebody else: nothing that is called before the start."""
+        """Whether it calls another service, so that it must not be tried before the start."""
         return self.function in REMOTE
 
     def covers(self, row: Mapping[str, Any]) -> bool:
@@ -70,10 +70,10 @@ class RewardTerm:
 
 
 def reward_terms(reward: RewardConfig) -> tuple[RewardTerm, ...]:
-    """Of `reward.function` or `reward.functions`; none where neither is set.
+    """Return the terms of `reward.function` or `reward.functions`; empty if neither is set.
 
     Raises:
-        ConfigError: both are, or an entry of `functions` is none.
+        ConfigError: both are set, or an entry of `functions` is invalid.
     """
     if not reward.functions:
         model, args = reward.model, dict(reward.args)
@@ -117,7 +117,7 @@ def _term(name: str, entry: Any) -> RewardTerm:
 
 
 def full_name(function: str, key: str = "reward.function") -> str:
-    """The path of a reward that ships, and any path as it is. Raises ConfigError for a name that is neither."""
+    """Return the path of a built-in reward, or a path unchanged. Raises ConfigError for a name that is neither."""
     if ":" in function:
         return function
     if function not in LIBRARY:
@@ -130,6 +130,6 @@ def full_name(function: str, key: str = "reward.function") -> str:
 
 
 def at_once(reward: RewardConfig) -> int:
-    """Async calls that run side by side in one reward process: programs of `code` want a core each."""
+    """Return the limit on concurrent async calls in one reward process: each program of `code` needs a core."""
     programs = any(term.function == LIBRARY["code"] for term in reward_terms(reward))
     return reward.concurrency or (os.cpu_count() or 1 if programs else AT_ONCE)

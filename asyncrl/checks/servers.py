@@ -1,4 +1,4 @@
-"""Servers that somebody else started (`engine=server`, `engine=sglang`): which addresses may be used."""
+"""Checks the addresses of inference servers started outside asyncrl (`engine=server`, `engine=sglang`)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def too_short(url: str, held: int, config: Config, beside: int = 0) -> str:
 
 
 def refused(engine: EngineConfig) -> Iterator[str]:
-    """Why these `engine.urls` cannot be used."""
+    """Report why these `engine.urls` cannot be used."""
     if not engine.urls:
         yield f"engine={engine.name} needs the addresses of its servers. Set engine.urls=[http://127.0.0.1:8000]"
     wrong = [why for url in engine.urls for why in _wrong(url)]
@@ -48,7 +48,7 @@ def refused(engine: EngineConfig) -> Iterator[str]:
     key = os.environ.get(engine.key_env, "") if engine.key_env else ""
     if engine.key_env and not key:
         yield f"engine.key_env={engine.key_env} names an environment variable that is not set. Export it"
-    if not key.isascii() or not key.isprintable():  # the error of a header that cannot be sent would show the key
+    if not key.isascii() or not key.isprintable():  # an error about an invalid header would show the key
         yield (
             f"the key in {engine.key_env} has a line break, or a character that a header cannot have. Export it without"
         )
@@ -81,7 +81,8 @@ def _wrong(url: str) -> Iterator[str]:
 
 
 def connected_at(url: str) -> str:
-    """`url` with the number that was judged, whatever the name is a moment later; a certificate needs the name."""
+    """Return `url` with the IP address that was checked, whatever the name resolves to later. With https the name is
+    kept, because a certificate needs it."""
     place = urlsplit(url)
     found = resolved(place.hostname or "")
     if place.scheme == "https" or not found:

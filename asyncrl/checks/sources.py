@@ -1,4 +1,4 @@
-"""Where rows come from: `data.path` and `data.mixture` as sources, and what of them lies on this machine.
+"""Sources of rows: resolves `data.path` and `data.mixture`, and finds their files on this machine.
 
 a file     FILE.jsonl, FILE.parquet        a list of any of them, or a glob: `data.path='data/*.parquet'`
 a folder   made by `save_to_disk`, or of JSONL or parquet files
@@ -23,10 +23,10 @@ from asyncrl.schema import RowSettings
 
 HUB = "hf:"
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
-"""By a file's ending."""
+"""Kinds of files by extension."""
 OF_A_CLASS = re.compile(r"(.+\.py|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
 SAVED = "state.json"
-"""In a folder that `datasets` made with `save_to_disk`; one of several splits has SPLITS instead."""
+"""File in a folder written by `save_to_disk` of `datasets`; a folder with several splits has SPLITS instead."""
 SPLITS = "dataset_dict.json"
 SPLIT_WORDS = ("train", "test", "valid", "validation", "dev", "eval")
 IN_A_MIXTURE = ("path", "weight", "where", "prompt_column", "args")
@@ -34,19 +34,19 @@ IN_A_MIXTURE = ("path", "weight", "where", "prompt_column", "args")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Rows that are drawn from as one: all of `data.path`, or one entry of `data.mixture`."""
+    """A set of rows sampled as one: all of `data.path`, or one entry of `data.mixture`."""
 
     key: str
     """The setting that names it, for errors."""
     specs: tuple[str, ...]
-    """As given: files, folders, globs, names on the hub, classes."""
+    """Paths as given: files, folders, globs, names on the hub, classes."""
     name: str = ""
-    """In the mixture; empty without one."""
+    """Name in the mixture; empty without a mixture."""
     weight: float = 1.0
     prompt_column: str = "prompt"
     where: tuple[Condition, ...] = ()
     args: Mapping[str, Any] = field(default_factory=dict)
-    """Of a class of the user's."""
+    """Arguments for a user's class."""
 
     @property
     def title(self) -> str:
@@ -60,7 +60,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One thing that can be opened."""
+    """A file, folder, hub dataset or class that can be opened."""
 
     kind: str
     """`jsonl`, `parquet`, `saved`, `hub` or `own`."""
@@ -68,18 +68,18 @@ class Place:
 
 
 def is_own(spec: str) -> bool:
-    """Whether it names a class of the user's: reading it runs code that is not ours."""
+    """Return whether a path names a user's class, so that reading it runs user code."""
     return not spec.startswith(HUB) and OF_A_CLASS.fullmatch(spec) is not None
 
 
 def sources(data: RowSettings, key: str = "data.path") -> tuple[Source, ...]:
-    """Of the training prompts: one for `data.path`, else one per entry of the mixture, in its order.
+    """Return the sources of the training prompts: one for `data.path`, or one per entry of the mixture, in its order.
 
     Args:
-        key: what the path is called where it is another's.
+        key: name of the setting with the path, if it is not the training's.
 
     Raises:
-        ConfigError: an entry cannot be understood.
+        ConfigError: an entry is invalid.
     """
     if not data.mixture:
         return (_source(key, "", {"path": data.path}, data),)
@@ -130,10 +130,10 @@ def _specs(key: str, given: Any) -> tuple[str, ...]:
 
 
 def places(source: Source) -> list[Place]:
-    """What its paths stand for on this machine, globs and folders taken apart. Opens no file of rows.
+    """Return what a source's paths stand for on this machine, with globs and folders expanded. Reads no rows.
 
     Raises:
-        DataError: there is no such file, or it is of no known kind.
+        DataError: there is no such file, or its kind is unknown.
     """
     return [place for spec in source.specs for place in _places(spec, source.key)]
 

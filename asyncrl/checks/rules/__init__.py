@@ -1,2 +1,2 @@
-"""Rules that settings must keep, one small function each; `whole` asks them all. No file is read here, and no machine
-is asked: that is above."""
+"""Rules for settings, one small function each; `whole` checks all of them. They read no files and do not depend on the
+machine; such checks are in the parent package."""

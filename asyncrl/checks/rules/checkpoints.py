@@ -1,4 +1,4 @@
-"""What is made of checkpoints: models, copies, the best of them."""
+"""Rules for checkpoints: exported models, copies, and keeping the best."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def of_copies(copy_to: str) -> Problems:
 
 
 def best_is_measured(config: Config) -> Problems:
-    """Of an evaluation: one that is made, whose figure exists, at the steps that are saved."""
+    """A metric of an evaluation must belong to an evaluated set, exist, and be measured at the steps that are saved."""
     learner = config.learner
     if not learner.keep_best.startswith("eval/"):
         return
@@ -50,7 +50,7 @@ def best_is_measured(config: Config) -> Problems:
         return
     own = sets[name]
     figures = [own.reward.metric, *(figures_for(own.eval.samples, votes=own.eval.answer != "none"))]
-    if figure not in figures and not figure.endswith("/mean"):  # of a data_source, which the rows name
+    if figure not in figures and not figure.endswith("/mean"):  # the mean of a data_source, which the rows name
         yield (
             f"learner.keep_best={learner.keep_best}: {name} is measured by {', '.join(figures)} (see eval.samples, "
             f"reward.metric).{nearest(figure, figures)}"

@@ -1,4 +1,4 @@
-"""What the settings of the data may be, as far as words and numbers tell."""
+"""Rules for the settings of the data, without reading any rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.schema import Config
 
 LEAST_EXPLORED = 0.001
-"""Fewer, and the replay server would walk past thousands of rows for one group."""
+"""Smallest `data.curriculum_explore`: with less, the replay server would skip thousands of rows for one group."""
 
 
 def sources_are_some(config: Config) -> Problems:

@@ -1,4 +1,4 @@
-"""Engines and weight transports: settings that cannot work together."""
+"""Rules for engines and weight transports: settings that cannot work together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asyncrl.checks.servers import SERVERS, refused
 from asyncrl.schema import Config
 
 OF_VLLM = {"tensor_parallel": 1, "max_model_len": 0, "kv_cache_mb": 0, "vllm": {}}
-"""Settings under engine that only vLLM reads, and what they are when left alone."""
+"""Settings under engine that only vLLM reads, and their defaults."""
 
 
 def engine_has_the_setting(config: Config) -> Problems:
@@ -96,7 +96,7 @@ NO_SAME_BITS = {
     "sglang": "SGLang's kernels are not the learner's",
     "fake": "it has no model",
 }
-"""Why an engine's log-probs cannot be the learner's to the bit."""
+"""Why an engine's log-probs cannot equal the learner's bit for bit."""
 
 
 def exact_engines_can_be(config: Config) -> Problems:
@@ -149,7 +149,7 @@ EXECUTORS = ("mp", "uni")
 
 
 def engine_processes_are_its_own(config: Config) -> Problems:
-    """Every process of an engine is a rank of the weight group and a child of its rollout worker."""
+    """Every process of an engine must be a rank of the weight group and a child of its rollout worker."""
     extra = config.engine.vllm
     for key in OTHER_PROCESSES:
         if extra.get(key, 1) != 1:
@@ -170,11 +170,12 @@ ANOTHER_DISTRIBUTION = (
     "generation_config", "override_generation_config", "logits_processors", "logits_processor_pattern",
     "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "watermark_config",
 )  # fmt: skip
-"""Under engine.vllm: what would change, or is meant to change, what tokens are drawn from."""
+"""Arguments under engine.vllm that change, or are meant to change, the distribution from which tokens are sampled."""
 
 
 def tokens_are_drawn_from_the_policy(config: Config) -> Problems:
-    """Of vLLM's own arguments; see also `hints.REFUSED_ON_PURPOSE`, and `checks.sampling` for what is recorded."""
+    """Refuse arguments of vLLM that change the distribution; see also `hints.REFUSED_ON_PURPOSE`, and `sampling` for
+    truncation that is recorded."""
     for key in ANOTHER_DISTRIBUTION:
         if key in config.engine.vllm:
             yield (
@@ -204,7 +205,7 @@ UNPROVEN = {
         ("cpu_offload_gb", "cpu_offload_params", "offload_group_size", "offload_params", "enable_eplb"), MOVED_WEIGHTS
     ),
 }
-"""Under engine.vllm: what makes log-probs or versions wrong, or was never shown to leave them right, and why."""
+"""Arguments under engine.vllm that make log-probs or versions wrong, or were not tested in this respect, and why."""
 
 
 def versions_and_logprobs_stay_true(config: Config) -> Problems:

@@ -1,4 +1,4 @@
-"""Rules on how the learner's layers compute, and what they keep (see `asyncrl.checks.rules.whole`)."""
+"""Rules for how the learner's layers compute, and what they keep (see `asyncrl.checks.rules.whole`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches, advantages and losses: parts that do not fit together or would do nothing."""
+"""Rules for batches, advantages and losses: parts that do not fit together or would do nothing."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ ESTIMATOR_SETTINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str,
     "retrace_turns": (("none",), ("none", "batch"), ("gamma", "lam", "lam_alpha", "c_bar")),
     "own": (("none",), ("none",), ("function", "args", "components")),
 }
-"""Of each estimator: baselines and stds it takes, and what else it reads."""
+"""For each estimator: the baselines and stds it accepts, and the other settings it reads."""
 DEFAULTS: dict[str, object] = {"gamma": 1.0, "lam": 0.95, "lam_alpha": 0.0, "c_bar": 1.0, "components": {}}
 DEFAULTS |= {"function": "", "args": {}}
-"""Of what not every estimator reads."""
+"""Defaults of the settings that not every estimator reads."""
 CHOICES = {"group": "grpo", "vtrace_turns": "vtrace", "retrace_turns": "retrace"}
-"""Names in configs/advantage/, where they are not the estimator's."""
+"""Names in configs/advantage/ of estimators for which they differ."""
 
 
 def batch_divides(config: Config) -> Problems:
@@ -81,12 +81,14 @@ def ranks_are_laid_out(config: Config) -> Problems:
 
 
 def early_groups(config: Config) -> int:
-    """Groups that are trained on together, as soon as they are there; 0: all of a batch, once it is full."""
+    """Return the number of groups that are trained on together as soon as they have arrived; 0: the whole batch, once
+    it is full."""
     return 0 if why_not_early(config) else config.learner.early_groups
 
 
 def why_not_early(config: Config) -> str:
-    """What needs the whole batch before the first gradient, or cannot know how it begins; empty if nothing does."""
+    """Return which settings need the whole batch before the first gradient, or may change which groups come first;
+    empty if none does."""
     advantage, replay = config.advantage, config.replay
     reasons = {
         f"loss={config.loss.preset} looks at all tokens of a batch first": needs_first_pass(config.loss),
@@ -101,7 +103,7 @@ def why_not_early(config: Config) -> str:
 
 
 def why_never_warm(config: Config) -> str:
-    """Why the learning rate never reaches `learner.lr`; empty where it does."""
+    """Return why the learning rate never reaches `learner.lr`; empty if it does."""
     learner, steps = config.learner, config.learner.steps - config.critic.warmup_steps
     if learner.warmup_steps <= steps:
         return ""
@@ -133,8 +135,8 @@ def sequence_fits_microbatch(config: Config) -> Problems:
 
 
 def resolved_loss(loss: LossConfig) -> dict[str, Any]:
-    """Every part that the loss uses, the preset's values filled in; None where it uses none. Read back as settings it
-    is the same loss."""
+    """Return every part of the loss with the preset's values filled in; None for a part that is not used. As settings,
+    they give the same loss."""
     return {name: value for name, value in asdict(resolve(loss)).items() if value != {}}
 
 
@@ -184,7 +186,7 @@ def _reference_has_a_use(config: Config) -> Problems:
 
 
 def advantage_is_consistent(config: Config) -> Problems:
-    """Each estimator with the settings it reads: one that does nothing, or means something else, is refused."""
+    """Refuse settings that the estimator does not read, or reads differently."""
     given = config.advantage
     if given.estimator not in ESTIMATOR_SETTINGS:
         return  # refused by known_words
@@ -247,7 +249,7 @@ def _components_count(given: AdvantageConfig) -> Problems:
 
 
 CRITIC_LR = 1e-5
-"""The default: with a critic or without, it stands in every config."""
+"""The default of `critic.lr`, which every config contains, with a critic or without."""
 
 
 def critic_has_a_use(config: Config) -> Problems:
@@ -311,7 +313,7 @@ def profile_names_steps(config: Config) -> Problems:
             "learner.profile must be FIRST:LAST, the first and last train step to profile, counted from 1; got "
             f"{given}. Example: 10:13. Or leave it out"
         )
-    elif given and int(first) > config.learner.steps and not config.learner.epochs:  # which set the steps later
+    elif given and int(first) > config.learner.steps and not config.learner.epochs:  # epochs set it later
         yield (
             f"learner.profile={given} does nothing: learner.steps={config.learner.steps} is before the first of these. "
             "Name steps that are trained, or leave it out"

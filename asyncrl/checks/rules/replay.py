@@ -1,4 +1,4 @@
-"""Staleness, store and addresses: combinations that would deadlock, lose data or open a port."""
+"""Rules for staleness, store and addresses: combinations that would deadlock, lose data or open a port."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from asyncrl.checks.problem import Problems
 from asyncrl.schema import Config
 
 BYTES_PER_TOKEN = 13
-"""Of a stored trajectory: token id 4, loss mask 1, behavior log-prob 4, policy version 4."""
+"""Bytes per token of a stored trajectory: token id 4, loss mask 1, behavior log-prob 4, policy version 4."""
 
 SIBLING_BASELINES = ("mean", "loo", "opo")
-"""Those against which equal rewards are all 0."""
+"""Baselines with which equal rewards give advantages of 0."""
 
 
 def depth_within_bound(config: Config) -> Problems:
@@ -119,7 +119,7 @@ def order_can_be_kept(config: Config) -> Problems:
 
 
 def samples_need_no_group(config: Config) -> Problems:
-    """With `replay.admission=sample` nobody but the learner has a group whole."""
+    """With `replay.admission=sample`, only the learner has whole groups."""
     if config.replay.admission != "sample":
         return
     replay, rollout = config.replay, config.rollout
@@ -147,14 +147,14 @@ def bytes_per_token(config: Config) -> int:
 
 
 def store_bytes_needed(config: Config) -> int:
-    """Most bytes of tokens the replay store can be asked to hold: the batch in training, one sealed ahead, the lead."""
+    """Return the maximum bytes of tokens in the replay store: the batch in training, one sealed ahead, and the lead."""
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     sequences = config.learner.groups_per_step * config.rollout.group_size
     return (deepest_of(config) + 2) * sequences * longest * bytes_per_token(config)
 
 
 def deepest_of(config: Config) -> int:
-    """The most that `replay.pipeline_depth` may be moved to."""
+    """Return the largest value that `replay.pipeline_depth` may take."""
     return config.replay.max_staleness if config.rollout.autotune else config.replay.pipeline_depth
 
 
@@ -199,7 +199,7 @@ def address_is_safe(config: Config) -> Problems:
 
 
 def serves_weights(config: Config) -> bool:
-    """Whether the learner listens for workers that want weights."""
+    """Return whether the learner listens for workers that fetch weights."""
     weights = config.weights
     return weights.transport == "broadcast" or (weights.transport == "pull" and not weights.url)
 

@@ -1,4 +1,4 @@
-"""Truncated sampling: top-p, top-k and min-p, of the training and of evaluations."""
+"""Rules for truncated sampling: top-p, top-k and min-p, in training and in evaluations."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ NO_MASKS = {
     "sglang": "its log-probs are those before anything was left out",
     "fake": "it draws from no distribution",
 }
-"""Why an engine cannot tell the learner what it drew from."""
+"""Why an engine cannot report the support from which it sampled."""
 
 
 def truncations(settings: RolloutConfig | EvalConfig) -> dict[str, float]:
-    """Of top-p, top-k and min-p those that leave tokens out."""
+    """Return those of top-p, top-k and min-p that exclude tokens."""
     values = (settings.top_p, settings.top_k, settings.min_p)
     nothing = (1.0, 0, 0.0)
     return {name: value for name, value, none in zip(NAMES, values, nothing, strict=True) if value != none}

@@ -1,4 +1,4 @@
-"""Words and numbers: what each setting may be by itself, and the run folder."""
+"""Rules for words and numbers: the values that each setting may have by itself, and the run folder."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ SAID = {
     **dict.fromkeys(("rollout.top_k", "eval.top_k"), "at least 0"),
     **dict.fromkeys(("rollout.min_p", "eval.min_p"), "at least 0, below 1"),
 }
-"""What the other rules allow, in words."""
+"""Values allowed by the other rules, in words."""
 
 
 def allowed() -> dict[str, str]:
-    """Key -> what it may be, for the settings whose own value is judged by a rule."""
+    """Return key -> its allowed values in words, for the settings whose own value is checked by a rule."""
     found = in_words(WORDS, SMALLEST, ABOVE_ZERO)
     found |= {f"loss.{key}": ", ".join(choices) for key, choices in CHOICES.items()}
     found |= {f"loss.{key}": rule for key, _, _, rule in RANGES}
@@ -57,7 +57,7 @@ def allowed() -> dict[str, str]:
 
 
 def one_device_for_all(device: str, ranks: int) -> str:
-    """What is wrong with a numbered `learner.device` for several ranks of a machine."""
+    """Return the message for a numbered `learner.device` with several ranks on a machine."""
     return (
         f"learner.device={device} puts all {ranks} ranks of a machine on one GPU; use learner.device=cuda, which gives "
         "each its own (CUDA_VISIBLE_DEVICES chooses which), or learner.ranks=1"
@@ -125,7 +125,7 @@ def resume_or_overwrite(config: RunSettings) -> Problems:
             f"resume={config.resume} and overwrite=true contradict each other: one keeps the run folder, the other "
             "deletes what is in it. Give one of them"
         )
-    # A path has a slash or names a checkpoint folder; a bare misspelt word would else be taken for a path.
+    # A path has a slash or names a checkpoint folder; otherwise a misspelt word would be taken for a path.
     if config.resume not in ("never", "auto") and "/" not in config.resume and not Path(config.resume).exists():
         hint = nearest(config.resume, ("never", "auto"))
         yield f"resume must be never, auto or the path of a checkpoint; got {config.resume!r}.{hint}"
@@ -174,13 +174,13 @@ def environment_is_one(config: Config) -> Problems:
 
 
 def prompts_are_cut_where_they_are_read(config: Config) -> Problems:
-    # One of the user's is looked at where its class is known, in `environments.registry`.
+    # A user's own environment is checked where its class is known, in `environments.registry`.
     if config.environment.name in ENVIRONMENTS[1:] and config.data.overlong.startswith("truncate_"):
         yield cuts_nothing(config.environment.name, config.data.overlong)
 
 
 def cuts_nothing(environment: str, overlong: str) -> str:
-    """The refusal of a cut that an environment would never see."""
+    """Return the message for a truncation that has no effect on an environment."""
     return (
         f"data.overlong={overlong} shortens the tokens of a prompt, but environment={environment} reads the row's "
         "messages, which cannot be cut. Set data.overlong=drop or error, or a larger data.max_prompt_tokens"
@@ -215,7 +215,7 @@ def evaluation_has_rows(config: Config) -> Problems:
 
 
 def _evaluation_is_one(config: Config) -> Problems:
-    """By its own settings."""
+    """Check the settings of an evaluation by themselves."""
     if config.eval.samples > 1 and config.eval.temperature == 0:
         yield (
             f"eval.samples={config.eval.samples} at eval.temperature=0 would give the same completion "
@@ -235,7 +235,7 @@ OF_A_SET = (
     _evaluation_is_one,
     evaluation_is_truncated_within_bounds,
 )
-"""Rules that an entry of `eval.sets` can break by itself."""
+"""Rules that a single entry of `eval.sets` can break."""
 
 RULES = (
     known_words,

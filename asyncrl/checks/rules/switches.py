@@ -1,4 +1,5 @@
-"""Settings that count only where another one is on. Given where that is off they would do nothing, and be missed."""
+"""Rules for settings that only have an effect if another one is on. If that is off, they are refused, since they would
+silently do nothing."""
 
 from __future__ import annotations
 
@@ -32,11 +33,11 @@ SWITCHED: dict[str, tuple[tuple[Any, ...], tuple[str, ...], str]] = {
     "learner.keep_best": (("",), ("learner.keep_best_by",), "Name a metric there"),
     "learner.hook": (("",), ("learner.hook_args",), "Name the hook there"),
 }
-"""Of each switch: where it is off, what then does nothing, and how it is turned on."""
+"""For each switch: its off values, the settings that then have no effect, and how to turn it on."""
 
 
 def switches_are_on(config: RunSettings) -> Problems:
-    """Of those that the settings have: `asyncrl sft` has some."""
+    """Check the switches that these settings have; `asyncrl sft` has only some of them."""
     for switch, (off, keys, way_out) in SWITCHED.items():
         state = _given(config, switch)
         if state is None or state[0] not in off:
@@ -49,12 +50,13 @@ def switches_are_on(config: RunSettings) -> Problems:
 
 
 def without_effect(values: Mapping[str, Any]) -> set[str]:
-    """Of all settings of a run, by dotted key, those whose switch is off: nobody has typed them now."""
+    """Return, of all settings of a run by dotted key, those without effect because their switch is off; they were not
+    set for this start."""
     return {key for switch, (off, keys, _) in SWITCHED.items() if values.get(switch) in off for key in keys}
 
 
 def _given(config: RunSettings, key: str) -> tuple[Any, Any] | None:
-    """The value of a setting and its default; None where the settings have none of this name."""
+    """Return the value of a setting and its default; None if there is no setting of this name."""
     rooms, _, name = key.rpartition(".")
     try:
         room = attrgetter(rooms)(config)

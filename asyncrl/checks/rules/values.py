@@ -1,5 +1,5 @@
-"""What a setting may be by itself: one of some words, or a number from a smallest one on. Of a run, and of
-`asyncrl sft` as far as it has them."""
+"""Values that a setting may have by itself: one of several words, or a number in a range. For runs, and for the
+settings that `asyncrl sft` shares with them."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ ABOVE_ZERO = (
     "learner.save_timeout_s",
 )
 LONGEST_WAIT_S = 3600.0
-"""For which a request may ask the replay server to wait."""
+"""Limit on the seconds for which a request may ask the replay server to wait."""
 PROCESSES = """
     model.lora_rank reward.workers reward.concurrency reward.gpus engine.max_sequences engine.threads
     engine.tensor_parallel rollout.workers rollout.group_size replay.shards learner.ranks learner.replicas
@@ -95,12 +95,12 @@ MOST: dict[str, int] = {
     **dict.fromkeys(("seed", "replay.max_bytes"), (1 << 63) - 1),
     **dict.fromkeys(("learner.epochs", "advantage.kl_horizon"), (1 << 31) - 1),
 }
-"""What there may be some of, and a machine has no more of; what nobody can mean."""
+"""Upper limits by key: more processes than any machine has, and values that cannot be intended."""
 MOST_OF: dict[str, int] = {"_s": 1_000_000, "_ms": 60_000, "_mb": 1 << 24}
-"""By the end of a key: seconds that a system call can still wait for, milliseconds, MiB."""
+"""Upper limits by the suffix of a key: seconds that a system call can still wait for, milliseconds, MiB."""
 SHORTEST_S = 0.001
 MOST_COUNTED = (1 << 31) - 1
-"""Of every other count: versions and places of tokens are stored in 32 bits."""
+"""Upper limit of every other count: versions and positions of tokens are stored in 32 bits."""
 
 
 def other_words(config: RunSettings, words: Mapping[str, tuple[str, ...]]) -> Problems:
@@ -113,11 +113,11 @@ def other_words(config: RunSettings, words: Mapping[str, tuple[str, ...]]) -> Pr
 def out_of_range(config: RunSettings, smallest: Mapping[str, float], above_zero: Iterable[str]) -> Problems:
     for key, least in smallest.items():
         value = attrgetter(key)(config)
-        if not least <= value < math.inf:  # as written it refuses NaN too
+        if not least <= value < math.inf:  # written like this, it refuses NaN too
             yield f"{key} must be at least {least}; got {value}"
     for key in above_zero:
         value = attrgetter(key)(config)
-        # An infinite clip_norm is a norm that is reported and never clipped.
+        # With an infinite clip_norm, the norm is reported and never clipped.
         if 0 < value < math.inf or (key == "learner.clip_norm" and value > 0):
             continue
         why = ": at 0 all samples are the argmax and a group has no spread" if key == "rollout.temperature" else ""
@@ -134,14 +134,14 @@ def out_of_bounds(config: RunSettings) -> Problems:
 
 
 def most_of(key: str, value: float) -> int | None:
-    """The largest that a setting may be; None of what is neither a count nor a time."""
+    """Return the upper limit of a setting; None if it is neither a count nor a time and has no limit of its own."""
     ending = f"_{key.rpartition('_')[2]}"
     counted = MOST_COUNTED if isinstance(value, int) else None
     return MOST.get(key, MOST_OF.get(ending, counted))
 
 
 def _numbers(settings: Any, prefix: str = "") -> Iterator[tuple[str, int | float]]:
-    """Every setting that is a number, by its key."""
+    """Iterate over `(key, value)` of every setting that is a number."""
     for each in fields(settings):
         value = getattr(settings, each.name)
         if is_dataclass(value):
@@ -153,7 +153,7 @@ def _numbers(settings: Any, prefix: str = "") -> Iterator[tuple[str, int | float
 def in_words(
     words: Mapping[str, tuple[str, ...]], smallest: Mapping[str, float], above_zero: Iterable[str]
 ) -> dict[str, str]:
-    """Key -> what it may be."""
+    """Return key -> its allowed values in words."""
     found = {key: ", ".join(choices) for key, choices in words.items()}
     found |= {key: f"at least {least:g}" for key, least in smallest.items()}
     found |= dict.fromkeys(above_zero, "above 0")

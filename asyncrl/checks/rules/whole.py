@@ -1,7 +1,7 @@
-"""Every rule a configuration must keep, one small function each. All that is wrong is reported at once.
+"""All rules for a configuration, one small function each. All problems are reported at once.
 
-A rule yields what it found: the rule, the value, the way out. Only numbers and words are looked at, so that any
-process can check anywhere; what a role needs on the machine it starts on is asked by `asyncrl.checks.machine`.
+A rule yields messages with the rule, the value and the way out. Rules only use numbers and words, so that any process
+can check anywhere; `asyncrl.checks.machine` checks what a role needs on its machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RULES: tuple[Callable[[Config], Problems], ...] = (
 
 
 def check_config(config: Config) -> None:
-    """Raises ConfigError with everything that `RULES` found wrong."""
+    """Raises ConfigError with all problems found by `RULES`."""
     problems = [problem for rule in RULES for problem in rule(config)]
     if problems:
         raise ConfigError(join_problems(problems))
