@@ -1,2 +1,2 @@
-"""The commands, one file each, which `main` loads; the rooms beside them are what several have in common. They start
-processes and print; the logic is below."""
+"""The commands, one file each, which `main` loads; the subpackages are shared by several of them. Commands start
+processes and print; the logic is in the other packages."""

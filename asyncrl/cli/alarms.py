@@ -1,4 +1,4 @@
-"""`asyncrl alarms`: each with what it means and what to do. `--markdown` is the page docs/alarms.md."""
+"""`asyncrl alarms`: lists alarms with their meaning and advice. `--markdown` prints the page docs/alarms.md."""
 
 from __future__ import annotations
 

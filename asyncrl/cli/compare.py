@@ -78,7 +78,7 @@ def settings_table(runs: Sequence[Run]) -> Table:
 
 
 def ends_table(runs: Sequence[Run], ends: dict[str, list[End | None]]) -> Table:
-    """The best of each metric that has a better way is marked."""
+    """Return the table of final values. The best is marked for metrics with a better direction."""
     table = Table("metric", "unit", *(run.name for run in runs), title="where they ended", title_justify="left")
     table.add_row("step", "", *map(last_step, runs))
     for metric, each in ends.items():

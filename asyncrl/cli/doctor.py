@@ -1,7 +1,7 @@
-"""`asyncrl doctor [DIR]`: what of this machine a run would stumble over, before one is started.
+"""`asyncrl doctor [DIR]`: finds what on this machine would make a run fail, before one is started.
 
-Each check measures or reads one thing and says what follows. Nothing is changed; the files it writes into DIR are gone
-when it ends.
+Each check measures or reads one thing and explains the consequences. Nothing is changed; the files written into DIR
+are deleted.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ from asyncrl.storage.memory import container_bytes
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 FREE_LOW, FREE_LEAST = 10 << 30, 1 << 30
 FSYNC_SLOW_S = 0.02
-"""An insert is answered when its bytes are synced: at 20 ms a server answers fifty times a second."""
+"""Duration of a sync in seconds that counts as slow. An insert is answered once its bytes are synced: at 20 ms a server
+answers fifty times a second."""
 FSYNCS, WRITTEN = 16, 32 << 20
 FILES_LEAST = 4096
 SHM_LEAST = 1 << 30
 ANSWERED_S = 2.0
 """Longest wait of this machine for itself."""
 TIME_ERROR = 5
-"""What adjtimex returns while nothing keeps the clock in step."""
+"""Return value of adjtimex if nothing synchronizes the clock."""
 NETWORK_FILES = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "lustre", "beegfs", "glusterfs")
 ENGINES = {"transformers": "built in", "vllm": "asyncrl[vllm]"}
-"""Package of each engine, and where it comes from."""
+"""Package of each engine, and how it is installed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +52,11 @@ class Finding:
     state: str
     """`ok`, `warning` (a run works, with this cost) or `problem` (something will not work)."""
     said: str
-    """What was found and, where it is not well, what follows and what to do."""
+    """What was found and, if it is not well, the consequences and what to do."""
 
 
 def packages(required: Sequence[str], installed: Callable[[str], str | None]) -> list[Finding]:
-    """Versions against the ranges that asyncrl declares; an extra that is not installed is no finding."""
+    """Check versions against the ranges that asyncrl declares; a missing extra is not a finding."""
     found = []
     for text in required:
         wanted = Requirement(text)
@@ -70,7 +71,7 @@ def packages(required: Sequence[str], installed: Callable[[str], str | None]) ->
 
 
 def engines(installed: Callable[[str], str | None]) -> list[Finding]:
-    """Which engines could generate here."""
+    """Report which engines are available here."""
     versions = {name: installed(name) or installed(f"{name}-cpu") for name in ENGINES}
     there = ", ".join(f"{name} {version} ({ENGINES[name]})" for name, version in versions.items() if version)
     if versions["vllm"]:
@@ -79,10 +80,12 @@ def engines(installed: Callable[[str], str | None]) -> list[Finding]:
 
 
 def gpus(told: str | None, torch_sees: Callable[[], str]) -> list[Finding]:
-    """
+    """Check the GPUs.
+
     Args:
-        told: by nvidia-smi, `name, total MiB, used MiB, driver`, a line per GPU; None where there is none.
-        torch_sees: `CUDA version that torch was built for, number of GPUs that it can use`; called if there is one.
+        told: output of nvidia-smi, `name, total MiB, used MiB, driver`, a line per GPU; None if there is none.
+        torch_sees: returns `CUDA version that torch was built for, number of GPUs that it can use`; called if there is
+            a GPU.
     """
     if told is None:
         return [Finding("GPU", OK, "none (no nvidia-smi): learner and engines compute on the CPU")]
@@ -108,7 +111,7 @@ def gpus(told: str | None, torch_sees: Callable[[], str]) -> list[Finding]:
 
 
 def memory(total: int, shared: int, container: int | None = None) -> list[Finding]:
-    """Bytes of memory, of what is free of /dev/shm, and that this container may have."""
+    """Check the memory, the free part of /dev/shm, and the limit of this container, in bytes."""
     bound = "" if container is None else f", of which this container may have {container / 2**30:.1f} GiB"
     said = f"{total / 2**30:.1f} GiB{bound}, {len(os.sched_getaffinity(0))} CPU cores"
     found = [Finding("memory", OK, said)]
@@ -126,7 +129,7 @@ def memory(total: int, shared: int, container: int | None = None) -> list[Findin
 
 
 def files(soft: int) -> Finding:
-    """How many files a process may have open: each connection is one."""
+    """Check the limit on open files of a process: each connection is one."""
     if soft < FILES_LEAST:
         said = f"a process may open {soft}: with hundreds of workers the replay server needs more. ulimit -n 65536"
         return Finding("open files", WARNING, said)
@@ -134,7 +137,7 @@ def files(soft: int) -> Finding:
 
 
 def disk(folder: Path) -> list[Finding]:
-    """What `judge_disk` says, or that nothing can be written there."""
+    """Return the findings of `judge_disk`, or that nothing can be written there."""
     try:
         sync_s, rate = measured(folder)
     except OSError as error:
@@ -145,7 +148,7 @@ def disk(folder: Path) -> list[Finding]:
 
 
 def measured(folder: Path) -> tuple[float, float]:
-    """Writes and syncs into `folder`, as the journal does: seconds of a sync, and bytes per second. Raises OSError."""
+    """Write and sync in `folder` as the journal does. Returns seconds per sync and bytes per second. Raises OSError."""
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder) as place:
         block, took = os.urandom(4096), []
         with (Path(place) / "synced").open("wb") as file:
@@ -184,17 +187,17 @@ def judge_disk(folder: Path, free: int, sync_s: float, rate: float, kind: str) -
 
 
 def filesystem_of(folder: Path, mounts: str) -> str:
-    """Its kind, by the longest mount point above it; empty where that is not known."""
+    """Return the type of the file system, by the longest mount point above `folder`; empty if unknown."""
     rows = [line.split() for line in mounts.splitlines()]
     above = [row for row in rows if len(row) > 2 and folder.is_relative_to(row[1])]
     return max(above, key=lambda row: len(row[1]), default=["", "", ""])[2]
 
 
 def ports(kernel: str) -> list[Finding]:
-    """Loopback, and the ports that are given out to processes that ask for any.
+    """Check loopback, and the range of ports that the kernel assigns to processes that ask for any.
 
     Args:
-        kernel: of /proc/sys/net/ipv4/ip_local_port_range; empty where there is none.
+        kernel: content of /proc/sys/net/ipv4/ip_local_port_range; empty if there is none.
     """
     try:
         with socket.create_server(("127.0.0.1", 0)) as bound:
@@ -213,7 +216,7 @@ def ports(kernel: str) -> list[Finding]:
 
 
 def host_name(name: str, resolve: Callable[[str], str]) -> Finding:
-    """What this machine is called, and whether that leads back: torchrun and Ray tell it to other machines."""
+    """Check whether this machine's name resolves: torchrun and Ray pass it to other machines."""
     try:
         return Finding("host name", OK, f"{name} is {resolve(name)}")
     except OSError as error:
@@ -222,9 +225,10 @@ def host_name(name: str, resolve: Callable[[str], str]) -> Finding:
 
 
 def clock(state: int | None) -> Finding:
-    """
+    """Check whether the clock is synchronized.
+
     Args:
-        state: of adjtimex(2); None where it may not be asked.
+        state: return value of adjtimex(2); None if it is not permitted.
     """
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     if state == TIME_ERROR:
@@ -235,7 +239,7 @@ def clock(state: int | None) -> Finding:
 
 def clock_state() -> int | None:
     try:
-        found = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(512))  # modes 0: it only reads
+        found = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(512))  # modes=0 only reads
     except (OSError, AttributeError):
         return None
     return None if found < 0 else found
@@ -249,7 +253,7 @@ def version_of(package: str) -> str | None:
 
 
 def torch_sees() -> str:
-    """In a process of its own: the doctor loads no torch, and a driver that hangs must not hang him."""
+    """Ask torch in a separate process: the doctor does not load torch, and a hanging driver must not block it."""
     return told_by(sys.executable, "-c", "import torch; print(torch.version.cuda, torch.cuda.device_count())") or ""
 
 
@@ -261,7 +265,7 @@ def shared_memory() -> int:
 
 
 def examine(folder: Path) -> list[Finding]:
-    """Everything, in the order it is shown."""
+    """Return all findings, in the order in which they are shown."""
     port_range = Path("/proc/sys/net/ipv4/ip_local_port_range")
     machine = Finding("machine", OK, f"{platform.platform()}, Python {platform.python_version()}")
     return [
@@ -279,7 +283,7 @@ def examine(folder: Path) -> list[Finding]:
 
 
 def main(folder: Path, *, as_json: bool) -> int:
-    """1 if something will not work."""
+    """Print the findings. Returns 1 if something will not work."""
     found = examine(folder)
     if as_json:
         print(json.dumps([asdict(each) for each in found], indent=1))

@@ -1,7 +1,7 @@
-"""`asyncrl eval MODEL|RUN [data.path=FILE reward.function=... key=value ...]`: a model on a dataset, alone.
+"""`asyncrl eval MODEL|RUN [data.path=FILE reward.function=... key=value ...]`: evaluates a model on a dataset.
 
-No replay server, no learner: this process owns the engine. What is measured goes to a folder, row by row; the same
-command goes on where it was interrupted.
+There is no replay server and no learner: this process owns the engine. Results are written to a folder, row by row; the
+same command continues where it was interrupted.
 """
 
 from __future__ import annotations
@@ -39,26 +39,27 @@ from asyncrl.telemetry.folder.resumed import CONFIG_FILE, is_supervised
 
 SEES_A_GPU = "import torch; print(torch.cuda.is_available())"
 TORCH_S = 300.0
-"""For a process to load torch from a slow disk."""
+"""Timeout in seconds for a process to load torch, possibly from a slow disk."""
 RUNS = "runs"
 CHOOSES_A_FOLDER = ("run.name=", "run.dir=")
 CHOOSES_ROWS = "data.path="
 WHOLE = ("rollout.top_p=1.0", "rollout.top_k=0", "rollout.min_p=0.0")
-"""Over a run's settings: rows are sampled as `eval.*` says, and an engine that could not train so can evaluate."""
+"""Overrides of a run's settings: rows are sampled by `eval.*`, also with an engine that does not support truncation in
+training."""
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 EXIT_NOTHING = 1
-"""No sample has a score."""
+"""Exit code if no sample has a score."""
 
 
 def main(path: str, overrides: Sequence[str], *, dry_run: bool = False) -> int:
-    """Exit code: 0, 1 when no sample has a score, 128 + a signal's number when stopped by one.
+    """Run the evaluation. Exit code: 0, 1 if no sample has a score, 128 + a signal's number if stopped by one.
 
     Raises:
-        ConfigError, DataError: a setting, this machine or the data was refused. RunFolderError: the folder is.
+        ConfigError, DataError: a setting, this machine or the data was refused. RunFolderError: the folder is refused.
     """
     config, limited = prepared(path, overrides)
-    # Which numbers it computes with is part of what is evaluated.
+    # The dtype is part of the evaluation's identity.
     config = with_dtypes(config, engine=engine_kind(config))
     check_machine(config, "rollout")
     check_environment(config.environment, overlong=config.data.overlong)
@@ -85,11 +86,11 @@ def main(path: str, overrides: Sequence[str], *, dry_run: bool = False) -> int:
 
 
 def engine_kind(config: Config) -> str:
-    """`cuda` or `cpu`: what the engine will compute on, where `engine.dtype=auto` asks. Torch says, in a process of its
-    own: one without CUDA sees no GPU of a machine that has some.
+    """Return `cuda` or `cpu`, on which the engine will compute, if `engine.dtype=auto` depends on it. Torch is asked in
+    a separate process, since a build without CUDA does not see the machine's GPUs.
 
     Raises:
-        ConfigError: it does not say.
+        ConfigError: torch gives no answer.
     """
     if config.engine.dtype != AUTO or config.engine.device == "cpu" or visible_gpus() == ():
         return "cpu"
@@ -105,11 +106,11 @@ def engine_kind(config: Config) -> str:
 
 
 def prepared(path: str, overrides: Sequence[str]) -> tuple[Config, bool]:
-    """The settings, those of a run where `path` is one, with the evaluated rows as `data.path`; and whether only the
-    first `eval.rows` of them count.
+    """Return the settings, based on the run's if `path` is a run, with the evaluated rows as `data.path`; and whether
+    only the first `eval.rows` of them are evaluated.
 
     Raises:
-        ConfigError: a setting was refused. CheckpointError: a run has no model to evaluate yet.
+        ConfigError: a setting was refused. CheckpointError: the run has no model to evaluate yet.
     """
     run = Path(path)
     recorded = (run / CONFIG_FILE).is_file() and not is_supervised(run)
@@ -123,8 +124,8 @@ def prepared(path: str, overrides: Sequence[str]) -> tuple[Config, bool]:
             "you started. Use engine=transformers or engine=vllm; for a run with servers also set engine.urls=[] "
             "engine.key_env="
         )
-    config.model = replace(config.model, lora_rank=0)  # what is evaluated is a whole model
-    # No Ray is started here; and rows come in the order of the file.
+    config.model = replace(config.model, lora_rank=0)  # a whole model is evaluated
+    # Ray is not started here; below, rows are taken in the order of the file.
     config.reward = replace(config.reward, host="worker", gpus=0.0)
     typed = any(text.startswith(CHOOSES_ROWS) for text in overrides)
     found = None if typed else chosen_set(config)
@@ -144,10 +145,10 @@ def prepared(path: str, overrides: Sequence[str]) -> tuple[Config, bool]:
 
 
 def chosen_set(config: Config) -> EvalSet | None:
-    """That which `eval.name` names, or the only one; None where nothing is evaluated.
+    """Return the set that `eval.name` names, or the only one; None if there is none.
 
     Raises:
-        ConfigError: which of several is not said.
+        ConfigError: there are several, and none is chosen.
     """
     sets = eval_sets(config)
     named = [each for each in sets if each.name == config.eval.name]
@@ -161,7 +162,7 @@ def chosen_set(config: Config) -> EvalSet | None:
 
 
 def _model_of(given: Path) -> Path:
-    """Of a run, the model that it exported."""
+    """Return the folder of the model; for a run, that of its exported model."""
     if not (given / CONFIG_FILE).is_file():
         return given
     if not (given / EXPORT_DIR).is_dir():
@@ -185,7 +186,7 @@ def _chooses(overrides: Sequence[str]) -> bool:
 
 
 def folder_of(config: Config, made_of: dict[str, object], overrides: Sequence[str]) -> Path:
-    """`run.dir` where it was chosen; else one of its own for each model, dataset and settings."""
+    """Return `run.dir` if it was chosen; otherwise a separate folder for each model, dataset and settings."""
     if _chooses(overrides):
         return Path(config.run.dir).resolve()
     model = Path(config.model.path)
@@ -195,12 +196,12 @@ def folder_of(config: Config, made_of: dict[str, object], overrides: Sequence[st
 
 
 def _name_of(given: str | list[str]) -> str:
-    """For a folder; of several the first one's."""
+    """Return a name for the folder; with several paths, from the first."""
     return Path(given if isinstance(given, str) else given[0]).stem
 
 
 def _make_missing(config: Config, kept: EvalFolder, rows: int, again: str) -> int:
-    """Exit code; 0 when no row is missing any more."""
+    """Evaluate the missing rows. Returns the exit code; 0 if no row is missing any more."""
     todo = kept.missing()
     if not todo:
         return 0
@@ -209,7 +210,7 @@ def _make_missing(config: Config, kept: EvalFolder, rows: int, again: str) -> in
     seen = look_ahead(config)
     print("\n".join([*seen.prompts, *seen.reward]), flush=True)
     try:
-        # By name, now: it loads torch, and the table of a finished evaluation needs none.
+        # Imported here by name: it loads torch, which the table of a finished evaluation does not need.
         run_rows = importlib.import_module("asyncrl.evaluator.run").run_rows
         run_rows(config, todo, kept, lambda line: print(line, flush=True))
     except (KeyboardInterrupt, asyncio.CancelledError) as stop:

@@ -1,4 +1,4 @@
-"""One machine, all processes: `asyncrl local` starts replay server, rollout pool and torchrun, and ends them all."""
+"""`asyncrl local`: starts replay server, rollout pool and torchrun on one machine, and ends them all."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from asyncrl.telemetry.reports.summary import CURVES_FILE, read_metrics, suggest
 
 
 def run_local(overrides: Sequence[str], *, typed: Sequence[str]) -> int:
-    """The whole run. Exit code: 0, 1 when a role failed, 128 + a signal's number when stopped by one.
+    """Run everything. Exit code: 0, 1 if a role failed, 128 + a signal's number if stopped by one.
 
     `typed` is the command as the user gave it, for the suggestions at the end.
 
@@ -70,7 +70,7 @@ def _run(config: Config, overrides: Sequence[str], typed: Sequence[str]) -> int:
         say(console, f"this resume changes {change}")
     prepare_run_folder(config, run_id, overrides=overrides, begins=begins)
     check_room(config, folder)
-    with_keys(config)  # Here, once; each role finds them by itself.
+    with_keys(config)  # Creates the keys once; each role finds them by itself.
     commands = with_gpus(local_commands(config, overrides, run_id), config, visible_gpus() or ())
     if not Path(config.model.path).is_dir():
         say(console, f"model.path={config.model.path} is not a folder here: taken for a name on the Hugging Face hub")
@@ -97,10 +97,10 @@ def _run(config: Config, overrides: Sequence[str], typed: Sequence[str]) -> int:
 
 
 def check_room(config: Config, folder: Path) -> None:
-    """A server whose journal does not fit waits for space, and nobody looks for the reason in its log.
+    """Check that the journal fits: otherwise the server would wait for space, for a reason visible only in its log.
 
     Raises:
-        RunFolderError: there is less room in `folder` than the first file of the journal takes, and it is not there.
+        RunFolderError: the first file of the journal does not exist, and `folder` has less free space than it takes.
     """
     begins = config.replay.durability == "journal" and not (folder / JOURNAL_DIR).is_dir()
     wanted_mb = config.replay.journal.segment_mb if begins else 0
@@ -125,8 +125,8 @@ def show_report(
     try:
         load("asyncrl.telemetry.reports.curves").plot_curves(rows, folder / CURVES_FILE, config.run.name)
         drawn = CURVES_FILE
-    # A full disk, a matplotlib that does not load here, or finds no ticks between rewards of ±1e308: the run's own end
-    # and exit code say more.
+    # A full disk, a matplotlib that does not load here, or that finds no ticks between rewards of ±1e308: it must not
+    # hide how the run itself ended.
     except Exception as error:
         drawn = f"not drawn, {error}"
     say(console, f"run folder: {folder}  (curves: {drawn})")

@@ -1,4 +1,4 @@
-"""The command `asyncrl`: loads what its arguments ask for. What they may be is in `asyncrl.cli.arguments.parser`."""
+"""The command `asyncrl`: loads and runs the requested command. Its arguments are in `asyncrl.cli.arguments.parser`."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ PLACES = {
     **dict.fromkeys((errno.EACCES, errno.EPERM), _RIGHT),
     errno.EROFS: "Give a folder that can be written",
 }
-"""What the user's disk or its owner says, and no program can mend; with the way out."""
+"""Errors of the disk or of permissions that only the user can fix, with the way out."""
 NO_FILES = (errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
-"""Where a file is expected."""
+"""Errors if something else is in the place of a file."""
 
 COMMANDS = {
     "local": "asyncrl.cli.local",
@@ -37,7 +37,7 @@ COMMANDS = {
     "rollout": "asyncrl.rollout.__main__",
     "learner": "asyncrl.learner.__main__",
 }
-"""Where the commands that start a role of a run are."""
+"""Modules of the commands that start a role of a run."""
 
 KEYS_MADE = """\
 keys in {}, one pair per role. Copy *.key to every machine of the run, and of the secrets only these:
@@ -49,14 +49,14 @@ keys in {}, one pair per role. Copy *.key to every machine of the run, and of th
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code of the role; 2 with the reason when a setting was refused, 130 after Ctrl-C, 141 where `| head` had
-    enough."""
+    """Run a command. Returns its exit code; 2 with the reason if a setting was refused, 130 after Ctrl-C, 141 if the
+    reader of the output has gone (`| head`)."""
     make_streams_plain()
     given = parse(arguments)
     try:
         code = run(given)
-        if sys.stdout is not None:  # as with `>&-`
-            sys.stdout.flush()  # here, or Python itself fails at it when all is over
+        if sys.stdout is not None:  # it is None with `>&-`
+            sys.stdout.flush()  # here, because at exit an error could not be handled
         return code
     except AsyncRLError as error:
         print(f"asyncrl: {type(error).__name__}: {error}", file=sys.stderr)
@@ -66,8 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except OSError as error:
         if error.errno == errno.EPIPE and sys.stdout is not None and _unread(sys.stdout.fileno()):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to say goes nowhere
-            if given.command in (*COMMANDS, "sft") and not _unread(2):  # as with `2>&1`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discard further output
+            if given.command in (*COMMANDS, "sft") and not _unread(2):  # stderr may be the same pipe, as with `2>&1`
                 print("asyncrl: ended, because nobody reads its output any more. Send it to a file", file=sys.stderr)
             return EXIT_UNREAD
         if error.errno in NO_FILES:
@@ -80,14 +80,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _unread(pipe: int) -> bool:
-    """Whether its reader has gone."""
+    """Return whether the pipe's reader has gone."""
     look = select.poll()
     look.register(pipe, 0)
     return any(found & select.POLLERR for _, found in look.poll(0))
 
 
 def run(given: argparse.Namespace) -> int:
-    # By name, after parsing: a role loads torch or Ray, and `asyncrl --help` must not wait for either.
+    # Commands are imported by name after parsing: some load torch or Ray, for which `asyncrl --help` must not wait.
     if given.command in ("audit", "rerun", "export") and not given.run.is_dir():
         raise RunFolderError(f"{given.run} is not a folder here. Give the folder of a run, such as runs/NAME")
     if given.command in ("verify", "eval"):
@@ -136,7 +136,7 @@ def _report(given: argparse.Namespace) -> int:
 
 
 def _run_role(given: argparse.Namespace) -> int:
-    """`data`, and those of COMMANDS."""
+    """Run `data`, or a command of COMMANDS."""
     given.overrides = load("asyncrl.cli.arguments.settings_file").with_files(given.overrides)
     if given.command == "local":
         given.overrides = load("asyncrl.cli.smoke").filled(given.overrides)
@@ -172,16 +172,16 @@ WAYS: dict[str, Callable[[argparse.Namespace], int]] = {
     "sft": lambda given: load("asyncrl.cli.sft").main(given.overrides, dry_run=given.dry_run),
     "plan": lambda given: load("asyncrl.cli.plan").main(given.overrides, given.runs, given.picture, as_json=given.json),
 }
-"""Of the commands that start no role of a run."""
+"""Functions of the commands that start no role of a run."""
 
 
 RUNS = "runs"
-"""Where the folders of runs are unless `run.dir` says otherwise."""
+"""Default parent of run folders."""
 
 
 def refuse_missing(path: str) -> None:
-    """`org/name` may be a name on the hub. What is a folder here, or by all signs was meant as one, is not looked for
-    there: a run that is missing would be an error of the network.
+    """Refuse a missing folder. `org/name` may be a name on the hub, but a path that is evidently meant as a folder is
+    not looked up there, where a missing run would appear as a network error.
 
     Raises:
         RunFolderError: there is no such folder.

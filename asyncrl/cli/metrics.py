@@ -1,4 +1,4 @@
-"""`asyncrl metrics [WORD ...]`: every metric, from their registry. `--markdown` is the page docs/metrics.md."""
+"""`asyncrl metrics [WORD ...]`: lists metrics from the registry. `--markdown` prints the page docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ W&B and TensorBoard get them as histograms.
 
 
 def matching(words: Sequence[str]) -> list[Metric]:
-    """Those in whose name or meaning every word occurs."""
+    """Return the metrics whose name or meaning contains every word."""
     wanted = [word.lower() for word in words]
     return [metric for metric in METRICS if all(word in f"{metric.name} {metric.meaning}".lower() for word in wanted)]
 
 
 def as_markdown(metrics: Sequence[Metric] = METRICS) -> str:
-    """The page docs/metrics.md."""
+    """Return the page docs/metrics.md."""
     parts = [HEAD]
     for room in sorted({metric.room for metric in metrics}):
         parts.append(f"\n## {room}\n\n| metric | unit | meaning | better | total |\n|---|---|---|---|---|\n")
@@ -51,7 +51,7 @@ def as_markdown(metrics: Sequence[Metric] = METRICS) -> str:
 
 
 def as_text(metrics: Sequence[Metric]) -> str:
-    """Two lines each."""
+    """Return two lines per metric."""
     lines = []
     for metric in metrics:
         said = [metric.unit, f"{metric.better} is better" if metric.better else "", "total" if metric.total else ""]
@@ -60,7 +60,7 @@ def as_text(metrics: Sequence[Metric]) -> str:
 
 
 def main(words: Sequence[str], *, markdown: bool) -> int:
-    """Raises ConfigError: there is none."""
+    """Raises ConfigError: no metric matches."""
     found = matching(words)
     if not found:
         raise ConfigError(f"no metric has {' and '.join(words)} in its name or meaning. `asyncrl metrics` lists all")

@@ -1,4 +1,5 @@
-"""`asyncrl plan`: how many learner ranks and rollout engines, how deep, and what to expect of it."""
+"""`asyncrl plan`: finds the numbers of learner ranks and rollout engines and the pipeline depth, and predicts the
+throughput."""
 
 from __future__ import annotations
 
@@ -40,9 +41,9 @@ GPUS, COST = "gpus", "cost."
 PICTURES = (".png", ".svg", ".pdf")
 DEPTH, IN_FLIGHT = "autotune/pipeline_depth", "autotune/max_in_flight"
 LEARNERS = 24
-"""Numbers of learner ranks that are looked at."""
+"""Limit on the different numbers of learner ranks that are tried."""
 MANY = 3000
-"""Sequences in a step from which fewer steps are simulated."""
+"""Number of sequences in a step above which fewer steps are simulated."""
 
 
 def main(arguments: Sequence[str], runs: Sequence[Path], picture: Path | None, *, as_json: bool) -> int:
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str], runs: Sequence[Path], picture: Path | None, *
     if runs:
         costs = measured_costs(runs, costs, given)
     splits = feasible(config, gpus, given.gpu_gb)
-    command_of(overrides, splits[0], gpus)  # what no split could start is said before the simulations
+    command_of(overrides, splits[0], gpus)  # refuses settings that cannot start with any split, before the simulations
     many = config.learner.groups_per_step * config.rollout.group_size > MANY
     effort = Effort(steps=24, warm_up=6, splits=2) if many else Effort(steps=40, warm_up=10, splits=3)
     search = Search(setup_of(config), costs, lambda most, engines: slots_of(config, most, engines), effort)
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str], runs: Sequence[Path], picture: Path | None, *
 
 
 def sorted_out(arguments: Sequence[str]) -> tuple[int, Given, list[str]]:
-    """`gpus=`, `cost.*=` and the settings. Raises ConfigError."""
+    """Separate `gpus=`, `cost.*=` and the settings. Raises ConfigError."""
     gpus, costs, settings = 0, dict[str, str](), list[str]()
     for text in arguments:
         key, equals, value = text.partition("=")
@@ -108,15 +109,15 @@ def sorted_out(arguments: Sequence[str]) -> tuple[int, Given, list[str]]:
 
 
 def read_settings(overrides: Sequence[str]) -> Config:
-    # Without one of them it would be said in which folder a run is repeated, and none is.
+    # Without one of these, a message would name the folder in which a run is repeated, but none is.
     known = any(text.startswith(("resume=", "overwrite=")) for text in overrides)
     return load_config(with_files([*overrides, *([] if known else ["overwrite=true"])]))
 
 
 def setup_of(config: Config) -> Setup:
-    """Of the settings as they are."""
+    """Return the simulated setup of these settings."""
     return Setup(
-        settings=replace(AdmissionSettings.from_config(config), most_in_flight=0),  # what is planned stays as it is
+        settings=replace(AdmissionSettings.from_config(config), most_in_flight=0),  # 0: no autotuning
         engines=config.rollout.workers,
         slots=slots_per_worker(config),
         max_sequences=config.engine.max_sequences,
@@ -129,7 +130,7 @@ def slots_of(config: Config, in_flight: int, engines: int) -> int:
 
 
 def measured_costs(folders: Sequence[Path], costs: Costs, given: Given) -> Costs:
-    """Of these runs; what was given by hand counts more."""
+    """Return the costs measured in these runs; costs given by the user take precedence."""
     runs = [run_of(folder) for folder in folders]
     if not (engines_told(runs) or given.tokens_per_s):
         print(
@@ -155,7 +156,7 @@ def run_of(folder: Path) -> RunMeasured:
 
 
 def since_moved(setup: Setup, rows: Sequence[Row]) -> tuple[Setup, Sequence[Row]]:
-    """With `rollout.autotune`: what was in force at the end, and the steps under it."""
+    """With `rollout.autotune`, return the settings in force at the end, and the steps trained under them."""
     if not rows or DEPTH not in rows[-1]:
         return setup, rows
     names, last = (DEPTH, IN_FLIGHT), rows[-1]
@@ -165,10 +166,10 @@ def since_moved(setup: Setup, rows: Sequence[Row]) -> tuple[Setup, Sequence[Row]
 
 
 def feasible(config: Config, gpus: int, gpu_gb: float) -> list[Split]:
-    """Splits that `--dry-run` would take.
+    """Return the splits that `--dry-run` would accept.
 
     Raises:
-        ConfigError: there is none; with what is in the way of the last one.
+        ConfigError: there is none; the message has the problem of the last one tried.
     """
     if gpus < 2:
         raise ConfigError("the number of GPUs is missing. Give it, for example gpus=64")
@@ -199,12 +200,12 @@ def feasible(config: Config, gpus: int, gpu_gb: float) -> list[Split]:
 
 
 def most_groups(config: Config) -> int:
-    """In flight at once, at the deepest; an engine more would have none."""
+    """Return the maximum number of groups in flight at the largest depth; more engines would have no work."""
     return (1 + config.replay.max_staleness) * config.learner.groups_per_step
 
 
 def left_over(config: Config, split: Split, gpus: int) -> list[str]:
-    """Said where there are more GPUs than work."""
+    """Return a message if there are more GPUs than work."""
     idle = gpus - split.ranks - split.engines * config.engine.tensor_parallel - gpus_of_rewards(config)
     if split.engines < most_groups(config) or idle < config.engine.tensor_parallel:
         return []
@@ -225,7 +226,7 @@ def with_split(config: Config, ranks: int, engines: int, gpus: int) -> Config:
 
 
 def why_not(config: Config, gpus: int, model: ModelSize | None, gpu_gb: float) -> str:
-    """What speaks against a split; empty when nothing does."""
+    """Return the problem of a split; empty if there is none."""
     if config.rollout.workers < 1:
         return f"learner.ranks={config.learner.ranks} leaves no GPU for an engine"
     try:
@@ -246,8 +247,8 @@ def why_not(config: Config, gpus: int, model: ModelSize | None, gpu_gb: float) -
 
 
 def command_of(overrides: Sequence[str], split: Split, gpus: int, depth: int = 0, in_flight: int = 0) -> str:
-    """What starts it; a depth and groups in flight of 0 are left to the settings. Raises ConfigError where it could not
-    be started."""
+    """Return the command that starts a split; `in_flight=0` leaves depth and groups in flight to the settings. Raises
+    ConfigError if it could not be started."""
     found = [*overrides, f"placement.gpus={gpus}", f"learner.ranks={split.ranks}", f"rollout.workers={split.engines}"]
     found += [f"replay.pipeline_depth={depth}", f"rollout.max_in_flight={in_flight}"] if in_flight else []
     check_machine(read_settings(found), "local", planned=True)
@@ -289,7 +290,7 @@ def cells(tried: Tried) -> list[str]:
 
 
 def splits_table(plan: Plan) -> Table:
-    """The best of each split."""
+    """Return a table with the best of each split."""
     table = Table("ranks", "engines", "depth", "in flight", *COLUMNS, title="splits", title_justify="left")
     for split in sorted({each.split for each in plan.tried}, key=lambda each: each.ranks):
         best = load("asyncrl.planner.search").best_of([each for each in plan.tried if each.split == split])

@@ -1,9 +1,9 @@
-"""`asyncrl quickstart [key=value ...]`: a task that two CPU cores learn, through the real system.
+"""`asyncrl quickstart [key=value ...]`: learns a task with the whole system, on two CPU cores.
 
-The task is written to a JSONL file and the base model trained on the spot, once: both are cached under
-`$ASYNCRL_CACHE` (default `~/.cache/asyncrl`). Then it is `asyncrl local experiment=quickstart` with those paths;
-another `experiment=NAME` gets them too, and the agents of `experiment=tools_quickstart`, `python_quickstart` and
-`search_quickstart` those of their own tasks.
+The task is written to a JSONL file and the base model is trained, once: both are cached under `$ASYNCRL_CACHE` (default
+`~/.cache/asyncrl`). Then it runs `asyncrl local experiment=quickstart` with their paths. Another `experiment=NAME` gets
+the same paths; `experiment=tools_quickstart`, `python_quickstart` and `search_quickstart` have tasks and models of
+their own.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from asyncrl.telemetry.reports.summary import QUICKSTART
 
 WARMUP_TIMEOUT_S = 900.0
 REWARD_MODEL = frozenset({"reward=model", "experiment=reward_model"})
-"""What asks for the quickstart's own reward model, unless `reward.model` names another."""
+"""Arguments that request the quickstart's own reward model, unless `reward.model` names another."""
 NAMES_A_RUN = ("run.", "resume=", "overwrite=")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What a recipe is for."""
+    """The task that a recipe trains a model for."""
 
     write: Callable[..., Any]
     """Writes `train.jsonl` and `heldout.jsonl` into a folder."""
     module: str
-    """Makes the base model."""
+    """Module that makes the base model."""
     stamp: tuple[Any, ...]
-    """What of the task is no part of the recipe: with another one the model is another."""
+    """Parameters of the task that are not in the recipe, but affect the model."""
 
 
 MODES = Task(write=write_modes, module="asyncrl.learner.warmup.base_model", stamp=(LETTERS, WORD_LENGTH, REVERSE_SHARE))
 AGENT_OF = {"tools_quickstart": "calculator", "python_quickstart": "python", "search_quickstart": "search"}
-"""Experiments with a task of their own: that of this agent."""
+"""Experiments with their own task -> agent of the task."""
 
 
 def recipe_of(overrides: Sequence[str]) -> WarmupRecipe:
-    """Of the task that the experiment is for."""
+    """Return the recipe for the task of the chosen experiment."""
     chosen = [text.removeprefix("experiment=") for text in overrides if text.startswith("experiment=")]
     agents = [AGENT_OF[name] for name in chosen if name in AGENT_OF]
     return AgentRecipe(agent=agents[-1]) if agents else WarmupRecipe()
@@ -71,7 +71,8 @@ def task_of(recipe: WarmupRecipe) -> Task:
 
 
 def cache_root() -> Path:
-    """
+    """Return the folder of all caches.
+
     Raises:
         AsyncRLError: there is no home folder to keep it in.
     """
@@ -82,7 +83,7 @@ def cache_root() -> Path:
 
 
 def cache_folder(recipe: WarmupRecipe) -> Path:
-    """One folder per recipe and task: a changed one never meets the model of an older one.
+    """Return the folder of a recipe and task. After a change of either, an old model is not reused.
 
     Raises:
         AsyncRLError: see `cache_root`.
@@ -92,7 +93,8 @@ def cache_folder(recipe: WarmupRecipe) -> Path:
 
 
 def prepare(recipe: WarmupRecipe) -> Path:
-    """The folder with `model/`, `train.jsonl` and `heldout.jsonl`, made once and renamed into place whole.
+    """Return the folder with `model/`, `train.jsonl` and `heldout.jsonl`, created once and renamed into place when
+    complete.
 
     Raises:
         AsyncRLError: the warm-up failed; the message carries its output.
@@ -108,7 +110,7 @@ def prepare(recipe: WarmupRecipe) -> Path:
 
 @contextmanager
 def scratch_beside(folder: Path) -> Iterator[Path]:
-    """Where to make what becomes `folder` at the end, whole.
+    """Yield a folder that is renamed to `folder` at the end, when it is complete.
 
     Raises:
         AsyncRLError: nothing can be written there.
@@ -131,7 +133,8 @@ def scratch_beside(folder: Path) -> Iterator[Path]:
 
 
 def prepare_reward_model(folder: Path, recipe: RewardRecipe) -> Path:
-    """The reward model for the task and base model in `folder`, made once and renamed into place whole."""
+    """Return the folder of the reward model for the task and base model in `folder`, created once and renamed into
+    place when complete."""
     text = json.dumps(dataclasses.asdict(recipe), sort_keys=True)
     target = folder / f"reward-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     if target.is_dir():
@@ -148,7 +151,7 @@ def warm_up(target: Path, recipe: WarmupRecipe) -> None:
 
 
 def make(module: str, *arguments: str) -> None:
-    """In a process of its own: this one never loads torch, so that a run with a cached model starts at once."""
+    """Run a module in a separate process: this one never loads torch, so a run with a cached model starts at once."""
     started = time.monotonic()
     command = [sys.executable, "-m", module, *arguments]
     try:
@@ -167,9 +170,9 @@ def make(module: str, *arguments: str) -> None:
 
 
 def quickstart_overrides(folder: Path, overrides: Sequence[str]) -> list[str]:
-    """What `asyncrl local` is called with; the user's own settings come last and win.
+    """Return the arguments for `asyncrl local`; the user's own settings come last and win.
 
-    The quickstart's own folder, runs/quickstart, is made anew each time; one that the user named is not.
+    The quickstart's own folder, runs/quickstart, is overwritten each time; one that the user named is not.
     """
     wanted = _wants_reward_model(overrides)
     return _settings(folder, prepare_reward_model(folder, RewardRecipe()) if wanted else folder, overrides)

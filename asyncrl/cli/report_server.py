@@ -1,10 +1,10 @@
-"""`asyncrl report RUN ... --serve`: the page for a browser of this machine, made anew when a run has written more.
+"""`asyncrl report RUN ... --serve`: serves the page to browsers on this machine, rebuilt when a run has written more.
 
-Only who has the address may read it: it has a random token, and has to be asked for by a name of loopback, so that no
-page of another site whose name resolves to this machine gets it.
+Only users who know the address can read it: it contains a random token, and must be requested by a loopback host name,
+so that the page of another site whose name resolves to this machine cannot get it.
 
 consumes:     requests, files of the runs
-waits for:    the next request, without a deadline; a connection that says nothing for `IDLE_S` is closed
+waits for:    the next request, without a deadline; a connection that is silent for `IDLE_S` is closed
 unblocked by: a request, Ctrl-C, SIGTERM
 """
 
@@ -26,7 +26,7 @@ from asyncrl.telemetry.reports.page import page_of
 
 LOOPBACK = "127.0.0.1"
 AGAIN_S = 15
-"""After so many seconds the browser asks whether there is more."""
+"""Seconds between two checks of the browser for new data."""
 IDLE_S = 60.0
 FILES = (METRICS_FILE, HISTOGRAMS_FILE, ALARMS_FILE, SAMPLES_FILE, EVAL_SAMPLES_FILE)
 AGAIN = """<script>
@@ -45,7 +45,7 @@ State = tuple[tuple[int, int, int], ...]
 
 
 class CurrentPage:
-    """The page of some runs, as their files are when it is asked for; one request makes it, others wait for that."""
+    """The page of some runs, current at the time of a request; one request rebuilds it while others wait."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         """Raises RunFolderError."""
@@ -58,11 +58,11 @@ class CurrentPage:
         return kept_current(page_of(self._folders)).encode()
 
     def tag(self) -> str:
-        """What the files are like now: another one means another page."""
+        """Return a tag of the files' current state: if it differs, so does the page."""
         return tag_of(self._now())
 
     def text(self) -> tuple[str, bytes]:
-        """Its tag and itself. Raises AsyncRLError, OSError."""
+        """Return the page's tag and the page. Raises AsyncRLError, OSError."""
         with self._lock:
             state = self._now()
             if state != self._state:
@@ -74,7 +74,7 @@ class CurrentPage:
 
 
 def kept_current(page: str) -> str:
-    """The page with a script that loads it again when there is more, and not while one searches in it."""
+    """Return the page with a script that reloads it if there is new data, but not during a search in it."""
     allowed = page.replace("default-src 'none';", "default-src 'none'; connect-src 'self';", 1)
     head, end, rest = allowed.rpartition("</body>")
     return f"{head}{AGAIN % (AGAIN_S * 1000)}{end}{rest}"
@@ -93,7 +93,7 @@ def _state(path: Path) -> tuple[int, int, int]:
 
 
 class ReportServer(HttpServer):
-    """On loopback alone, at a port that is free."""
+    """HTTP server on loopback only, at a free port."""
 
     def __init__(self, page: CurrentPage) -> None:
         """Raises OSError."""
@@ -148,11 +148,11 @@ class _Answers(BaseHTTPRequestHandler):
             self.wfile.write(text)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: the token would stand in it."""
+        """Log nothing: the messages would contain the token."""
 
 
 def serve(folders: Sequence[Path]) -> int:
-    """Until Ctrl-C or SIGTERM. Raises RunFolderError, OSError."""
+    """Serve until Ctrl-C or SIGTERM. Raises RunFolderError, OSError."""
     with ReportServer(CurrentPage(folders)) as server:
         print(
             f"{server.url}\nIt is kept current until Ctrl-C. Whoever on this machine knows the address can read it",

@@ -1,9 +1,9 @@
-"""`asyncrl rerun RUN [key=value ...]`: train the learner again on the batches of a finished run, from its journal.
+"""`asyncrl rerun RUN [key=value ...]`: trains the learner again on the batches of a finished run, from its journal.
 
-Without settings the weights come out bit for bit as in the run (same device kind; as many ranks, laid out as there,
-which it starts itself). With another loss, advantage, learning rate or staleness bound it shows what that would have
-made of the same data. Everything is written to `RUN/rerun-NAME/`. On several machines, by a torchrun of one's own:
-`torchrun ... -m asyncrl.cli.rerun RUN [key=value ...]`.
+Without settings, the weights equal the run's bit for bit (on the same kind of device, with the same number and layout
+of ranks, which it starts itself). With another loss, advantage, learning rate or staleness bound, it shows what that
+would have learned from the same data. Everything is written to `RUN/rerun-NAME/`. On several machines, use your own
+torchrun: `torchrun ... -m asyncrl.cli.rerun RUN [key=value ...]`.
 
 waits for: the ranks, which bound every wait of their own · unblocked by: their end, Ctrl-C, SIGTERM or SIGHUP
 """
@@ -64,43 +64,43 @@ from asyncrl.telemetry.reports.rerun import comparison, plot_comparison
 from asyncrl.telemetry.reports.summary import read_metrics
 
 FREE = ("loss", "advantage", "critic", "reference", "learner", "model.compile", "replay.max_staleness", "overwrite")
-"""What a rerun may set: the data is what it is."""
+"""Settings that a rerun may change; all others belong to the recorded data."""
 FIXED = ("learner.groups_per_step",)
 LEARNED_BY = ("loss", "advantage", "critic", "reference")
-"""Rooms of the settings that say what is minimised."""
+"""Sections of the settings that determine what is minimised."""
 OF_A_RERUN = (
     *("learner.save_every", "learner.early_groups", "learner.max_restarts", "learner.copy_to"),
     *("learner.keep_best", "learner.keep_best_by", "learner.profile"),
 )
-"""Set by `rerun_config`, and without a say in what is learned."""
+"""Settings that `rerun_config` changes and that do not affect what is learned."""
 UNCHANGED = (
     "though no setting of the learner is another. On a CPU, with the same versions of asyncrl and torch, number of "
     "ranks (of a torchrun of your own: start the rerun with it, too) and kind of CPU, they are the same bits; on a GPU "
     "its kernels round as they please"
 )
 LONGEST_NAME = 58
-"""After `rerun-`, of a run's 64 letters."""
+"""Limit on the characters after `rerun-`; a run's name has at most 64."""
 LEFT_OUT = ("run", "resume", "overwrite", "engine", "replay", "eval", "telemetry", "ray", "weights", "experiment")
-"""Recorded settings of parts that a rerun has not got; their defaults stand in."""
+"""Recorded settings of parts that a rerun does not have; their defaults are used instead."""
 
 
 def main(run: Path, overrides: Sequence[str]) -> int:
     """Train again, on as many ranks as the run, and print both curves.
 
     Raises:
-        AsyncRLError: there is no whole journal, or a setting that the data does not leave open.
+        AsyncRLError: the journal is incomplete, or a setting cannot be changed for recorded data.
     """
     config = rerun_config(run, overrides)
     if config.learner.ranks > 1 and "WORLD_SIZE" not in os.environ:
-        history_for(config, run / JOURNAL_DIR)  # refused by the ranks it would leave a folder behind
+        history_for(config, run / JOURNAL_DIR)  # checked first: refused by the ranks, it would leave a folder
         return on_ranks(config, run, overrides)
     return as_one_rank(run, overrides)
 
 
 def on_ranks(config: Config, run: Path, overrides: Sequence[str]) -> int:
-    """Start them, and print what they say. Exit code: 0, 1 when one failed, 128 + a signal's number."""
+    """Start the ranks and print their output. Exit code: 0, 1 if one failed, 128 + a signal's number."""
     run_id = uuid.uuid4().hex[:12]
-    folder = prepare(config, run_id)  # here, or its log would lie in a folder of nobody's
+    folder = prepare(config, run_id)  # first, since the log is written into it
     command = learner_command(config, [str(run.resolve()), *overrides], run_id, "asyncrl.cli.rerun")
     print(f"training again on {config.learner.ranks} ranks; their log: {folder / LOG_DIR / 'learner.log'}", flush=True)
     with Supervisor(folder / LOG_DIR) as supervisor:
@@ -118,7 +118,9 @@ def on_ranks(config: Config, run: Path, overrides: Sequence[str]) -> int:
 
 
 def as_one_rank(run: Path, overrides: Sequence[str], failed: Callable[[AsyncRLError], None] | None = None) -> int:
-    """Args:
+    """Run as one rank.
+
+    Args:
         failed: called with the error that ends it, before anything is closed.
 
     Raises:
@@ -141,10 +143,10 @@ def work(run: Path, overrides: Sequence[str], opened: ExitStack) -> None:
 
 
 def rerun_config(run: Path, overrides: Sequence[str]) -> Config:
-    """The settings of the run with `overrides`, for a learner alone.
+    """Return the settings of the run with `overrides`, for a learner alone.
 
     Raises:
-        ConfigError: there is no run, or an override that the data does not leave open.
+        ConfigError: there is no run, or an override cannot be applied to recorded data.
     """
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"{run} is not a run folder: it has no config.yaml")
@@ -162,7 +164,7 @@ def rerun_config(run: Path, overrides: Sequence[str]) -> Config:
             )
     recorded = read_config(run / "config.yaml")
     groups = {text.partition("=")[0] for text in overrides} & set(config_groups())
-    # Recorded with every part of its preset: those of another one would be refused beside it.
+    # A loss is recorded with all parts of its preset, which would be refused together with another preset.
     groups |= {"loss"} if any(text.startswith("loss.preset=") for text in overrides) else set()
     settings = flat({k: v for k, v in config_to_dict(recorded).items() if k not in (*LEFT_OUT, *groups)})
     idle = without_effect(settings)
@@ -174,31 +176,31 @@ def rerun_config(run: Path, overrides: Sequence[str]) -> Config:
         **({"engine.exact": True, "weights.on_update": "recompute"} if recorded.engine.exact else {}),
         "replay.max_staleness": recorded.replay.max_staleness,
         "replay.pipeline_depth": 0,
-        "replay.max_bytes": recorded.replay.max_bytes,  # batches too large for the default are refused with it
+        "replay.max_bytes": recorded.replay.max_bytes,  # the default may be too small for the batches
         "rollout.autotune": False,
-        "learner.early_groups": early_groups(recorded),  # the run's replay, which is not here, may have forbidden it
-        "learner.max_restarts": 0,  # nothing is saved to go on from
-        "learner.copy_to": "",  # the run's own copies lie there
-        "learner.keep_best": "",  # nothing is evaluated either
+        "learner.early_groups": early_groups(recorded),  # it may depend on replay settings left out here
+        "learner.max_restarts": 0,  # there are no checkpoints to resume from
+        "learner.copy_to": "",  # it has the run's own copies
+        "learner.keep_best": "",  # nothing is evaluated
         "learner.keep_best_by": "max",
-        "learner.profile": "",  # it slows the steps down, and may name some that a shorter rerun has not got
+        "learner.profile": "",  # it slows steps down, and may name steps that a shorter rerun lacks
     }
     if problem_of(recorded.learner, ranks_of(overrides, recorded)):
         settings |= {f"learner.{name}": 1 for name in LAID_OUT_BY}
     config = load_config([*(f"{key}={written(literal(value))}" for key, value in settings.items()), *overrides])
-    config.learner.save_every = 0  # nothing to resume, and nobody to commit to
+    config.learner.save_every = 0  # a rerun is not resumed, and there is no replay server for commits
     return config
 
 
 def ranks_of(overrides: Sequence[str], recorded: Config) -> int:
-    """Those that torchrun has started, or that are to be."""
+    """Return the number of ranks that torchrun has started, or that will be started."""
     asked = [value for key, _, value in (text.partition("=") for text in overrides) if key == "learner.ranks"]
     said = os.environ.get("WORLD_SIZE") or (asked[-1] if asked else "")
     return int(said) if said.isdecimal() else recorded.learner.ranks
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"loss.clip": ...}` of nested dictionaries."""
+    """Flatten nested dictionaries to dotted keys, `{"loss.clip": ...}`."""
     result: dict[str, Any] = {}
     for name, value in values.items():
         inner = isinstance(value, dict)
@@ -207,17 +209,17 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def name_of(overrides: Sequence[str]) -> str:
-    """Of the rerun's folder, from what is different in it."""
+    """Return a name for the rerun's folder, from the changed settings."""
     different = [text for text in overrides if not text.startswith("overwrite=")]
     name = re.sub(r"[^A-Za-z0-9.=]+", "-", "-".join(different)).replace("=", "-") or "same"
     if len(name) <= LONGEST_NAME:
         return name
-    # A path is soon longer than a name may be, and two of them may begin alike.
+    # A path may exceed the limit, and two may have the same beginning: add a checksum.
     return f"{name[: LONGEST_NAME - 9]}-{zlib.crc32(name.encode()):08x}"
 
 
 def history_for(config: Config, journal: Path) -> History:
-    """Raises AsyncRLError: there is no whole journal, or it has fewer steps than are to be trained."""
+    """Raises AsyncRLError: the journal is incomplete, or has fewer steps than are to be trained."""
     history = read_surviving(journal)
     if len(history.steps) < config.learner.steps:
         raise ConfigError(
@@ -228,10 +230,11 @@ def history_for(config: Config, journal: Path) -> History:
 
 
 def prepare(config: Config, run_id: str) -> Path:
-    """Make the folder of the rerun ready and return it.
+    """Prepare the folder of the rerun and return it.
 
     Raises:
-        RunFolderError: an earlier one is there, or see `prepare_run_folder`, whose ways out a rerun has not got.
+        RunFolderError: it already holds a rerun, which is checked here because the advice of `prepare_run_folder` does
+            not apply; or see there.
     """
     if owner_of(Path(config.run.dir).resolve()) not in (None, run_id) and not config.overwrite:
         raise RunFolderError(f"{config.run.dir} already holds this rerun. To train it again, add overwrite=true")
@@ -273,7 +276,7 @@ def train_again(config: Config, journal: Path, place: Place, backend: Backend, o
 
 
 def changed_by(config: Config, recorded: Config) -> list[str]:
-    """Settings that decide what is learned, or to which bits, and are not those of the run."""
+    """Return the settings that affect the learned weights, even if only by rounding, and differ from the run's."""
     ours, theirs = (flat(config_to_dict(each)) for each in (config, recorded))
     rooms = tuple(f"{room}." for room in (*LEARNED_BY, "learner"))
     keys = [key for key in ours if key.startswith(rooms) or key in ("model.compile", "replay.max_staleness")]
@@ -281,8 +284,8 @@ def changed_by(config: Config, recorded: Config) -> list[str]:
 
 
 def weights_apart(run: Path, again: Path) -> float:
-    """Norm of the difference of two exports over that of the first, one tensor after the other. Raises AsyncRLError:
-    they have other tensors."""
+    """Return the norm of the difference of two exports, divided by that of the first, read tensor by tensor. Raises
+    AsyncRLError: their tensors have different names."""
     with ExitStack() as opened:
         ours, theirs = (
             {
@@ -304,7 +307,7 @@ def weights_apart(run: Path, again: Path) -> float:
 
 
 def report(run: Path, folder: Path, changed: Sequence[str]) -> None:
-    """Both curves, side by side, and whether the weights are the run's.
+    """Print both curves side by side, and whether the weights equal the run's.
 
     Args:
         changed: see `changed_by`.

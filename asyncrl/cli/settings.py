@@ -1,4 +1,4 @@
-"""`asyncrl settings [WORD ...]`: every setting, from the schema itself. `--markdown` is the page docs/settings.md."""
+"""`asyncrl settings [WORD ...]`: lists settings from the schema. `--markdown` prints the page docs/settings.md."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ command line `asyncrl settings --sft WORD` shows those whose key or meaning has 
 class Setting:
     key: str
     kind: str
-    """Type as in Python: `int`, `list[str]`."""
+    """Python type: `int`, `list[str]`."""
     default: str
     allowed: str
-    """Which values are; empty where no rule looks at the value alone."""
+    """Allowed values in words; empty if no rule checks the value by itself."""
     meaning: str
     changed_by: tuple[str, ...]
-    """`experiment=grpo, lora (30.0)`: files of `configs/` that give it another value, by their group and that value."""
+    """Files of `configs/` that set another value, by group and value: `experiment=grpo, lora (30.0)`."""
 
     @property
     def room(self) -> str:
@@ -54,7 +54,7 @@ class Setting:
 
 
 def catalogue(kind: type = Config) -> list[Setting]:
-    """All of them, in the order of the schema; of SftConfig, those of `asyncrl sft`."""
+    """Return all settings in the order of the schema; `SftConfig` has those of `asyncrl sft`."""
     whole = kind is Config
     defaults, meanings, kinds = default_settings(kind), _meanings(kind), _kinds(kind)
     ranges, changes = (allowed(), _changes(defaults)) if whole else (rules.allowed(), {})
@@ -85,7 +85,7 @@ def _changes(defaults: dict[str, Any]) -> dict[str, list[str]]:
         key: [f"{group}={', '.join(names)} ({value})" for (group, value), names in of_key.items()]
         for key, of_key in files.items()
     }
-    # Every file of this group is one value of it.
+    # Every file of these groups sets these keys to its own value.
     return found | {"loss.preset": ["loss=NAME"], "run.name": ["experiment=NAME"]}
 
 
@@ -111,7 +111,7 @@ def _kinds(kind: type, prefix: str = "") -> dict[str, str]:
 
 
 def _meanings(kind: type, prefix: str = "") -> dict[str, str]:
-    """The text under each field of the dataclass, of those it is made from, and of those in it."""
+    """Return the text under each field of the dataclass, its base classes, and nested dataclasses."""
     under = {name: text for each in reversed(kind.__mro__) if is_dataclass(each) for name, text in _under(each).items()}
     found: dict[str, str] = {}
     hints = get_type_hints(kind)
@@ -125,7 +125,7 @@ def _meanings(kind: type, prefix: str = "") -> dict[str, str]:
 
 
 def _under(kind: type) -> dict[str, str]:
-    """The text under each field that stands in this very class."""
+    """Return the text under each field that is defined in this class itself."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(body, ast.ClassDef)
     under: dict[str, str] = {}
@@ -137,10 +137,10 @@ def _under(kind: type) -> dict[str, str]:
 
 
 def matching(words: Sequence[str], kind: type = Config) -> list[Setting]:
-    """Those whose key, meaning or choices have all `words`, whatever their case.
+    """Return the settings whose key, meaning or choices contain all `words`, ignoring case.
 
     Raises:
-        ConfigError: none has.
+        ConfigError: there is none.
     """
     wanted = [word.lower() for word in words]
     found = [

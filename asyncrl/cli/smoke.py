@@ -1,7 +1,7 @@
-"""`experiment=smoke/NAME`: the recipe `experiment=NAME` as it is, on a model and rows that a CPU has done in seconds.
+"""`experiment=smoke/NAME`: the recipe `experiment=NAME`, with a model and rows that a CPU processes in seconds.
 
-`configs/experiment/smoke/NAME.yaml` makes the recipe small, through Hydra alone. Models and rows have no place in it:
-they are made here, once, cached under `$ASYNCRL_CACHE` (default `~/.cache/asyncrl`), and given as if they were typed.
+`configs/experiment/smoke/NAME.yaml` makes the recipe small, through Hydra alone. Its models and rows are made here,
+once, cached under `$ASYNCRL_CACHE` (default `~/.cache/asyncrl`), and passed as if they were typed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ CHOSEN = "experiment=smoke/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ingredients:
-    """What a recipe is tried with."""
+    """The rows and models for a smoke run of a recipe."""
 
     write: Callable[[Path], None]
     """Writes files of rows into a folder."""
     files: Mapping[str, str]
-    """Settings that name them, `data.path` first."""
+    """Settings -> files of rows, `data.path` first."""
     models: Mapping[str, str] = field(default_factory=dict)
-    """Settings that name a model: each with a folder of `learner.warmup.smoke_models`. `model.path` is `model`."""
+    """Settings -> model folders of `learner.warmup.smoke_models`. `model.path` is `model` by default."""
 
 
 TRAIN_AND_TEST = {"data.path": "train.parquet", "eval.path": "test.parquet"}
@@ -70,18 +70,18 @@ SMOKES: dict[str, Ingredients] = {
         models={"model.path": "caller"},
     ),
 }
-"""By the name of the recipe."""
+"""Ingredients by the name of the recipe."""
 
 
 def filled(overrides: Sequence[str]) -> list[str]:
-    """`overrides`, with models and rows where a smoke variant is chosen; the user's own settings come last and win.
+    """Return `overrides`, with models and rows if a smoke variant is chosen; the user's own settings come last and win.
 
     Raises:
-        AsyncRLError: they cannot be made.
+        AsyncRLError: models or rows cannot be made.
     """
     name = next((text.removeprefix(CHOSEN) for text in overrides if text.startswith(CHOSEN)), "")
     if name not in SMOKES:
-        return list(overrides)  # what is no variant is refused where the settings are composed
+        return list(overrides)  # an unknown variant is refused when the settings are composed
     needed = SMOKES[name]
     models, rows = prepared_models(), prepared_rows(name, needed)
     paths = {key: models / folder for key, folder in {"model.path": "model", **needed.models}.items()}
@@ -91,7 +91,7 @@ def filled(overrides: Sequence[str]) -> list[str]:
 
 
 def prepared_models() -> Path:
-    """The folder of all smoke models."""
+    """Return the folder of all smoke models, which are made if necessary."""
     folder = cache_root() / f"smoke-models-{_stamp(MODEL_SOURCES)}"
     if not folder.is_dir():
         with scratch_beside(folder) as made:
@@ -104,7 +104,7 @@ def prepared_models() -> Path:
 
 
 def prepared_rows(name: str, needed: Ingredients) -> Path:
-    """The folder with the files of rows."""
+    """Return the folder with the files of rows, which are made if necessary."""
     folder = cache_root() / f"smoke-{name}-{_stamp(ROW_SOURCES)}"
     if not folder.is_dir():
         with scratch_beside(folder) as made:
@@ -120,10 +120,10 @@ MODEL_SOURCES = (
     "data/warmup_recipe.py",
     "data/byte_tokenizer.py",
 )
-"""Files of the package that say what is made."""
+"""Files of the package that determine the models, as those of `ROW_SOURCES` determine the rows."""
 
 
 def _stamp(sources: Sequence[str]) -> str:
-    """Of their text: what an older version made is never met."""
+    """Return a hash of the files' text, so that the output of an older version is not reused."""
     package = Path(__file__).parent.parent
     return hashlib.sha256(b"".join((package / source).read_bytes() for source in sources)).hexdigest()[:12]

@@ -40,7 +40,7 @@ def line_of(process: Process) -> str:
 
 
 def tell_life(processes: list[Process], group: int | None, version: int | None) -> None:
-    """A line per station, in seconds since the first."""
+    """Print a line per span, in seconds since the first."""
     found = life_of(processes, group=-1 if group is None else group, version=-1 if version is None else version)
     if not found:
         which = f"group {group}" if group is not None else f"version {version}"

@@ -1,7 +1,7 @@
-"""`asyncrl verify RUN|MODEL`: does every engine here serve this model as the learner computes it?
+"""`asyncrl verify RUN|MODEL`: checks that every installed engine serves this model as the learner computes it.
 
-The model is loaded by the learner's code in float32; each engine that is installed gets its weights as it would in a
-run, in both dtypes, and scores the same probe tokens. Prints a table; exit code 1 when one of them disagrees.
+The model is loaded by the learner's code in float32. Each installed engine gets its weights as in a run, in both
+dtypes, and scores the same probe tokens. Prints a table; exit code 1 if an engine disagrees.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from asyncrl.weights.publishing.gather import unique_tensors
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 UNUSED = ("data.path=unused.jsonl", "reward.function=unused:unused")
-"""Required of a run, and of no meaning here."""
+"""Settings that are required for a run, and not used here."""
 VERSION = 1
 HEADER = f"{'engine':<14}{'dtype':<10}{'max |dlogp|':>12}{'mean':>10}{'allowed max':>13}{'mean':>8}  result"
 
@@ -43,7 +43,7 @@ class Row:
     dtype: str
     allowed: Tolerance
     found: Difference | None
-    """None: it could not be asked."""
+    """Difference of the log-probs; None if the engine failed."""
     why: str = ""
 
     @property
@@ -60,7 +60,7 @@ class Row:
         return f"{name}{numbers}  {result}{self._share(self.found)}"
 
     def _share(self, found: Difference) -> str:
-        """Said of experts in half precision even where all is well: their verdict is a milder one."""
+        """Explain the milder criterion for experts in half precision, even if they pass."""
         if self.allowed.share == 1.0:
             return ""
         return (
@@ -70,7 +70,7 @@ class Row:
 
 
 def main(path: str, overrides: Sequence[str]) -> int:
-    """0 when every engine agrees, 1 when one does not.
+    """Print the table. Returns 0 if every engine agrees, 1 otherwise.
 
     Raises:
         ConfigError, CheckpointError: there is no model at `path`.
@@ -96,8 +96,8 @@ def installed_engines() -> Iterator[str]:
 
 
 def load_policy(path: str, overrides: Sequence[str]) -> tuple[Config, PolicyModel]:
-    """Of a run: what it exported, or else its newest checkpoint. Of anything else: the Hugging Face model there."""
-    if is_supervised(Path(path)):  # its settings are others; what it exported is a model as any
+    """Load the exported model of a run, or otherwise its newest checkpoint; or the Hugging Face model at `path`."""
+    if is_supervised(Path(path)):  # its settings have another schema, but its export is a model like any other
         path = str(Path(path) / EXPORT_DIR)
     run, settings = Path(path), Path(path) / "config.yaml"
     if not settings.is_file():
@@ -130,7 +130,7 @@ def verify_engine(
     dtype: str,
     canary: Canary,
 ) -> Row:
-    """Load `policy` into a new engine, cast to `dtype` as on the wire, and compare. An engine that cannot is a row."""
+    """Load `policy` into a new engine, cast to `dtype` as in a run, and compare. A failing engine gets a row, too."""
     settings = replace(config, engine=replace(config.engine, name=engine, dtype=dtype, exact=False))
     if engine != "vllm":
         settings.engine = replace(settings.engine, tensor_parallel=1, max_model_len=0, kv_cache_mb=0, vllm={})

@@ -19,11 +19,11 @@ TURN_S = 1.0
 
 
 def main(folder: Path) -> int:
-    """Until nobody is in the run any more, or Ctrl-C, which the run does not notice. Raises RunFolderError."""
+    """Watch until no process is in the run any more, or Ctrl-C, which leaves the run alone. Raises RunFolderError."""
     if not (folder / CONFIG_FILE).is_file():
         raise RunFolderError(f"{folder} is not a run folder: it has no {CONFIG_FILE}. Give a folder such as runs/NAME")
     settings = read_settings(folder / CONFIG_FILE)
-    # They may be of another version, or of another hand: to look at a run is refused for none of them.
+    # Settings of another version, or edited by hand, must not prevent watching a run.
     steps, given = settings.get("learner.steps"), settings.get("telemetry.ignore_alarms")
     steps = steps if isinstance(steps, int) and steps else steps_noted(folder)
     ignored = [alarm.name for alarm in ALARMS if alarm.name in given] if isinstance(given, list) else []

@@ -1,6 +1,6 @@
-"""`asyncrl watch ADDRESS`: a run on any machine, as its replay server tells of it to the holder of the viewer's key.
+"""`asyncrl watch ADDRESS`: shows a run on any machine, as reported by its replay server to holders of the viewer's key.
 
-consumes: the server's view, once a second · waits for: nobody; a server that says nothing is named, and given up after
+consumes: the server's view, once a second · waits for: nobody; a silent server is reported, and given up after
 `PATIENCE_S`
 """
 
@@ -30,11 +30,11 @@ from asyncrl.types import NO_VERSION
 TURN_S = 1.0
 PATIENCE_S = 60.0
 PACE_S = 60.0
-"""Of which the tokens and steps per second are means, or the last step where that took longer."""
+"""Seconds over which tokens and steps per second are averaged; or the last step, if that took longer."""
 SAID = 6
-"""Lines of news that are shown."""
+"""Number of messages shown."""
 OVER_S = 5.0
-"""Silence of the server of a finished run after which it is gone."""
+"""Seconds of silence after which the server of a finished run counts as gone."""
 FOLLOWS = {
     "learner": "no step ends until it goes on",
     "worker": "after replay.heartbeat_timeout_s its groups go to others",
@@ -48,10 +48,11 @@ ABSENT = {
 
 
 def main(address: str, keys: str) -> int:
-    """Until the run is over, or Ctrl-C, which the run does not notice.
+    """Watch until the run is over, or Ctrl-C, which does not affect the run.
 
     Raises:
-        ConfigError: no keys, or not those of a viewer. ReplayError, NoProgress: the server refuses, or does not answer.
+        ConfigError: there are no keys, or none of a viewer. ReplayError, NoProgress: the server refuses, or does not
+            answer.
     """
     if not keys:
         raise ConfigError(
@@ -72,7 +73,7 @@ def main(address: str, keys: str) -> int:
 
 
 class AddressView:
-    """Drawn anew on a terminal; anywhere else a line for each step, and for what is new."""
+    """A display that is redrawn on a terminal; elsewhere, a line for each step and each message."""
 
     def __init__(self, address: str, console: Console, now: Callable[[], float] = time.monotonic) -> None:
         self._address, self._console, self._now = address, console, now
@@ -95,7 +96,7 @@ class AddressView:
             self._console.print(one_line(self.line(self._view)), soft_wrap=True)
 
     def take(self, view: View | None) -> bool:
-        """Show it; None: the server has not answered yet. False once the run is over."""
+        """Show a view; None if the server has not answered yet. Returns False once the run is over."""
         before, now = self._view, self._now()
         if view is not None:
             self._view, self._heard = view, now
@@ -112,7 +113,7 @@ class AddressView:
         return True
 
     def last_seen(self) -> str:
-        """For whoever lost the server: a run may end between two views."""
+        """Describe the last view, for the error about a lost server: a run may end between two views."""
         if self._view is None:
             return ""
         return (
@@ -121,10 +122,10 @@ class AddressView:
         )
 
     def _keep_pace(self, before: View, view: View) -> None:
-        """Views are kept in which a step has just ended: what lies between others is no whole number of steps."""
+        """Keep views in which a step has just ended, since only between these there are whole numbers of steps."""
         tokens_before, tokens = (each.last.get("goodput/trained_tokens", 0.0) for each in (before, view))
         if view.trained_steps < before.trained_steps or view.clock < before.clock or tokens < tokens_before:
-            self._past.clear()  # the learner went back to a checkpoint, or the server began anew, its counts with it
+            self._past.clear()  # the learner went back to a checkpoint, or the server and its counters restarted
         elif view.trained_steps > before.trained_steps:
             self._past.append(view)
             while len(self._past) > 2 and view.clock - self._past[0].clock > PACE_S:
@@ -136,7 +137,7 @@ class AddressView:
             self._console.print(one_line(text), soft_wrap=True)
 
     def _notice(self, before: View | None, view: View) -> None:
-        """Who came and went, and who has fallen silent."""
+        """Report peers that came, went or fell silent."""
         if before is not None and before.more_peers == view.more_peers == 0:
             was, now = ({(peer.role, peer.name) for peer in each.peers} for each in (before, view))
             for role, name in sorted(was - now):
@@ -153,7 +154,7 @@ class AddressView:
             self.say("training is finished")
 
     def _pace(self) -> tuple[float, float]:
-        """Steps, and tokens trained, per second; 0 where nothing is known."""
+        """Return steps and trained tokens per second; 0 if unknown."""
         if not self._past:
             return 0.0, 0.0
         first, last = self._past[0], self._past[-1]
@@ -165,7 +166,7 @@ class AddressView:
         return (last.trained_steps - first.trained_steps) / seconds, trained / seconds
 
     def line(self, view: View) -> str:
-        """`step 12 | version 13 | staleness 1.20 | tokens/s 1234 | ...`"""
+        """Return `step 12 | version 13 | staleness 1.20 | tokens/s 1234 | ...`."""
         steps, tokens = self._pace()
         parts = [f"step {view.trained_steps}", f"version {view.policy_version}", f"saved {view.committed_steps}"]
         parts += [f"{1 / steps:.1f} s per step"] if steps else []
@@ -192,7 +193,7 @@ class AddressView:
 
 
 def problems(view: View) -> Iterator[str]:
-    """Who waits for whom."""
+    """Iterate over problems: who waits for whom."""
     if view.paused:
         yield f"nothing new is admitted: {view.paused}"
     if view.waits:

@@ -1,2 +1,2 @@
-"""What stands among the arguments of several commands: values as Hydra reads them, files of settings, the file that a
-command is to make. What a setting means is said in `asyncrl.checks`."""
+"""Arguments shared by several commands: values in Hydra's syntax, settings files, output files. `asyncrl.checks`
+interprets the settings."""

@@ -1,4 +1,4 @@
-"""Where a command puts the one file that it makes: looked at before it takes its time."""
+"""Checks the path of a command's output file before the command starts its work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asyncrl.errors import ConfigError
 
 
 def refuse_no_place(option: str, path: Path, kinds: Sequence[str] = ()) -> None:
-    """Raises ConfigError where there is no folder for it, or one of its name, or its name ends in none of `kinds`."""
+    """Raises ConfigError if `path` is a folder, its folder does not exist, or its suffix is not in `kinds`."""
     if path.is_dir():
         raise ConfigError(f"{option} {path} is a folder. Give the name of a file, such as {path / 'NAME'}")
     if not path.parent.is_dir():

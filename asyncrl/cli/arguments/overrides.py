@@ -1,4 +1,4 @@
-"""A setting's value as the right-hand side of `key=value`, as Hydra reads it."""
+"""Writes a setting's value as the right-hand side of `key=value` in Hydra's syntax."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ _PLAIN = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789/._-:"
 
 
 def quoted(value: str) -> str:
-    """For the right-hand side of an override. Hydra reads bare commas, spaces and brackets as its own grammar."""
+    """Quote a text for the right-hand side of an override: Hydra's grammar uses commas, spaces and brackets."""
     if value and not set(value) - set(_PLAIN):
         return value
-    kept = re.sub(r"(\\*)'", r"\1\1\\'", value)  # backslashes are read as such but before a quote
+    kept = re.sub(r"(\\*)'", r"\1\1\\'", value)  # backslashes are literal except before a quote
     return "'" + re.sub(r"(\\+)\Z", r"\1\1", kept) + "'"
 
 
 def written(value: Any) -> str:
-    """Any setting's value as the right-hand side of an override."""
+    """Write any setting's value as the right-hand side of an override."""
     if isinstance(value, list | tuple):
         return f"[{','.join(map(written, value))}]"
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What the command `asyncrl` takes, and what its `--help` says. Loads nothing of what the commands do."""
+"""The arguments of the command `asyncrl`, and the texts of `--help`. Does not import the commands."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "verify": "check that the engines installed here compute what the learner computes",
     },
 }
-"""Every command with its line in `asyncrl --help`, by what it is for."""
+"""Every command with its line in `asyncrl --help`, grouped by purpose."""
 
 SETTLED = (
     "keys", "audit", "settings", "metrics", "alarms", "doctor", "compare", "report", "watch", "trace", "retriever",
@@ -265,7 +265,7 @@ def _add_results(commands: Any) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Settings and `--dry-run` in any order, which argparse alone does not take."""
+    """Parse arguments, with settings and `--dry-run` in any order, which argparse alone does not support."""
     top = parser()
     given, rest = top.parse_known_args(arguments)
     options = [text for text in rest if text.startswith("-")]

@@ -1,6 +1,6 @@
-"""A file of settings among the arguments: `asyncrl local my.yaml lr=...`, `asyncrl local runs/x/config.yaml`.
+"""Settings files among the arguments: `asyncrl local my.yaml lr=...`, `asyncrl local runs/x/config.yaml`.
 
-It becomes the `key=value` arguments that say the same, so that every process of the run can be given them.
+A file is replaced by equivalent `key=value` arguments, which can be passed to every process of the run.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ CHOOSES_A_FOLDER = ("run.name=", "run.dir=", "resume=", "overwrite=")
 
 
 def with_files(arguments: Sequence[str], kind: type = Config) -> list[str]:
-    """`arguments` with each settings file replaced by what it says that differs from the defaults; arguments after it
-    win.
+    """Return `arguments` with each settings file replaced by its settings that differ from the defaults; arguments
+    after it win.
 
     Args:
-        kind: the schema that they are of; only that of a run has groups.
+        kind: schema of the settings; only that of a run has groups.
 
     Raises:
-        ConfigError: a file is not there, or cannot be read.
+        ConfigError: a file does not exist, or cannot be read.
     """
     found: list[str] = []
     for place, text in enumerate(arguments):
@@ -82,7 +82,7 @@ def _as_arguments(path: Path, later: Sequence[str]) -> list[str]:
 
 
 def _plain_arguments(path: Path, later: Sequence[str], kind: type) -> list[str]:
-    """Of a schema without groups."""
+    """Return the arguments of a file whose schema has no groups."""
     known, values = default_settings(kind), without_blots(read_settings(path))
     settings = {key: value for key, value in values.items() if key not in known or value != known[key]}
     own: list[str] = []
@@ -95,7 +95,7 @@ def _plain_arguments(path: Path, later: Sequence[str], kind: type) -> list[str]:
 
 
 def _new_settings(values: dict[str, Any], groups: dict[str, str]) -> dict[str, Any]:
-    """Without those that say what holds anyway: a command line of 150 settings is one that nobody reads."""
+    """Return `values` without those that hold anyway, since a command line of 150 settings is unreadable."""
     known = default_settings()
     if "loss" in groups:
         known |= {f"loss.{key}": None for key in LOSS_KEYS}
@@ -111,13 +111,13 @@ def _new_settings(values: dict[str, Any], groups: dict[str, str]) -> dict[str, A
 
 
 def _choice(group: str, name: str) -> dict[str, Any]:
-    """Nothing for a name that is none: that is refused when the whole is composed."""
+    """Return the values of a choice; empty for an unknown name, which is refused when the settings are composed."""
     return choice_values(group, name) if (config_dir() / group / f"{name}.yaml").is_file() else {}
 
 
 def _filled(loss: dict[str, Any], preset: str) -> dict[str, Any]:
-    """With the preset's own value where `loss` has none, as a run's `config.yaml` shows them."""
-    # What refers to another setting has no value yet (loss.constant_length of loss=dr_grpo).
+    """Return the loss with the preset's values where `loss` has none, as in a run's `config.yaml`."""
+    # A setting that refers to another one has no value yet (loss.constant_length of loss=dr_grpo).
     known: dict[str, Any] = {
         key: value
         for key, value in loss.items()
@@ -125,7 +125,7 @@ def _filled(loss: dict[str, Any], preset: str) -> dict[str, Any]:
     }
     try:
         resolved = resolve(LossConfig(preset=preset, **known))
-    except ConfigError:  # said better when the whole is checked
+    except ConfigError:  # the check of all settings has a better message
         return {}
     return {f"loss.{key}": getattr(resolved, key) for key in LOSS_KEYS}
 
@@ -133,13 +133,13 @@ def _filled(loss: dict[str, Any], preset: str) -> dict[str, Any]:
 def _of_a_run(
     folder: Path, settings: dict[str, Any], idle: set[str], later: Sequence[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """To run it again, in a new folder beside its own unless the arguments choose one; without its `idle` settings,
-    which were refused nowhere when it began."""
+    """Return settings and arguments to repeat a run, in a new folder beside its own unless the arguments choose one;
+    without its `idle` settings, which were not refused when it started."""
     dropped = {*OF_ITS_OWN, *idle}
     kept = {key: value for key, value in settings.items() if key not in dropped}
     address = str(kept.get("replay.address", ""))
     if host_of(address) in ("127.0.0.1", "localhost"):
-        kept.pop("replay.address")  # a free port of that day
+        kept.pop("replay.address")  # a port that was free at that time
     if any(text.startswith(("resume=", "overwrite=")) for text in later):
         same = [f"run.name={quoted(folder.resolve().name)}", f"run.dir={quoted(str(folder))}"]
         return kept, _without(same, {text.partition("=")[0] for text in later})
@@ -167,7 +167,7 @@ def _of_a_copy(path: Path, settings: dict[str, Any], later: Sequence[str]) -> di
 
 
 def _chosen(later: Sequence[str]) -> set[str]:
-    """Settings of the file that give way to a group chosen after it: `x.yaml loss=ppo`."""
+    """Return the settings of the file that are overridden by a group chosen after it: `x.yaml loss=ppo`."""
     found: set[str] = set()
     for text in later:
         group, _, name = text.partition("=")

@@ -1,2 +1,2 @@
-"""`--dry-run`: what would be started, and the memory and the GPUs that it takes, which `asyncrl plan` reckons with too.
-Nothing is started, no torch."""
+"""`--dry-run`: shows what would be started, and estimates its memory and GPUs, which `asyncrl plan` uses as well.
+Starts nothing, and does not import torch."""

@@ -1,4 +1,4 @@
-"""The memory that a run takes, for `--dry-run`: per process what it holds, with the arithmetic."""
+"""Estimates the memory of a run for `--dry-run`: what each process holds, with the arithmetic."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ OFFLOADED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "optimizer": (("master weights", "gradients"), ("Adam moments",)),
     "all": ((), OF_TRAINED),
 }
-"""With `learner.offload`: what is where the learner computes, and what in host memory."""
+"""By `learner.offload`: what is on the learner's compute device, and what is in host memory."""
 
 
 def size(count: float) -> str:
-    """Bytes for people."""
+    """Format bytes for people."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -58,8 +58,11 @@ def journal_line(config: Config) -> str:
 
 
 def memory_lines(config: Config, command: str = "local") -> list[str]:
-    """Args:
-    command: that would be started: `local`, or one role of a run whose others may be on other machines.
+    """Return the lines about memory.
+
+    Args:
+        command: the command that would be started: `local`, or one role of a run whose other roles may be on other
+            machines.
     """
     lines = [
         f"replay store: {size(store_bytes_needed(config))} of tokens at most, limit {size(config.replay.max_bytes)} "
@@ -108,13 +111,14 @@ def memory_lines(config: Config, command: str = "local") -> list[str]:
 
 
 def rank_bytes(config: Config, model: ModelSize) -> float:
-    """Of all models and activations of the fullest learner rank, without what `learner.offload` has in host memory."""
+    """Return the bytes of all models and activations on the fullest learner rank, without those that `learner.offload`
+    keeps in host memory."""
     return sum(count for count, _ in learner_rows(config, model)) + sum(count for count, _ in role_rows(config, model))
 
 
 def copies_bytes(config: Config, model: ModelSize) -> int:
-    """Of its weights, by the rank that sends them, or the fullest of those: one copy is filled while another is on its
-    way, and where deltas are sent the version before is kept."""
+    """Return the bytes of the weight copies on the rank that sends them, or the fullest such rank: one copy is filled
+    while another is being sent, and with deltas the previous version is kept as well."""
     if config.weights.copies == "none":
         return 0
     kept = 2 if config.weights.delta == "never" else 3
@@ -124,7 +128,7 @@ def copies_bytes(config: Config, model: ModelSize) -> int:
 
 
 def copies_on_gpu(config: Config, placement: Placement) -> bool:
-    """Whether they lie where the learner computes (`weights.factory.backend_of`), or in host memory."""
+    """Return whether the copies are on the learner's GPU (`weights.factory.backend_of`), or in host memory."""
     if not placement.learner or config.weights.transport != "broadcast":
         return False
     if config.weights.backend != "auto":
@@ -133,7 +137,7 @@ def copies_on_gpu(config: Config, placement: Placement) -> bool:
 
 
 def copies_on_gpu_apart(config: Config, gpus: int) -> bool:
-    """The same of a learner that is started by itself on a machine with `gpus`."""
+    """As `copies_on_gpu`, for a learner that is started by itself on a machine with `gpus`."""
     weights, mode = config.weights, config.placement.mode
     if weights.transport != "broadcast" or not gpus or config.learner.device == "cpu":
         return False
@@ -155,7 +159,7 @@ def copies_line(config: Config, count: int, command: str) -> str:
 
 
 def engine_bytes(config: Config, model: ModelSize) -> int:
-    """Weights, staging and one sequence of the longest: less, and an engine can make none."""
+    """Return the bytes of weights, staging and one sequence of maximum length: the minimum for an engine."""
     count = model.trained(config.model.lora_rank, config.model.lora_targets)
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     width = BYTES[config.engine.dtype]
@@ -163,7 +167,7 @@ def engine_bytes(config: Config, model: ModelSize) -> int:
 
 
 def learner_rows(config: Config, model: ModelSize) -> list[tuple[int, str]]:
-    """Bytes that the fullest rank holds of the policy where it computes, and what comes and goes beside it."""
+    """Return the bytes of the policy on the compute device of the fullest rank, and those that are temporary."""
     dims, width = ParallelDims.of(config.learner, config.learner.ranks), BYTES[config.model.dtype]
     rows = policy_rows(config, model)[0]
     computing = apart(on_one_of(model.shapes, dims.tensor, computing=True), dims.expert)
@@ -184,7 +188,7 @@ def learner_rows(config: Config, model: ModelSize) -> list[tuple[int, str]]:
 
 
 def policy_shapes(config: Config, model: ModelSize) -> dict[str, Shape]:
-    """Of what is trained, before FSDP2 cuts it."""
+    """Return the shapes of the trained tensors, before FSDP2 shards them."""
     chosen = config.model
     whole = model.adapters(chosen.lora_rank, chosen.lora_targets) if chosen.lora_rank > 0 else model.shapes
     return on_one_of(whole, ParallelDims.of(config.learner, config.learner.ranks).tensor)
@@ -197,7 +201,7 @@ def policy_held(config: Config, model: ModelSize) -> Held:
 
 
 def policy_rows(config: Config, model: ModelSize) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
-    """What the fullest rank holds of the policy between steps: where it computes, and in host memory."""
+    """Return what the fullest rank holds of the policy between steps: on the compute device, and in host memory."""
     dims, offload, mine = (
         ParallelDims.of(config.learner, config.learner.ranks),
         config.learner.offload,
@@ -225,7 +229,7 @@ def policy_rows(config: Config, model: ModelSize) -> tuple[list[tuple[int, str]]
 
 
 def host_rows(config: Config, model: ModelSize) -> list[tuple[float, str]]:
-    """What `learner.offload` has there."""
+    """Return what `learner.offload` keeps in host memory."""
     found: list[tuple[float, str]] = [
         *policy_rows(config, model)[1],
         *role_rows(config, model, on_host=True),
@@ -246,10 +250,11 @@ def learner_lines(config: Config, model: ModelSize) -> list[str]:
 
 
 def activation_rows(config: Config, sizes: Sizes | None, sequence: int) -> list[tuple[int, str]]:
-    """Estimates; none of a model whose config is none of a plain decoder.
+    """Estimate activations; empty for a model whose config is not that of a plain decoder.
 
     Args:
-        sequence: ranks that share each micro-batch: its tokens, and in attention its heads, which is as many numbers.
+        sequence: number of ranks that share each micro-batch: its tokens, and in attention its heads, which is the same
+            number of elements.
     """
     if sizes is None:
         return []
@@ -257,7 +262,7 @@ def activation_rows(config: Config, sizes: Sizes | None, sequence: int) -> list[
     device, wide = kind_to_plan(config, config.learner.device), config.model.fp32_head and width < MASTER
     every, keep = config.model.checkpoint_every, config.model.checkpoint_keep
     tokens = config.learner.max_tokens_per_microbatch
-    # More slots than a group's siblings have of it no token has.
+    # A token cannot have more attention slots than the members of a group that share it.
     slots = min(config.learner.attention_budget, tokens * config.rollout.group_size) // sequence
     tokens, part = -(-tokens // sequence), f"1 / {sequence} of " if sequence > 1 else ""
     other = size(sizes.activations(tokens, slots, width, 0 if checkpointing else every, keep))
@@ -278,15 +283,15 @@ def activation_rows(config: Config, sizes: Sizes | None, sequence: int) -> list[
 
 
 def role_size(path: str, model: ModelSize) -> ModelSize:
-    """Of the policy's, unless a checkpoint of its own is here and says otherwise."""
+    """Return the size of a role's own checkpoint if that is local; otherwise the size of the policy."""
     return (model_size(Path(path)) if path else None) or model
 
 
 def role_rows(config: Config, model: ModelSize, *, on_host: bool = False) -> list[tuple[float, str]]:
-    """Bytes per rank of the learner's other models.
+    """Return the bytes per rank of the learner's other models.
 
     Args:
-        on_host: of what `learner.offload` has in host memory; else of what computes.
+        on_host: those that `learner.offload` keeps in host memory; otherwise those on the compute device.
     """
     dims = ParallelDims.of(config.learner, config.learner.ranks)
     ranks = dims.shards * dims.tensor
@@ -310,7 +315,8 @@ def role_rows(config: Config, model: ModelSize, *, on_host: bool = False) -> lis
 
 
 def kv_cache(config: Config, wanted: int) -> str:
-    """What it will be, and with vLLM, which takes what it is given and holds sequences back, what would be wanted."""
+    """Return the size of the KV cache. vLLM uses the given size and delays sequences that do not fit, so for it the
+    size for all sequences is added."""
     if config.engine.name != "vllm":
         return f"{size(wanted)} KV cache"
     given = size(config.engine.kv_cache_mb << 20) if config.engine.kv_cache_mb else "vLLM's default"

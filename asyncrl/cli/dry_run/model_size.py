@@ -1,4 +1,4 @@
-"""What the files of a checkpoint say of a model's size. No tensor is loaded, nor torch."""
+"""Reads a model's size from the files of a checkpoint. Loads neither tensors nor torch."""
 
 from __future__ import annotations
 
@@ -16,32 +16,31 @@ from asyncrl.learner.memory_plan import Shape, Sizes, stacked
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """Read from the files of a local checkpoint; no tensor is loaded."""
+    """Size of a model, read from the files of a local checkpoint without loading tensors."""
 
     parameters: int
     kv_values_per_token: int
-    """Keys and values of one token over all layers, counted in numbers."""
+    """Number of elements in the keys and values of one token, over all layers."""
     shapes: Mapping[str, Shape]
-    """As the learner holds them (`memory_plan.stacked`)."""
+    """Shapes of the tensors as the learner holds them (`memory_plan.stacked`)."""
     sizes: Sizes | None
     matrices: Mapping[str, tuple[int, int]]
-    """[out, in] of the weights in the blocks, by the name of their layer; without experts and
-    what chooses among them."""
+    """[out, in] of the weights in the blocks, by layer name; without experts and routers."""
 
     @property
     def of_critic(self) -> int:
-        """Numbers of a critic made of it: without the head, whose place one row takes."""
+        """Number of parameters of a critic made from the model, without the head, which is replaced by one row."""
         return self.parameters - math.prod(self.shapes.get("lm_head.weight", (0,)))
 
     def trained(self, rank: int, targets: Sequence[str]) -> int:
-        """All parameters; with a rank of LoRA those of the adapters: an estimate, since only the model itself knows
-        which layers are linear."""
+        """Return the number of trained parameters: all, or with a LoRA rank those of the adapters. The latter is an
+        estimate, since only the model itself knows which layers are linear."""
         if rank == 0:
             return self.parameters
         return sum(map(math.prod, self.adapters(rank, targets).values()))
 
     def adapters(self, rank: int, targets: Sequence[str]) -> dict[str, Shape]:
-        """Of LoRA with a rank, by name: the two matrices of each layer."""
+        """Return the shapes of LoRA adapters by name, two matrices for each layer."""
         chosen = {
             name: shape
             for name, shape in self.matrices.items()
@@ -54,7 +53,7 @@ class ModelSize:
 
 
 def model_size(folder: Path) -> ModelSize | None:
-    """None where the checkpoint is not here (a hub name) or not in safetensors that can be read."""
+    """Read a model's size; None if the checkpoint is not local (a hub name) or has no readable safetensors."""
     files = sorted(folder.glob("*.safetensors"))
     config_file = folder / "config.json"
     if not files or not config_file.is_file():
@@ -62,7 +61,7 @@ def model_size(folder: Path) -> ModelSize | None:
     try:
         shapes = {name: shape for file in files for name, shape in tensor_shapes(file).items()}
         config = json.loads(config_file.read_text())
-    except (ValueError, struct.error):  # the plan of a replay server, whose machine need not hold a whole model
+    except (ValueError, struct.error):  # the machine of a replay server need not have a complete model
         return None
     matrices = {
         name.removesuffix(".weight"): (shape[0], shape[1])
@@ -70,7 +69,7 @@ def model_size(folder: Path) -> ModelSize | None:
         if len(shape) == 2 and re.search(r"\.\d+\.", name) and not re.search(r"\.(experts|gate|router)\.", name)
     }
     if config.get("tie_word_embeddings"):
-        shapes.pop("lm_head.weight", None)  # some checkpoints have it twice, the model once
+        shapes.pop("lm_head.weight", None)  # some checkpoints store it although it is tied
     return ModelSize(
         parameters=sum(math.prod(shape) for shape in shapes.values()),
         kv_values_per_token=kv_values(config),
@@ -81,7 +80,7 @@ def model_size(folder: Path) -> ModelSize | None:
 
 
 def tensor_shapes(file: Path) -> dict[str, list[int]]:
-    """Shapes by name, from the header of a safetensors file: 8 bytes of length, then JSON."""
+    """Read shapes by name from the header of a safetensors file: 8 bytes with its length, then JSON."""
     with file.open("rb") as data:
         (length,) = struct.unpack("<Q", data.read(8))
         header = json.loads(data.read(length))
@@ -89,7 +88,8 @@ def tensor_shapes(file: Path) -> dict[str, list[int]]:
 
 
 def kv_values(model: dict[str, Any]) -> int:
-    """2 * layers * key-value heads * head dimension, by the names every Hugging Face decoder uses; 0 if unknown."""
+    """Return 2 * layers * key-value heads * head dimension, by the names that every Hugging Face decoder uses; 0 if
+    unknown."""
     heads = model.get("num_attention_heads") or 0
     if not heads or "num_hidden_layers" not in model:
         return 0

@@ -1,4 +1,4 @@
-"""Which process gets which GPU, as `--dry-run` prints it."""
+"""Shows which process gets which GPU, for `--dry-run`."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from asyncrl.schema import Config
 
 
 def gpus_to_plan(config: Config) -> Sequence[str]:
-    """Those that are here, or as many as `placement.gpus` says are elsewhere."""
+    """Return the GPUs of this machine, or as many as `placement.gpus` if that is more."""
     visible = visible_gpus() or ()
     return visible if config.placement.gpus <= len(visible) else tuple(map(str, range(config.placement.gpus)))
 
 
 def kind_to_plan(config: Config, device: str) -> str:
-    """`cuda` or `cpu`: what a process of the setting `device` computes on there."""
+    """Return `cuda` or `cpu`: on which a process with the setting `device` computes on the planned machine."""
     return "cuda" if device != "cpu" and gpus_to_plan(config) else "cpu"
 
 
 def placement_lines(config: Config) -> list[str]:
-    """A table of process, GPUs, and how much of the memory of each."""
+    """Return a table of processes, their GPUs, and the share of each GPU's memory."""
     visible = gpus_to_plan(config)
     placement = placement_of(config, len(visible))
     placed = list(placement)

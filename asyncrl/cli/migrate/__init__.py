@@ -1,1 +1,1 @@
-"""`asyncrl migrate`: settings of another framework as ours, line by line, with what has no equivalent and why."""
+"""`asyncrl migrate`: translates settings of another framework one by one, and explains those without an equivalent."""

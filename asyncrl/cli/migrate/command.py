@@ -1,4 +1,4 @@
-"""`asyncrl migrate verl|trl`: reads the arguments, YAML files among them, and prints a settings file of ours."""
+"""`asyncrl migrate verl|trl`: reads arguments, including YAML files, and prints a settings file for asyncrl."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ HEAD = "# by `asyncrl migrate {}`; asyncrl local THIS-FILE.yaml --dry-run shows 
 
 
 def main(framework: str, arguments: Sequence[str]) -> int:
-    """
+    """Print the translation.
+
     Raises:
         ConfigError: an argument is neither `key=value` nor a file of settings.
     """
@@ -26,7 +27,7 @@ def main(framework: str, arguments: Sequence[str]) -> int:
 
 
 def read(arguments: Sequence[str]) -> dict[str, Any]:
-    """Settings by dotted key; later ones win. Other words of a command (`python3 -m ...`) may stand among them."""
+    """Read settings by dotted key; later ones win. Other words of a command (`python3 -m ...`) are ignored."""
     found: dict[str, Any] = {}
     waiting = ""
     for text in arguments:
@@ -40,7 +41,7 @@ def read(arguments: Sequence[str]) -> dict[str, Any]:
             waiting = key.lstrip("-")
             found[waiting] = True
         elif waiting:
-            # A second word makes a list, as argparse does of `--reward_funcs a b`.
+            # A second word makes a list, as argparse does for `--reward_funcs a b`.
             before = found[waiting]
             one = _value(text, text)
             found[waiting] = one if before is True else [*(before if isinstance(before, list) else [before]), one]
@@ -60,7 +61,7 @@ def _value(text: str, whole: str) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """YAML takes 1e-6 for text."""
+    """Convert texts like 1e-6, which YAML does not read as numbers."""
     if isinstance(value, str):
         try:
             return float(value)

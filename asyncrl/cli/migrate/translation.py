@@ -1,4 +1,4 @@
-"""What a translation is: settings of ours with where each comes from, and what was left over with the reason."""
+"""A translation: our settings with the origin of each, and the settings without an equivalent, with the reason."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ EMPTY = (None, "", [], {}, "null")
 
 @dataclass(slots=True)
 class Translation:
-    """
+    """Settings being translated.
+
     Args:
-        given: the other framework's settings by dotted key, as the user has them.
-        defaults: what holds there where nothing is given, of keys that matter.
+        given: the user's settings of the other framework, by dotted key.
+        defaults: the other framework's defaults of the keys that matter.
         framework: its name.
     """
 
@@ -30,28 +31,28 @@ class Translation:
     defaults: Mapping[str, Any]
     framework: str
     settings: dict[str, tuple[Any, str]] = field(default_factory=dict)
-    """Ours -> (value, what it comes from)."""
+    """Our key -> (value, origin)."""
     left: dict[str, str] = field(default_factory=dict)
-    """Theirs -> why it has no equivalent."""
+    """Their key -> why it has no equivalent."""
     notes: list[str] = field(default_factory=list)
     _seen: set[str] = field(default_factory=set)
 
     def take(self, key: str) -> Any:
-        """Its value, given or theirs by default; None where there is none. It then counts as understood."""
+        """Return the given or default value of their key; None if there is none. The key then counts as translated."""
         self._seen.add(key)
         value = self.given.get(key, self.defaults.get(key))
-        # One that points at another of their settings has no value of its own.
+        # A reference to another setting is not a value.
         return None if value in EMPTY or (isinstance(value, str) and "${" in value) else value
 
     def number(self, key: str) -> float | None:
-        """As `take`. Raises ConfigError for what is no finite number."""
+        """As `take`. Raises ConfigError if the value is not a finite number."""
         value = self.take(key)
         if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)):
             return value
         raise ConfigError(f"{key}={_shown(value)}: {self.framework} has a number there. Correct it, or leave it out")
 
     def count(self, key: str) -> int:
-        """As `take`. Raises ConfigError for what is no whole number of 1 or more."""
+        """As `take`. Raises ConfigError if the value is not a whole number of at least 1."""
         value = self.number(key)
         if value is None or value < 1 or value != int(value):
             raise ConfigError(
@@ -70,7 +71,7 @@ class Translation:
             self.put(ours, value, theirs)
 
     def refuse(self, theirs: str, why: str) -> None:
-        """Has no equivalent. What the user did not give is not told of."""
+        """Note that a key has no equivalent. It is only reported if the user gave it."""
         self._seen.add(theirs)
         if theirs in self.given:
             self.left[theirs] = why
@@ -78,7 +79,7 @@ class Translation:
     def apply(
         self, moved: Mapping[str, str], steps: Sequence[Callable[[Translation], None]], reasons: Mapping[str, str]
     ) -> None:
-        """What keeps its value under our name, then `steps`, then the reasons for the rest."""
+        """Translate keys that keep their value, then apply `steps`, then note the reasons for the rest."""
         for theirs, ours in moved.items():
             self.move(theirs, ours)
         for step in steps:
@@ -86,7 +87,7 @@ class Translation:
         self.leave_out(reasons)
 
     def leave_out(self, reasons: Mapping[str, str]) -> None:
-        """Reasons by pattern for what nobody took yet; keys that match none are unknown."""
+        """Note reasons, by pattern, for the keys not translated yet; keys that match no pattern are unknown."""
         for key in self.given:
             if key in self._seen:
                 continue
@@ -94,7 +95,7 @@ class Translation:
             self.left[key] = reasons[pattern] if pattern else f"unknown here, see the docs of {self.framework}"
 
     def lines(self) -> list[str]:
-        """A settings file: what comes from where, and the rest as comments."""
+        """Return the lines of a settings file, with the origin of each setting, and the rest as comments."""
         found = [f"{key}: {written_in_yaml(value)}  # from {origin}" for key, (value, origin) in self.settings.items()]
         missing = [key for key in REQUIRED if key not in self.settings]
         if any(key in self.settings for key in REWARDED):
@@ -105,12 +106,12 @@ class Translation:
 
 
 OFF = {"top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,)}
-"""What leaves no token out."""
+"""Values that exclude no token."""
 
 
 def truncation(made: Translation, theirs: Mapping[str, str]) -> bool:
-    """Sampling from a part of the vocabulary, by our names -> theirs. Whether there is any: then the engine is the one
-    that records what each token was drawn from."""
+    """Translate truncated sampling; `theirs` maps our names to theirs. Returns whether there is any: then the engine
+    must be the one that records the support of each token."""
     given = {ours: (key, made.take(key)) for ours, key in theirs.items()}
     narrowed = {ours: each for ours, each in given.items() if each[1] is not None and each[1] not in OFF[ours]}
     for ours, (key, value) in narrowed.items():
@@ -125,10 +126,10 @@ def truncation(made: Translation, theirs: Mapping[str, str]) -> bool:
 
 
 def cut(made: Translation, side: str, theirs: str, turns: Sequence[str]) -> None:
-    """Prompts that are cut: where the environment reads tokens.
+    """Translate the truncation of prompts, which needs an environment that reads tokens.
 
     Args:
-        turns: their settings of several turns; where one is on, ours is an environment that reads messages.
+        turns: their settings for several turns; if one is on, our environment reads messages.
     """
     if any(made.given.get(key) not in (*EMPTY, False) for key in turns):
         made.put("data.overlong", "drop", theirs)
@@ -145,9 +146,9 @@ def cut(made: Translation, side: str, theirs: str, turns: Sequence[str]) -> None
 
 
 def written_in_yaml(value: Any) -> str:
-    """One line that YAML reads back as the same."""
+    """Write a value in one line that YAML reads back as the same value."""
     if isinstance(value, float) and "e" in repr(value) and "." not in repr(value):
-        return repr(value).replace("e", ".0e")  # YAML takes 1e-06 for text
+        return repr(value).replace("e", ".0e")  # YAML reads 1e-06 as text
     if isinstance(value, dict):
         return "{" + ", ".join(f"{name}: {written_in_yaml(part)}" for name, part in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -162,7 +163,7 @@ def _shown(value: Any) -> str:
 
 
 def place(path: Any) -> Any:
-    """A path as we take it: the home folder written out, one for a list of one."""
+    """Return a path for our settings: with the home folder expanded, and a list of one as a single path."""
     if isinstance(path, list):
         found = [place(each) for each in path]
         return found[0] if len(found) == 1 else found

@@ -1,4 +1,4 @@
-"""Settings of TRL's GRPO: `GRPOConfig` with what its scripts take beside it (model, dataset, PEFT)."""
+"""Translates settings of TRL's GRPO: `GRPOConfig`, and the other arguments of its scripts (model, dataset, PEFT)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DEFAULTS = {
     "save_steps": 500,
     "use_vllm": False,
 }
-"""Those that our defaults differ from, or that a translation reads."""
+"""TRL's defaults that differ from ours, or that a translation reads."""
 
 MOVED = {
     "learning_rate": "learner.lr",
@@ -97,7 +97,7 @@ REASONS = {
     "load_in_*": "there is no quantisation",
     "tools": "several turns and tools are environments: environment.name",
 }
-"""Patterns of keys, the first that fits."""
+"""Patterns of keys -> why there is no equivalent; the first matching pattern applies."""
 
 
 def translate(given: dict[str, object]) -> Translation:
@@ -116,7 +116,7 @@ def _data(made: Translation) -> None:
         parts = [str(part) for part in (config, split or ("train" if config else None)) if part is not None]
         made.put("data.path", place(name) if local else ":".join((f"hf:{name}", *parts)), "dataset_name")
     made.refuse("dataset_test_split", "eval.path=hf:NAME:SPLIT")
-    # Its prompts are never too long: without a limit of its own a prompt is as long as it is.
+    # Without max_prompt_length, TRL does not limit prompts.
     if made.take("max_prompt_length"):
         cut(made, "left", "max_prompt_length", ("tools", "max_tool_calling_iterations"))
     else:
@@ -228,7 +228,7 @@ def _rollout(made: Translation) -> None:
 def _rewards(made: Translation) -> None:
     given, weights = made.take("reward_funcs"), made.take("reward_weights")
     found = given if isinstance(given, list) else [given]
-    # TRL takes `module.function`.
+    # TRL accepts `module.function`.
     specs = [each if ":" in each else ":".join(each.rsplit(".", 1)) for each in map(str, found)]
     if not all(":" in each for each in specs):
         made.refuse("reward_funcs", "name them by file or module: reward.function=FILE.py:NAME takes TRL's signature")

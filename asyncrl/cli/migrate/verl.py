@@ -1,4 +1,4 @@
-"""Settings of verl's PPO command (`verl.trainer.main_ppo`)."""
+"""Translates settings of verl's PPO command (`verl.trainer.main_ppo`)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ DEFAULTS = {
     "custom_reward_function.name": "compute_score",
     "trainer.total_epochs": 30,
 }
-"""Those that our defaults differ from, or that a translation reads."""
+"""verl's defaults that differ from ours, or that a translation reads."""
 
 MOVED = {
     "data.prompt_key": "data.prompt_column",
@@ -72,7 +72,7 @@ ESTIMATORS = {
     "rloo": "rloo",
     "opo": "opo",
 }
-"""Files of configs/advantage/. `grpo` depends on one more setting."""
+"""verl's estimators -> files of configs/advantage/. `grpo` depends on another setting as well."""
 LOSSES = {
     "vanilla": "dual_clip",
     "gspo": "gspo",
@@ -128,7 +128,7 @@ REASONS = {
     "ray_kwargs.*": "ray.address, or export Ray's own variables",
     "ray_init.*": "ray.address, or export Ray's own variables",
 }
-"""Patterns of keys, the first that fits."""
+"""Patterns of keys -> why there is no equivalent; the first matching pattern applies."""
 
 
 def translate(given: dict[str, object]) -> Translation:
@@ -233,7 +233,7 @@ def _loss(made: Translation) -> None:
         loss = "dual_clip"
     made.put("loss", loss, f"{actor}.policy_loss.loss_mode")
     if loss == "dppo_tv":
-        made.put("loss.behavior_kl", 0.0, f"{actor}.policy_loss.loss_mode")  # it pulls towards the data here alone
+        made.put("loss.behavior_kl", 0.0, f"{actor}.policy_loss.loss_mode")  # only here does it pull towards the data
     clip = made.take(f"{actor}.clip_ratio")
     for side in ("low", "high"):
         theirs = f"{actor}.clip_ratio_{side}"
@@ -321,7 +321,7 @@ def _rollout(made: Translation) -> None:
 
 
 def _evaluation(made: Translation) -> None:
-    """verl reads how its evaluations sample where `do_sample` is on alone; else they are greedy, as ours."""
+    """verl uses the sampling settings of evaluations only if `do_sample` is on; otherwise they are greedy, as ours."""
     prefix = "actor_rollout_ref.rollout.val_kwargs"
     heat = made.number(f"{prefix}.temperature") if made.take(f"{prefix}.do_sample") else None
     if not heat or "eval.path" not in made.settings:
@@ -337,7 +337,7 @@ REWARD_KWARGS = "custom_reward_function.reward_kwargs."
 
 
 def _reward_args(made: Translation, given: Sequence[str]) -> dict[str, Any]:
-    """With the mappings in them as they were: the function is called with what these hold, empty or not."""
+    """Return the arguments of the reward function, with nested mappings restored; empty values are passed as well."""
     args: dict[str, Any] = {}
     for key in given:
         value = made.given[key]

@@ -1,2 +1,2 @@
-"""The processes of a run on this machine: their command lines, and what starts, watches and ends them. Which of them a
-command needs is up to the command."""
+"""The processes of a run on this machine: their command lines, and starting, watching and ending them. Each command
+decides which it needs."""

@@ -1,4 +1,4 @@
-"""The command line of every process of a run, as one could type it."""
+"""The command lines of a run's processes, as they could be typed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from asyncrl.placement import WHOLE_SHARE
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.schema import Config, RunSettings
 
-# Two maths threads per rank on a machine full of processes make all of them slower, not one of them faster.
+# On a machine full of processes, two math threads per rank make all of them slower and none faster.
 RANK_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 
 RESTARTED = "ASYNCRL_RESTARTED"
-"""Set in a role that its supervisor started again after a kill: a learner then resumes from what it saved."""
+"""Environment variable set in a role that its supervisor restarted after a kill: a learner then resumes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,17 +28,17 @@ class Command:
     role: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
-    """What is set on top of the inherited environment, where that does not have it."""
+    """Variables that are set unless the inherited environment has them."""
     gpus: str | None = None
-    """CUDA_VISIBLE_DEVICES, in place of the inherited; None leaves it."""
+    """CUDA_VISIBLE_DEVICES, which replaces the inherited value; None keeps that."""
 
     @property
     def enforced(self) -> dict[str, str]:
-        """What is set whatever was inherited."""
+        """Variables that are set even if they were inherited."""
         return {} if self.gpus is None else {VISIBLE: self.gpus}
 
     def __str__(self) -> str:
-        """As a shell would read it, with the settings in full."""
+        """Return the command as for a shell, with all settings."""
         settings = [
             f"{name}={shlex.quote(value)}" for name, value in sorted({**self.environment, **self.enforced}.items())
         ]
@@ -50,7 +50,7 @@ def replay_command(overrides: Sequence[str]) -> Command:
 
 
 def shard_command(number: str, overrides: Sequence[str]) -> Command:
-    """One of `replay.shards`; each needs a `replay.shard_address` of its own."""
+    """Return the command of one of `replay.shards`; each needs its own `replay.shard_address`."""
     arguments = (sys.executable, "-m", "asyncrl.replay.shards", number, *overrides)
     return Command(role=f"shard-{number}", arguments=arguments, environment={})
 
@@ -64,13 +64,14 @@ def rollout_command(overrides: Sequence[str]) -> Command:
 
 
 def learner_command(config: Config, overrides: Sequence[str], run_id: str, module: str = "asyncrl.learner") -> Command:
-    """torchrun, of this interpreter whatever is first on PATH, through the door that adds our rendezvous to it."""
+    """Return the command of torchrun under this interpreter, whatever is first on PATH, by the module that registers
+    our rendezvous backend."""
     torchrun = (
         *("-m", "asyncrl.learner.torchrun", "--nnodes=1", f"--nproc-per-node={config.learner.ranks}"),
         *(f"--max-restarts={config.learner.max_restarts}", f"--rdzv-id={run_id}"),
-        # Every store gets a free port of loopback and of nothing else: torch's own backends listen everywhere.
+        # Every store gets a free port on loopback only: torch's own backends listen on every interface.
         *("--rdzv-backend=bound", "--rdzv-endpoint=127.0.0.1:0"),
-        # Otherwise it leaves an empty folder behind at every start: what the ranks say is in our logs.
+        # Otherwise torchrun leaves an empty folder behind at every start; the ranks' output is in our logs.
         "--log-dir=/dev/null",
     )
     return Command(
@@ -81,9 +82,9 @@ def learner_command(config: Config, overrides: Sequence[str], run_id: str, modul
 
 
 def local_commands(config: Config, overrides: Sequence[str], run_id: str) -> list[Command]:
-    """The processes of a run on this machine. They find each other at `replay.address`: their order is no matter."""
+    """Return the commands of a run on this machine, in any order: they find each other at `replay.address`."""
     given = with_address(config, with_absolute_run_dir(config, overrides), ReplayConfig().address)
-    # The folder is prepared once, by the caller: a replay server that is restarted must find its journal again.
+    # The caller prepares the folder once: with overwrite, a restarted replay server would lose its journal.
     kept = [text for text in given if not text.startswith("overwrite=")]
     kept = [text for text in kept if not text.startswith("replay.shard_address=")]
     ports = [free_port() for _ in range(config.replay.shards)]
@@ -96,15 +97,15 @@ def local_commands(config: Config, overrides: Sequence[str], run_id: str) -> lis
 
 
 def with_gpus(commands: Sequence[Command], config: Config, visible: Sequence[str]) -> list[Command]:
-    """Each role of `local_commands` with its own of the GPUs that this process sees; where none are known nothing is
-    set, whatever `placement.gpus` says."""
+    """Return `local_commands` with each role's share of the GPUs that this process sees. If none are known, nothing is
+    set, whatever `placement.gpus` is."""
     placement = placement_of(config, len(visible)) if visible else ()
     if not placement or not any(placement):
         return list(commands)
     told = {"learner": [], "rollout": []}
-    if placement.learner and placement.engines:  # `weights.backend=auto` goes by it
+    if placement.learner and placement.engines:  # `weights.backend=auto` depends on it
         told["learner"].append(f"placement.mode={'colocated' if placement.shared else 'dedicated'}")
-    crowded = placement.engine_memory < WHOLE_SHARE  # beside a rank, or beside each other
+    crowded = placement.engine_memory < WHOLE_SHARE  # it shares a GPU with a rank or another engine
     if config.engine.name == "vllm" and crowded and "gpu_memory_utilization" not in config.engine.vllm:
         told["rollout"].append(f"engine.vllm.gpu_memory_utilization={placement.engine_memory:g}")
     own = {"learner": placement.learner_gpus, "rollout": placement.rollout_gpus}
@@ -119,7 +120,7 @@ def with_gpus(commands: Sequence[Command], config: Config, visible: Sequence[str
 
 
 def with_address(config: Config, overrides: Sequence[str], default_address: str) -> tuple[str, ...]:
-    """`overrides` plus a free loopback port for the replay server, unless the user named an address."""
+    """Return `overrides` with a free loopback port for the replay server, unless the user named an address."""
     named = any(text.startswith("replay.address=") for text in overrides)
     if named or config.replay.address != default_address:
         return tuple(overrides)
@@ -127,6 +128,6 @@ def with_address(config: Config, overrides: Sequence[str], default_address: str)
 
 
 def with_absolute_run_dir(config: RunSettings, overrides: Sequence[str]) -> tuple[str, ...]:
-    """`overrides` with the run folder spelt out: a role may run in another directory."""
+    """Return `overrides` with the absolute path of the run folder, since a role may run in another directory."""
     others = [text for text in overrides if not text.startswith("run.dir=")]
     return (*others, f"run.dir={quoted(str(Path(config.run.dir).resolve()))}")

@@ -1,4 +1,4 @@
-"""How a run came to its end, and what is said of it then: its best checkpoint, and the command that goes on."""
+"""The end of a run: how it ended, its best checkpoint, and the command that continues it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from asyncrl.telemetry.reports.summary import without
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a run came to its end."""
+    """How a run ended."""
 
     code: int
-    """0, 1 when a role failed or an alarm stopped the run, 128 + the number of the signal that stopped it."""
+    """0, 1 if a role failed or an alarm stopped the run, 128 + the number of the signal that stopped it."""
     saved: bool = True
-    """After a signal: the learner saved what it had trained."""
+    """Whether, after a signal, the learner saved what it had trained."""
 
 
 def best_line(metric: str, folder: Path, rows: Sequence[Row]) -> str:
-    """Which checkpoint is the best by `metric`, or that none is."""
+    """Return a line that names the best checkpoint by `metric`, or says that there is none."""
     best = read_best(folder / CHECKPOINT_DIR)
     if best is not None and best.metric == metric:
         return f"best checkpoint: {folder / CHECKPOINT_DIR / BEST}, of step {best.step}: {metric} {best.value:g}"
@@ -36,14 +36,14 @@ def best_line(metric: str, folder: Path, rows: Sequence[Row]) -> str:
 
 
 def how_to_go_on(folder: Path, typed: Sequence[str], ended: Ended) -> str:
-    """The command that resumes a run which did not come to its end, and what it resumes from."""
+    """Return the command that resumes an unfinished run, and what it resumes from."""
     again, resume = shlex.join(without(typed, ("resume", "overwrite"))), "resume=auto"
     what = "stopped" if ended.code > 128 and ended.saved else "ended"
     try:
         step = trained_steps(chosen(folder, "auto"))
         saved = f"the newest checkpoint is that of step {step}" if step else "no checkpoint was saved"
         named = [text for text in typed if text.startswith("resume=") and text not in ("resume=never", resume)]
-        if named and not step:  # a fork: with `auto` it would begin at step 0, with the model itself
+        if named and not step:  # a fork, which with `auto` would start at step 0 from the base model
             resume = shlex.quote(named[-1])
     except CheckpointError as error:
         saved = str(error)

@@ -1,4 +1,4 @@
-"""Ports of loopback for what a command starts."""
+"""Chooses free ports on loopback for the processes that a command starts."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import socket
 from asyncrl.errors import ConfigError
 
 PORTS = range(20_000, 32_000)
-"""Below those that the kernel hands out."""
+"""Ports below those that the kernel assigns by default."""
 _numbers = itertools.count(random.SystemRandom().randrange(len(PORTS)))
 
 
 def free_port() -> int:
-    """One that the kernel gives to nobody who asks it for any: a role listens on its port only after seconds, and comes
-    back to it after a death. Never the same one twice in a row of 12,000.
+    """Return a free port outside the range that the kernel assigns: a role listens on its port only after seconds, and
+    again after a restart. No port repeats within 12,000 calls.
 
     Raises:
         ConfigError: none is free.

@@ -1,12 +1,12 @@
-"""The processes of a run from their start to the last one's end: shown while they run, started again after a kill.
+"""Supervises the processes of a run from start to end: shows their progress, and restarts them after a kill.
 
 consumes:     exit codes of the roles; rows of metrics.jsonl, to show them
 waits for:    the learner, whose end is the end of the run
 unblocked by: the learner's end, the failure of any role, Ctrl-C, SIGTERM or SIGHUP
 
-A replay server, or a shard of it, that was killed is started again at the same address: its journal is its memory, and
-the others wait. So are a rollout pool and torchrun that were killed: the workers come back, the learner resumes. When
-this process is killed the kernel kills the roles, and none of them can be left in the folder of another run.
+A replay server or shard that was killed is restarted at the same address: its state is in its journal, and the other
+processes wait. A killed rollout pool or torchrun is restarted as well: the workers return, the learner resumes. If this
+process is killed, the kernel kills the roles, so that none of them can remain in the folder of another run.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from asyncrl.telemetry.live.starting import StartWatch
 
 TURN_S = 0.2
 EXIT_REFUSED = 2
-"""Of a replay server that a restart cannot help: a refused setting, a damaged journal."""
+"""Exit code of a replay server for which a restart is useless: a refused setting, a damaged journal."""
 FINISH_S = 30.0
-"""How long the rollout pool gets to end by itself once the learner has finished."""
+"""Seconds that the rollout pool has to end by itself once the learner has finished."""
 SAVE_S = 600.0
-"""How long the learner gets, after Ctrl-C, to end its step and save a checkpoint."""
+"""Seconds that the learner has, after Ctrl-C, to end its step and save a checkpoint."""
 RESTARTS = 10
-"""Of pool and torchrun together in an hour, after a kill."""
+"""Limit on the restarts of pool and torchrun together in an hour, after a kill."""
 
 
 def supervise(
@@ -51,7 +51,7 @@ def supervise(
     resumed: int = 0,
     telemetry: TelemetryConfig | None = None,
 ) -> Ended:
-    """Start `commands`, show the run until the role `learner` ends, stop the rest."""
+    """Start `commands`, show the run until the role `learner` ends, then stop the rest."""
     telemetry = telemetry or TelemetryConfig()
     left = {True: Restarts(replay_restarts), False: Restarts(RESTARTS)}
     notices = Notices(folder / LOG_DIR / BOARD_FILE, console)
@@ -80,7 +80,7 @@ def supervise(
             supervisor.wait_for("rollout", FINISH_S)
         signalled = supervisor.signal
         failed = supervisor.failed()
-        # The replay server and its shards last: a worker that cannot say goodbye to them waits until it is killed.
+        # Stop the replay server and its shards last: a worker that cannot say goodbye to them waits until it is killed.
         supervisor.stop([name for name in supervisor.roles if not _has_journal(name)])
         supervisor.stop(list(supervisor.roles))
         view.refresh()
@@ -92,14 +92,14 @@ def supervise(
 
 
 class Notices:
-    """What the roles say of a full disk: their logs lie on it."""
+    """Shows the roles' notices of a full disk, which they cannot write to their logs."""
 
     def __init__(self, board: Path, console: Console) -> None:
         self._board, self._console = board, console
         self._shown = read_board(board)
 
     def show(self) -> None:
-        """What is new."""
+        """Print a new notice."""
         text = read_board(self._board)
         if text != self._shown:
             self._shown = text
@@ -113,7 +113,7 @@ def watch(supervisor: Supervisor, view: RunView, notices: Notices) -> None:
 
 
 def save_first(supervisor: Supervisor, folder: Path, view: RunView, notices: Notices) -> bool:
-    """Have the learner save a checkpoint and end; false when it did not, or a second signal came first.
+    """Have the learner save a checkpoint and end. Returns False if it did not, or a second signal arrived first.
 
     waits for: the learner's step and its checkpoint, `SAVE_S` at most; unblocked by: its end, the failure of another
     role, a second signal
@@ -139,15 +139,15 @@ def save_first(supervisor: Supervisor, folder: Path, view: RunView, notices: Not
 
 
 def restarted(supervisor: Supervisor, commands: Sequence[Command], left: dict[bool, Restarts], view: RunView) -> bool:
-    """Start what failed again, where a restart can mend all of it.
+    """Restart the failed roles if a restart can help for all of them.
 
     Args:
-        left: of roles that have a journal, and of the others.
+        left: remaining restarts of roles with a journal (True), and of the others (False).
     """
     failed = supervisor.failed()
     for role in failed:
         journal = _has_journal(role.name)
-        # What ended by itself has said why, and would again; the journal makes a server's end by itself harmless.
+        # A role that exited by itself has logged why, and would exit again. A server with a journal may be restarted.
         hopeless = role.code == EXIT_REFUSED if journal else (role.code or 0) >= 0
         if hopeless or not left[journal].take():
             return False

@@ -1,4 +1,4 @@
-"""Child processes that live and die together: started with their logs, watched, and stopped to the last one.
+"""Supervises child processes that start and end together: starts them with logs, watches them, and stops all of them.
 
 consumes: exit codes · waits for: children, with a deadline per stage of stopping · unblocked by: their ends, Ctrl-C
 """
@@ -21,14 +21,14 @@ from asyncrl.telemetry.live.over import forget_ends, note_ends
 
 TAIL_LINES = 30
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that end a run. SIGHUP comes when the terminal is closed."""
+"""Signals that end a run. SIGHUP arrives if the terminal is closed."""
 HASTE_S = 2.0
-"""What roles get to end in after a second signal."""
+"""Seconds that roles have to end after a second signal."""
 
 
 @dataclass(slots=True)
 class Role:
-    """One supervised process, in a process group of its own, so that Ctrl-C reaches the supervisor alone."""
+    """One supervised process, in its own process group, so that Ctrl-C only reaches the supervisor."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -41,11 +41,11 @@ class Role:
 
     @property
     def failed(self) -> bool:
-        """Ended, by itself, with anything but success."""
+        """Whether it ended by itself, without success."""
         return self.code not in (None, 0) and not self.stopped_by_us
 
     def tail(self) -> str:
-        """The end of its log, which names the error if it had time to write one."""
+        """Return the end of its log, which has the error if it had time to write one."""
         try:
             lines = self.log.read_text(errors="replace").splitlines()
         except FileNotFoundError:
@@ -54,19 +54,19 @@ class Role:
 
 
 class Supervisor:
-    """Starts roles and stops them. As a context manager nothing it started outlives it, and the kernel kills the roles
-    of one that is killed itself."""
+    """Starts and stops roles. As a context manager it leaves none of its processes behind; if it is killed, the kernel
+    kills its roles."""
 
     def __init__(self, log_dir: Path, *, grace_s: float = 20.0) -> None:
         self.roles: dict[str, Role] = {}
         self.signal = 0
-        """The first of `ENDING` that arrived, else 0."""
+        """The first of `ENDING` that arrived; 0 if none did."""
         self.impatient = False
-        """A second one arrived."""
+        """Whether a second one arrived."""
         self._log_dir = log_dir
         self._grace_s = grace_s
         self._families: list[tuple[str, Family]] = []
-        """Role and what one of its lives started."""
+        """For each start of a role, its name and the process family."""
         self._standstills = Standstills()
         self._looked_at = 0.0
 
@@ -77,11 +77,11 @@ class Supervisor:
         environment: Mapping[str, str],
         enforced: Mapping[str, str] = MappingProxyType({}),
     ) -> Role:
-        """Start one process; its output goes to `<log_dir>/<name>.log`, appended across restarts of the run.
+        """Start one process; its output is appended to `<log_dir>/<name>.log`, across restarts of the run.
 
         Args:
-            environment: what the user exported wins over it.
-            enforced: wins over that.
+            environment: variables that the user's exports override.
+            enforced: variables that override the user's exports.
         """
         self._log_dir.mkdir(parents=True, exist_ok=True)
         log = self._log_dir / f"{name}.log"
@@ -100,7 +100,7 @@ class Supervisor:
 
     def __enter__(self) -> Supervisor:
         forget_ends(self._log_dir)
-        # Ignored is what nohup made of SIGHUP: then the run outlives its terminal.
+        # Under nohup, SIGHUP is ignored; it must stay so, for the run to outlive its terminal.
         heard = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
         self._previous = {number: signal.signal(number, self._notice) for number in heard}
         return self
@@ -112,7 +112,7 @@ class Supervisor:
             signal.signal(number, handler)
 
     def note_end(self) -> None:
-        """The run is over, or is about to be: from here on nobody waits for a role that is gone."""
+        """Record that the run is over or about to be: from here on, nothing waits for a role that is gone."""
         note_ends(self._log_dir, {name: (role.code, role.stopped_by_us) for name, role in self.roles.items()})
 
     def _notice(self, number: int, _frame: FrameType | None) -> None:
@@ -123,7 +123,7 @@ class Supervisor:
         return [role for role in self.roles.values() if role.failed]
 
     def observe(self, *, now: bool = False) -> list[str]:
-        """Remember every descendant, once in `LOOK_S`, or `now`. Returns who stands still, in words for the user."""
+        """Record every descendant, once in `LOOK_S`, or `now`. Returns messages about stopped processes."""
         if not now and time.monotonic() - self._looked_at < LOOK_S:
             return []
         self._looked_at = time.monotonic()
@@ -135,7 +135,7 @@ class Supervisor:
         return self._standstills.look(members)
 
     def wait_for(self, name: str, timeout_s: float) -> bool:
-        """Give a role time to end by itself. False when it did not, or when a signal arrived."""
+        """Give a role time to end by itself. Returns False if it did not, or a signal arrived."""
         deadline = time.monotonic() + timeout_s
         while self.roles[name].code is None:
             if self.signal or time.monotonic() > deadline:
@@ -144,13 +144,14 @@ class Supervisor:
         return True
 
     def stop(self, names: Sequence[str]) -> None:
-        """SIGTERM, a grace period, then SIGKILL to whatever is left of these roles and of all they started."""
+        """Send SIGTERM to these roles, then, after a grace period, SIGKILL to whatever is left of them and of the
+        processes that they started."""
         roles = [self.roles[name] for name in names if self.roles[name].code is None]
         self.observe(now=True)
         for role in roles:
             role.stopped_by_us = True
-            role.process.terminate()  # it alone: it ends what it started in order, which Ray of a signal does not
-            _signal_group(role.process.pid, signal.SIGCONT)  # a stopped one hears nothing else
+            role.process.terminate()  # the role alone: it ends its children in order, as Ray would not on a signal
+            _signal_group(role.process.pid, signal.SIGCONT)  # a stopped process handles no other signal
         deadline = time.monotonic() + (HASTE_S if self.impatient else self._grace_s)
         while time.monotonic() < deadline and any(role.code is None for role in roles):
             deadline = min(deadline, time.monotonic() + HASTE_S) if self.impatient else deadline

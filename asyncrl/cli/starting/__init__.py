@@ -1,2 +1,2 @@
-"""What is looked at before a run starts or goes on: rows, prompts and rewards of its settings, the folder that it goes
-on in. Nothing here starts a process of the run."""
+"""Checks before a run starts or resumes: its rows, prompts and rewards, and the folder that it resumes in. They start
+no process of the run."""

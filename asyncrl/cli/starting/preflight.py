@@ -1,7 +1,7 @@
-"""What is looked at before anything is started, the same for `--dry-run` and for the start: every row's form, some
-prompts as they will be rendered, the reward called on the first rows. Settings and the machine are checked before.
+"""Checks before anything is started, the same for `--dry-run` and for the start: the form of every row, some prompts as
+they will be rendered, and the reward on the first rows. Settings and the machine are checked before.
 
-Loads neither torch nor transformers: a run starts at once where all is well.
+Loads neither torch nor transformers, so that a run starts at once if all is well.
 """
 
 from __future__ import annotations
@@ -37,28 +37,29 @@ from asyncrl.telemetry.metrics.alarms import Alarms
 from asyncrl.telemetry.metrics.registry import METRICS, metric_of
 
 TRIED_ROWS = 3
-"""First rows of each source that the reward is called on."""
+"""Number of the first rows of each source on which the reward is called."""
 PROMPT_SHOWN = 400
 
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """What was found."""
+    """The findings."""
 
     prompts: tuple[str, ...]
     """Lines about the data."""
     reward: tuple[str, ...]
     """Lines about the reward."""
     rows: int
-    """That are trained on."""
+    """Number of rows that are trained on."""
 
 
 def look_ahead(config: Config) -> Preflight:
-    """
+    """Check data and reward.
+
     Raises:
         ConfigError, DataError: the run could not work; the message names the row, the server or the model.
     """
-    Alarms(config.telemetry.ignore_alarms)  # an alarm that there is not is refused
+    Alarms(config.telemetry.ignore_alarms)  # refuses unknown names of alarms
     refuse_unmeasured(config.learner.keep_best)
     if config.engine.name in SERVERS:
         load("asyncrl.engines.server.look").look_at_servers(config)
@@ -98,15 +99,16 @@ def look_ahead(config: Config) -> Preflight:
 
 
 def refuse_unmeasured(keep_best: str) -> None:
-    """Raises ConfigError: there is no such metric, so no checkpoint would ever be the best. Those of evaluations are
-    looked at with the settings."""
+    """Raises ConfigError: there is no such metric, so no checkpoint would ever be the best. Metrics of evaluations are
+    checked with the settings."""
     if keep_best and not keep_best.startswith("eval/") and metric_of(keep_best) is None:
         hint = nearest(keep_best, [metric.name for metric in METRICS])
         raise ConfigError(f"learner.keep_best={keep_best} is no metric.{hint} `asyncrl metrics` lists them")
 
 
 def refuse_unbatched(config: Config) -> None:
-    """Raises ConfigError: the built-in engine cannot batch the model, which else its worker finds out by loading it."""
+    """Raises ConfigError: the built-in engine cannot batch the model, which its worker would otherwise only find out
+    when loading it."""
     folder, path = described_in(config.model.path), config.model.path
     if config.engine.name == "transformers" and folder is not None and may_forget(model_settings(path)):
         settings = {"path": path, "folder": str(folder)}
@@ -114,7 +116,7 @@ def refuse_unbatched(config: Config) -> None:
 
 
 def with_steps(config: Config, overrides: Sequence[str], rows: int) -> tuple[Config, list[str]]:
-    """`learner.epochs` in steps: the settings, and what every process is started with."""
+    """Convert `learner.epochs` to steps. Returns the settings, and the overrides for every process."""
     given = list(overrides)
     if config.learner.epochs > 0:
         steps = max(1, math.ceil(config.learner.epochs * rows / config.learner.groups_per_step))
@@ -124,7 +126,7 @@ def with_steps(config: Config, overrides: Sequence[str], rows: int) -> tuple[Con
 
 
 def _refuse_foreign_rows(config: EnvironmentConfig, found: Sequence[Survey]) -> None:
-    """Of an environment that ships and reads columns of its own. Raises DataError: a first row lacks them."""
+    """Check rows for a built-in environment that reads its own columns. Raises DataError: a first row lacks them."""
     check = None if is_of_the_user(config.name) else getattr(find_environment(config), "check_row", None)
     if check is None:
         return
@@ -137,7 +139,7 @@ def _refuse_foreign_rows(config: EnvironmentConfig, found: Sequence[Survey]) -> 
 
 @contextmanager
 def said_of(given: EvalSet) -> Iterator[None]:
-    """What is refused inside is refused with the set's key."""
+    """Prefix a ConfigError raised inside with the set's key."""
     try:
         yield
     except ConfigError as error:
@@ -145,7 +147,7 @@ def said_of(given: EvalSet) -> Iterator[None]:
 
 
 def check_environments(config: Config) -> None:
-    """That of the training, and those that evaluated sets have of their own. Raises ConfigError."""
+    """Check the training environment, and those of evaluated sets that differ from it. Raises ConfigError."""
     checked = [config.environment]
     check_environment(config.environment, config.model, overlong=config.data.overlong)
     for each in eval_sets(config):
@@ -156,7 +158,7 @@ def check_environments(config: Config) -> None:
 
 
 def check_own_learning(config: Config) -> None:
-    """Loss, advantages and hook of the user's own, tried by a process that loads torch. Raises ConfigError."""
+    """Try a user's own loss, advantages and hook, in a process that loads torch. Raises ConfigError."""
     named = ", ".join(f"{key}={spec}" for key, spec in own_learning(config).items())
     if named:
         settings = {"loss": asdict(config.loss), "advantage": asdict(config.advantage)}
@@ -164,7 +166,7 @@ def check_own_learning(config: Config) -> None:
 
 
 def check_rollout(overrides: Sequence[str]) -> None:
-    """Before `asyncrl rollout`: what `asyncrl local` looks at before it starts the same pool.
+    """Make the checks of `asyncrl local` for a rollout pool before `asyncrl rollout` starts it.
 
     Raises:
         ConfigError, DataError: see `look_ahead`.
@@ -194,7 +196,7 @@ def survey_lines(config: Config, found: Survey) -> list[str]:
 
 
 def _reward_lines(config: Config, found: Sequence[Survey], beside: Sequence[Survey] = ()) -> list[str]:
-    """Called on the first rows of `found`; those `beside` must be covered too."""
+    """Call the reward on the first rows of `found`; rows of `beside` must only be covered by a term."""
     rows = [row for each in found for row in each.first_rows[:TRIED_ROWS]]
     terms = reward_terms(config.reward)
     if not terms:
@@ -203,7 +205,7 @@ def _reward_lines(config: Config, found: Sequence[Survey], beside: Sequence[Surv
     lines = [line for term in terms for line in _untried(term)]
     terms = [term for term in terms if not term.model]
     outcomes = try_reward(terms, rows, timeout_s=config.reward.timeout_s) if terms else []
-    for each in found:  # of one source of a mixture too: all of its groups would be dropped
+    for each in found:  # per source of a mixture: if one has no scores, all of its groups would be dropped
         own = {where for where, _ in each.first_rows}
         refuse_unscored(terms, [outcome for outcome in outcomes if outcome[0] in own])
     if not outcomes:
@@ -212,7 +214,8 @@ def _reward_lines(config: Config, found: Sequence[Survey], beside: Sequence[Surv
     scores = [f"{outcome.value:g}" for _, outcome in outcomes if not isinstance(outcome, RewardError)]
     called = " + ".join(term.name or term.function for term in terms if not term.remote)
     lines += [f"{called}: called on the first rows with made-up completions, it gave {', '.join(scores)}"]
-    # Some failed: it may be right to refuse what the policy will never write. The run says so if it goes on.
+    # If only some failed, the reward may rightly refuse completions that the policy never writes. If failures continue,
+    # the run reports them.
     return lines + [
         f"it failed for {len(failed)} of {len(outcomes)}; {where}: {' '.join(str(error).split()):.300}"
         for where, error in itertools.islice(failed, 1)
@@ -227,7 +230,7 @@ def _untried(term: RewardTerm) -> list[str]:
 
 
 def refuse_uncovered(terms: Sequence[RewardTerm], found: Sequence[Survey]) -> None:
-    """Raises ConfigError: the `data_source` of some row has no reward."""
+    """Raises ConfigError: the `data_source` of a row has no reward."""
     for each in found:
         for data_source, where in each.data_sources.items():
             if not any(term.covers({"data_source": data_source}) for term in terms):

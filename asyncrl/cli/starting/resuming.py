@@ -1,4 +1,4 @@
-"""Whether a run has anything left to do, and what it goes on from."""
+"""Determines whether a run has anything left to do, and from which checkpoint it resumes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def nothing_to_do(config: Config, folder: Path, trained: int, typed: Sequence[st
 
 
 def trained_whole(config: Config, folder: Path) -> int:
-    """Steps of a run that has come to its end and left its model; 0 of one that has not."""
-    with suppress(CheckpointError):  # the start judges it
+    """Return the steps of a run that has finished and exported its model; 0 for any other."""
+    with suppress(CheckpointError):  # reported at the start
         resumed = trained_steps(chosen(folder, config.resume))
         if resumed >= config.learner.steps and trained_in(folder / EXPORT_DIR) == resumed:
             return resumed
@@ -34,14 +34,14 @@ def trained_whole(config: Config, folder: Path) -> int:
 
 
 def check_resumed(config: Config, say: Callable[[str], None]) -> Path | None:
-    """Found only when a rank restores, damage would burn every restart of torchrun first.
+    """Check the run and its checkpoint: damage found only when a rank restores would use up all restarts of torchrun.
 
     Returns:
-        The checkpoint from which the run goes on, whole.
+        The checkpoint from which the run resumes, which is complete.
 
     Raises:
-        RunFolderError: the run that is to go on is damaged, or its files contradict each other.
-        CheckpointDamagedError: the checkpoint that `resume` names is.
+        RunFolderError: the run to be resumed is damaged, or its files contradict each other.
+        CheckpointDamagedError: the checkpoint that `resume` names is damaged.
     """
     if config.resume == "never":
         return None
