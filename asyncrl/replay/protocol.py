@@ -111,7 +111,7 @@ class TrainedReply:
     evaluations: tuple[EvalSummary, ...] = ()
     """Evaluation jobs finished since the last call."""
     dropped: tuple[DroppedSample, ...] = ()
-    """Samples of groups dropped since then, at most the first `MOST_DROPPED`."""
+    """The first `MOST_DROPPED` samples of groups and members dropped since then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,8 +227,8 @@ class LearnerReplay(Protocol):
         groups are judged anew by their distance to the new weights, and the prompts of those that are now over-age
         return to the stream.
 
-        `run` identifies a learner across restarts. If a learner with another `run` connects while the present one is
-        alive, it was started by mistake.
+        `run` is the same for a learner and its restarts, and different for any other. A learner with another `run` that
+        arrives while the present one is still heard from was started by mistake.
         """
         ...
 
@@ -252,8 +252,8 @@ class LearnerReplay(Protocol):
         `wait_s` seconds, or the batch is sealed. Reserves nothing: the batch to train on is the one from `lease`.
 
         Args:
-            upto: the end of the groups, in the batch, which another rank was given, whether sealed or not; 0 for as
-                many as there are.
+            upto: position in the batch at which the groups end, as another rank was given them; then a sealed batch
+                is no obstacle. 0 for as many groups as there are.
         """
         ...
 
