@@ -25,7 +25,7 @@ MULTIPLIED = {
 """... but for these model types, whose logits are multiplied by the field (1) or divided by it (-1), and nothing else:
 `logit_factor`."""
 OF_SCORES = ("attn_logit_softcapping",)
-"""Fields of models that change attention scores in a way that the packed attention does not know."""
+"""Fields of models that change attention scores in a way that packed attention does not implement."""
 SINKS = ("gpt_oss", "mimo_v2_flash")
 """Model types with a learned sink in every attention."""
 COMPUTED_TOGETHER = ("llama", "mistral", "qwen2", "qwen3")

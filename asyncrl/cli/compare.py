@@ -40,7 +40,7 @@ def main(folders: Sequence[Path], *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(as_object(runs, ends, apart), indent=1, default=str))
         return 0
-    console = PlainConsole(highlight=False, soft_wrap=True, markup=False, emoji=False)  # foreign names and values
+    console = PlainConsole(highlight=False, soft_wrap=True, markup=False, emoji=False)  # names may contain markup
     console.print_whole(settings_table(runs))
     console.print_whole(ends_table(runs, ends))
     if any(diverged_from(run.rows) is not None for run in runs):

@@ -90,7 +90,7 @@ PROCESSES = """
 MOST: dict[str, int] = {
     **dict.fromkeys(PROCESSES.split(), 1 << 16),
     **{"weights.port": 65_535, "replay.wait_timeout_s": int(LONGEST_WAIT_S)},
-    **dict.fromkeys(("learner.lr", "critic.lr", "learner.adam_eps"), 1),  # with AdamW a step moves a weight by lr
+    **dict.fromkeys(("learner.lr", "critic.lr", "learner.adam_eps"), 1),  # with AdamW, a step moves a weight by lr
     "learner.weight_decay": 1000,
     **dict.fromkeys(("seed", "replay.max_bytes"), (1 << 63) - 1),
     **dict.fromkeys(("learner.epochs", "advantage.kl_horizon"), (1 << 31) - 1),

@@ -65,7 +65,7 @@ def _without(arguments: Sequence[str], keys: set[str]) -> list[str]:
 
 def _as_arguments(path: Path, later: Sequence[str]) -> list[str]:
     values = without_blots(read_settings(path))
-    if "loss.preset" in values:  # its file may set more than the preset
+    if "loss.preset" in values:  # the file of the loss may set more than the preset
         values["loss"] = values.pop("loss.preset")
     groups = {group: str(name) for group, name in values.items() if group in config_groups()}
     idle = without_effect(values)
@@ -171,7 +171,7 @@ def _chosen(later: Sequence[str]) -> set[str]:
     found: set[str] = set()
     for text in later:
         group, _, name = text.partition("=")
-        if group == "loss":  # another preset has settings of its own
+        if group == "loss":  # another preset has its own settings
             found |= {f"loss.{key}" for key in LOSS_KEYS}
         if group in config_groups():
             found |= set(_choice(group, name))

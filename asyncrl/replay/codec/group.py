@@ -206,7 +206,8 @@ def _check_size(nbytes: int) -> None:
 
 
 def _facts_of(trajectory: Trajectory) -> TrajectoryHeader:
-    """Raises WireError: lengths differ, dtypes are wrong, a reward is not finite, a loss token has no version."""
+    """Return the header of one trajectory. Raises WireError: lengths differ, dtypes are wrong, a reward is not finite,
+    or a loss token has no version."""
     length, mask, versions = len(trajectory.token_ids), trajectory.loss_mask, trajectory.policy_versions
     if not 1 <= length <= wire.MAX_TOKENS:
         raise WireError(f"a trajectory has 1 to {wire.MAX_TOKENS} tokens, not {length}")
@@ -252,7 +253,7 @@ def runs_of(versions: NDArray[np.int32]) -> tuple[tuple[int, int], ...]:
     """Return the runs `(version, count)` of `[N]` versions, in order."""
     if not versions.size:
         return ()
-    if np.minimum.reduce(versions) == np.maximum.reduce(versions):  # Cheaper than comparing each with the first.
+    if np.minimum.reduce(versions) == np.maximum.reduce(versions):  # cheaper than comparing each with the first
         return ((int(versions[0]), len(versions)),)
     starts = [0, *(np.flatnonzero(versions[1:] != versions[:-1]) + 1).tolist()]
     stops = [*starts[1:], len(versions)]
@@ -260,7 +261,7 @@ def runs_of(versions: NDArray[np.int32]) -> tuple[tuple[int, int], ...]:
 
 
 def decode_texts(frame: Frame) -> tuple[str, tuple[str, ...], float, float]:
-    """`(prompt text, completion texts, started_at, finished_at)`. Raises WireError."""
+    """Decode `(prompt text, completion texts, started_at, finished_at)`. Raises WireError."""
     value = wire.unpack(frame, max_bytes=wire.MAX_MESSAGE_BYTES)
     prompt, completions, started, finished = wire.sequence(value, "texts", 4)
     return (

@@ -105,7 +105,7 @@ def encode_envelope(envelope: Envelope) -> bytes:
 
 
 def decode_envelope(frame: bytes | memoryview, *, max_bytes: int = MAX_REQUEST_BYTES) -> Envelope:
-    """Raises WireError, also for another schema version."""
+    """Decode a header frame. Raises WireError, also for another schema version."""
     value = unpack(frame, max_bytes=max_bytes)
     if not isinstance(value, list) or not value or type(value[0]) is not int:
         raise WireError("a header must be [schema, run, verb, request, incarnation, body]")

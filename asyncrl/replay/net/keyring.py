@@ -47,7 +47,7 @@ def make_keys(directory: Path, aside: Path | None = None) -> None:
     """
     aside = aside or directory.absolute().parent
     aside.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(dir=aside, prefix="keys-"))  # of mode 0700
+    made = Path(tempfile.mkdtemp(dir=aside, prefix="keys-"))  # with mode 0700
     try:
         for role in ROLES:
             for path in create_certificates(str(made), role):

@@ -93,7 +93,7 @@ def page_of(folders: Sequence[Path]) -> str:
     }
     # `</script>` in a completion would end the script that holds it.
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    text = text.encode(errors="replace").decode()  # half a character, of a text that was cut in it
+    text = text.encode(errors="replace").decode()  # a lone surrogate, from a text that was cut
     return TEMPLATE.read_text().replace("@DATA@", text, 1)
 
 
