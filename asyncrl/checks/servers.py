@@ -11,7 +11,7 @@ from asyncrl.checks.addresses import is_private, resolved
 from asyncrl.schema import Config, EngineConfig
 
 SERVERS = ("server", "sglang")
-"""Of `engine.name`."""
+"""Values of `engine.name` that use servers."""
 SCORED = 25
 """Tokens that a server has to hold for the canary: its probes have 24, and none is scored without making one more."""
 

@@ -38,7 +38,7 @@ FSYNCS, WRITTEN = 16, 32 << 20
 FILES_LEAST = 4096
 SHM_LEAST = 1 << 30
 ANSWERED_S = 2.0
-"""Longest wait of this machine for itself."""
+"""Timeout of a connection from this machine to itself, in seconds."""
 TIME_ERROR = 5
 """Return value of adjtimex if nothing synchronizes the clock."""
 NETWORK_FILES = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "lustre", "beegfs", "glusterfs")

@@ -247,7 +247,7 @@ class LearnerReplay(Protocol):
         ...
 
     def early(self, *, step: int, rank: int, world: int, after: int, upto: int, wait_s: float) -> Lease | None:
-        """Return groups with which the next batch is certain to begin (`begin_step` in `replay.core.batches`), from `after`
+        """Return groups with which the next batch is certain to begin (`begin_step` in `replay.core`), from `after`
         on: a plan of these groups alone, counted from 0, with this rank's trajectories. None if there are none within
         `wait_s` seconds, or the batch is sealed. Reserves nothing: the batch to train on is the one from `lease`.
 

@@ -48,8 +48,8 @@ class MetricsTail:
 
 
 class RewardWarnings:
-    """Reads warnings that rollout workers log from now on about failing rewards and episodes, and about filters that keep
-    nothing: without them a run may stall silently."""
+    """Reads warnings that rollout workers log from now on about failing rewards and episodes, and about filters that
+    keep nothing: without them a run may stall silently."""
 
     def __init__(self, log_dir: Path) -> None:
         self._log_dir = log_dir
