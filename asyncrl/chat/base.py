@@ -31,16 +31,16 @@ def no_template() -> ChatError:
 def no_place_for_tools() -> ChatError:
     """The error for tools that the chat template leaves out."""
     return ChatError(
-        "the chat template has no place for `tools`, so the policy would never be told of them. Take a model whose "
-        "template has one, or tell of them in a system message and leave the `tools` out"
+        "the chat template has no place for `tools`, so the policy would never see them. Use a model whose template "
+        "has one, or describe them in a system message and leave out `tools`"
     )
 
 
 def unrenderable(what: str, error: Exception) -> ChatError:
     """The error for a list of messages that `what` failed to render with `error`."""
     return ChatError(
-        f"{what} cannot be rendered: {type(error).__name__}: {error}. Mend the template in the folder of model.path, "
-        "or the messages of the row"
+        f"{what} cannot be rendered: {type(error).__name__}: {error}. Fix the template in the folder of model.path, or "
+        "the messages of the row"
     )
 
 

@@ -96,8 +96,8 @@ def told(chat: RendererChat, name: str) -> str:
     """The message about `model.renderer` that is logged once at start."""
     if chat.name == DEFAULT and name == AUTO and not chat.why_single.startswith("the tokenizer has no"):
         return (
-            "chat: the tokenizer's own template (model.renderer=auto found no renderer that writes the same). Tool "
-            "calls are read only where model.chat.tool_parser names how; environments of several turns are refused "
-            "unless model.renderer=default is named"
+            "chat: using the tokenizer's own template (model.renderer=auto found no renderer that writes the same). "
+            "Tool calls are read only with model.chat.tool_parser; environments of several turns are refused unless "
+            "model.renderer=default is set"
         )
     return f"chat: renderer {chat.name}"

@@ -37,8 +37,8 @@ def described_in(path: str) -> Path | None:
         return Path(hub.snapshot_download(path, allow_patterns=list(ALL_BUT_WEIGHTS)))
     except errors.GatedRepoError as error:
         raise ConfigError(
-            f"model.path={path}: its owner wants to know who loads it. Accept the terms on its page, and log in with "
-            "`hf auth login`"
+            f"model.path={path}: this model is gated. Accept the terms on its page on the hub, and log in with `hf "
+            "auth login`"
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise ConfigError(

@@ -74,9 +74,10 @@ class Abilities:
         if self.name != DEFAULT or self.chosen:
             return ""
         return (
-            "the chat template of this tokenizer is that of no renderer, so what follows a sampled turn is a guess "
-            "from the template. Name model.renderer=default to have it (earlier turns stay as they were sampled, also "
-            "where the template would leave their reasoning out), or name the renderer of the model it was made of"
+            "no renderer writes the chat template of this tokenizer, so what follows a sampled turn can only be "
+            "guessed from the template. Set model.renderer=default to accept that (earlier turns stay as they were "
+            "sampled, even where the template would drop their reasoning), or set the renderer of the model that it "
+            "was made from"
         )
 
     def why_no_calls(self, *, told: bool) -> str:
@@ -89,13 +90,14 @@ class Abilities:
             return ""
         if not self.parser:
             return (
-                "model.renderer=default reads none: every reply would be an answer. Say how they are written, "
-                "model.chat.tool_parser=qwen3 (Hermes' form) or another, or name the renderer of the model"
+                "model.renderer=default reads no tool calls: every reply would be an answer. Name their format, "
+                "model.chat.tool_parser=qwen3 (Hermes' form) or another, or set model.renderer to the renderer of the "
+                "model"
             )
         if told and not tells_of_tools(self.template):
             return (
-                "the chat template has no place for `tools`, so the policy would never be told of them. Set "
-                "environment.args.tell=false and tell it in environment.args.system, or take a model whose template "
-                "has one"
+                "the chat template has no place for `tools`, so the policy would never see them. Set "
+                "environment.args.tell=false and describe them in environment.args.system, or use a model whose "
+                "template has one"
             )
         return ""

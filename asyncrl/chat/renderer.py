@@ -153,7 +153,7 @@ class RendererChat:
         tools: Sequence[ToolSpec] = (),
     ) -> list[int]:
         if any(message.get("role") == "assistant" for message in messages):
-            raise ChatError("an assistant's message cannot follow a sampled turn: it would be text nobody sampled")
+            raise ChatError("an assistant's message cannot follow a sampled turn: the policy did not sample it")
         if self.why_single:
             raise ChatError(self.why_single)
         if self.name == DEFAULT:
@@ -170,8 +170,8 @@ class RendererChat:
             raise ChatError(f"renderer {self.name} failed: {type(error).__name__}: {error}") from error
         if bridge is None:
             raise ChatError(
-                f"renderer {self.name} can add nothing to this turn: it ended within its reasoning, or the messages "
-                "are none that may follow"
+                f"renderer {self.name} cannot add messages to this turn: it ended within its reasoning, or these "
+                "messages may not follow it"
             )
         if bridge.token_ids[: len(before)] != before:
             raise ChatError(f"renderer {self.name} would change tokens that were sampled")
@@ -221,13 +221,15 @@ def make_renderer(tokenizer: Any, name: str, options: Mapping[str, Any]) -> Rend
             return make_renderer(tokenizer, name, given | {"thinking_retention": None})
         wrong = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
         known = ", ".join(sorted(kind.model_fields)) if name != DEFAULT else "any of its template"
-        raise ConfigError(f"model.chat is not understood by renderer {name}: {wrong}. It has: {known}") from error
+        raise ConfigError(
+            f"renderer {name} does not accept this model.chat: {wrong}. Its options are: {known}"
+        ) from error
     try:
         return create_renderer(tokenizer, config)
     # Each family looks for its markers in its own way: assertions, KeyError, ValueError, TypeError.
     except Exception as error:
         raise ConfigError(
-            f"model.renderer={name} cannot be used with this tokenizer: {type(error).__name__}: {error}. Name the "
+            f"model.renderer={name} cannot be used with this tokenizer: {type(error).__name__}: {error}. Set the "
             "renderer of the model that it comes from, or model.renderer=default"
         ) from error
 

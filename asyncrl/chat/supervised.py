@@ -54,7 +54,7 @@ def by_renderer(
     ids, owners = list(rendered.token_ids), rendered.message_indices
     if len(rendered.sampled_mask) != len(ids):
         raise ChatError(
-            "the renderer cannot tell with this tokenizer which tokens are sampled. Name model.renderer=default"
+            "the renderer cannot tell which tokens are sampled with this tokenizer. Set model.renderer=default"
         )
     mask = [bool(said) and of >= 0 and learned[of] for said, of in zip(rendered.sampled_mask, owners, strict=True)]
     as_asked = True
@@ -121,15 +121,15 @@ def _pieces(
         head, through = written(number, asks=True), written(number + 1)
         if not through.startswith(head):
             raise ChatError(
-                f"the chat template begins message {number} otherwise than it asks for it ({through[-80:]!r} after "
-                f"{head[-40:]!r}): what would be learned is not what is sampled. Name the renderer of the model "
-                "(model.renderer), or an option of the template (model.chat)"
+                f"the chat template begins message {number} differently from its generation prompt ({through[-80:]!r} "
+                f"after {head[-40:]!r}), so the model would learn another beginning than the one it is sampled with. "
+                "Set the renderer of the model (model.renderer), or an option of the template (model.chat)"
             )
         if not whole.startswith(through):
             raise ChatError(
-                f"the chat template writes message {number} otherwise once others follow it (earlier reasoning left "
-                "out, for example). Learn the last turn alone (data.learn=last), or name the renderer of the model "
-                "(model.renderer)"
+                f"the chat template writes message {number} differently once other messages follow it (it may leave "
+                "out earlier reasoning). Train on the last turn only (data.learn=last), or set the renderer of the "
+                "model (model.renderer)"
             )
         body, closes = _closed(whole[len(head) : len(through)], messages[number], tokenizer.all_special_tokens)
         yield whole[place : len(head)], False, False
@@ -154,7 +154,7 @@ def _end_of(tokenizer: Any) -> int:
     """The id of the EOS token. Raises ChatError if there is none."""
     if tokenizer.eos_token_id is None:
         raise ChatError(
-            "the chat template closes no assistant's turn by a special token, and the tokenizer has no EOS: nothing "
+            "the chat template ends assistant turns without a special token, and the tokenizer has no EOS, so nothing "
             "would teach the model to stop. Give the tokenizer an eos_token"
         )
     return int(tokenizer.eos_token_id)

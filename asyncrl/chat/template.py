@@ -26,5 +26,5 @@ def extension_text(
     except Exception as error:  # a template is code that came with the model
         raise ChatError(f"the tokenizer's chat template cannot be rendered: {type(error).__name__}: {error}") from error
     if text.count(SAID) != 1:
-        raise ChatError("the tokenizer's chat template does not write what an assistant said as it stands")
+        raise ChatError("the tokenizer's chat template changes what the assistant said")
     return text[text.index(SAID) + len(SAID) :]

@@ -50,7 +50,7 @@ def draws_before(checkpoint: Path | None) -> int:
         ) from error
     if schema != SUPERVISED:
         raise CheckpointMismatchError(
-            f"{checkpoint} was saved by reinforcement learning, which drew other rows. To go on from its weights give "
+            f"{checkpoint} was saved by reinforcement learning, which drew other rows. To start from its weights, set "
             f"model.path={checkpoint.parent.parent / 'hf'}"
         )
     return draws

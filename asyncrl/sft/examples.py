@@ -71,11 +71,13 @@ class Encoder:
         mask[:1] = False
         if max(found.token_ids, default=0) >= self._vocabulary:
             raise DataError(
-                f"{where}: as it is rendered it has token id {max(found.token_ids)}, and the model knows "
-                f"{self._vocabulary}: a token was added to the tokenizer alone. Resize the model's embeddings, too"
+                f"{where}: the rendered row has token id {max(found.token_ids)}, but the model has {self._vocabulary} "
+                "tokens: a token was added to the tokenizer only. Resize the model's embeddings too"
             )
         if not mask.any():
-            raise DataError(f"{where}: as it is rendered no token carries loss. Remove the row, or see --dry-run")
+            raise DataError(
+                f"{where}: no token of the rendered row carries loss. Remove the row, or look at it with --dry-run"
+            )
         ids = np.asarray(found.token_ids, np.int32)
         return Example(token_ids=ids, loss_mask=mask, rendered=len(ids), as_asked=found.as_asked)
 
@@ -97,7 +99,7 @@ class Encoder:
         mask = whole.loss_mask[kept].copy()
         mask[0] = False
         if not mask.any():
-            raise OverlongError(f"{said}, and nothing that carries loss is left of it (data.overlong={rule})")
+            raise OverlongError(f"{said}, and data.overlong={rule} leaves no token that carries loss")
         return replace(whole, token_ids=whole.token_ids[kept], loss_mask=mask)
 
     def decode(self, token_ids: Sequence[int], *, begins: bool = True) -> str:

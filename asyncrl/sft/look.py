@@ -67,8 +67,8 @@ def _looked(rows: SftRows, encoder: Encoder, given: SftConfig) -> Looked:
     if not found:
         shortest = min(lengths, key=lambda row: (lengths[row], row))
         raise DataError(
-            f"{title}: all {len(lengths)} rows that were looked at are dropped for having more than data.max_tokens="
-            f"{limit} tokens, the shortest {lengths[shortest]} ({rows.where(shortest)}). Raise data.max_tokens"
+            f"{title}: all {len(lengths)} rows that were looked at have more than data.max_tokens={limit} tokens and "
+            f"are dropped; the shortest has {lengths[shortest]} ({rows.where(shortest)}). Raise data.max_tokens"
         )
     first = min(found)
     looked = Looked(
@@ -112,8 +112,8 @@ def lines(looked: Sequence[Looked], given: SftConfig) -> Iterator[str]:
             )
         if each.begun_otherwise:
             yield (
-                f"{each.title}: {each.begun_otherwise} of {len(each.tokens)} rows have a turn without reasoning, and "
-                "the renderer begins one when it asks for a turn: rollouts would begin otherwise than what is learned. "
+                f"{each.title}: {each.begun_otherwise} of {len(each.tokens)} rows have a turn without reasoning, but "
+                "the renderer's generation prompt begins one: rollouts would begin differently from what is learned. "
                 "Give the messages `reasoning_content`, or try model.chat.enable_thinking=false"
             )
 

@@ -99,7 +99,7 @@ class SftRows(SourceRows):
         if name := self._talks_in:
             if columns.get(name) is None:
                 raise DataError(
-                    f"{self.where(row)} has no column `{name}`, and {self.where(0)} has one. Write all rows of "
+                    f"{self.where(row)} has no column `{name}`, but {self.where(0)} has one. Write all rows of "
                     f"{self.source.title} in one form"
                 )
             messages = _messages(columns[name], name, self.where(row))
@@ -170,8 +170,8 @@ class SftRows(SourceRows):
             )
         looked_for = data.completion_column or "` or `".join(COMPLETIONS)
         return DataError(
-            f"{self.where(row)} has no column `{looked_for}` (columns: {known}). "
-            "Name the one that holds what the model is to write: data.completion_column=COLUMN"
+            f"{self.where(row)} has no column `{looked_for}` (columns: {known}). Name the column that the model should "
+            "learn to write: data.completion_column=COLUMN"
         )
 
 
@@ -198,7 +198,7 @@ def _of_sharegpt(message: Mapping[str, Any], where: str) -> Message:
     if role is None or message.get("value") is None:
         raise DataError(
             f"{where}: a message of ShareGPT's form needs `value` and a `from` of {', '.join(ROLES)}; got "
-            f"{dict(message)!r:.80}. Write others as messages of `role` and `content`, calls of tools as `tool_calls`"
+            f"{dict(message)!r:.80}. Give other messages `role` and `content`, and tool calls `tool_calls`"
         )
     rest = {key: part for key, part in message.items() if key not in ("from", "value")}
     return {**rest, "role": role, "content": message["value"]}

@@ -100,12 +100,18 @@ def evaluation_is_whole(given: SftConfig) -> Problems:
     if given.eval.every > 0 and not given.eval.path:
         yield f"eval.every={given.eval.every} needs held-out rows. Give eval.path=FILE, or eval.every=0"
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", given.eval.name):
-        yield f"eval.name is part of a metric: 1 to 64 letters, digits, `.`, `_` or `-`; got {given.eval.name!r}"
+        yield (
+            "eval.name must be 1 to 64 letters, digits, `.`, `_` or `-`, because it is part of the name of a metric; "
+            f"got {given.eval.name!r}"
+        )
     best, measured = given.learner.keep_best, [f"eval/{given.eval.name}/{each}" for each in FIGURES]
     if best.startswith("eval/") and not given.eval.path:
         yield f"learner.keep_best={best} needs the evaluation that measures it. Give eval.path=FILE"
     elif best.startswith("eval/") and best not in measured:
-        yield f"learner.keep_best={best}: there is {' and '.join(measured)} (see eval.name).{nearest(best, measured)}"
+        yield (
+            f"learner.keep_best={best} is not measured. The evaluation measures {' and '.join(measured)} (see "
+            f"eval.name).{nearest(best, measured)}"
+        )
 
 
 def sources_are_whole(given: SftConfig) -> Problems:
@@ -174,6 +180,6 @@ def _too_long(given: SftConfig) -> Problems:
     positions = positions_of(given.model.path) if Path(given.model.path).is_dir() else None
     if positions is not None and given.data.max_tokens > positions:
         yield (
-            f"data.max_tokens={given.data.max_tokens}, and the model of model.path has {positions} positions. Give "
-            f"data.max_tokens={positions}, or less"
+            f"data.max_tokens={given.data.max_tokens} is more than the model of model.path has positions "
+            f"({positions}). Set data.max_tokens={positions} or less"
         )

@@ -149,7 +149,7 @@ def train_rows(parts: SftTraining, asked: Asked = never) -> None:
             and parts.best.metric in row
             and parts.best.told(trained, row[parts.best.metric], (trained, trained))
         ):
-            log.info("the best checkpoint is that of step %d now", trained)
+            log.info("the best checkpoint is now that of step %d", trained)
     export_hf(
         parts.roles.policy, config.model, parts.run_dir / EXPORT_DIR, parts.rank, disk_patience(config), trained=steps
     )
@@ -200,4 +200,4 @@ def save_before_end(parts: SftTraining, step: int, skipped: int) -> None:
     parts.checkpoints.finish()
     parts.checkpoints.finish_errands(STOP_WITHIN_S)
     if parts.rank == 0:
-        log.info("asked to stop: ends after step %d, saved", step)
+        log.info("asked to stop: ends after step %d, which is saved", step)

@@ -84,7 +84,9 @@ class BestCheckpoint:
         """
         found, file = read_best(self._folder), self._folder / BEST_FILE
         if found is None and file.exists():
-            log.warning("%s cannot be read, or its checkpoint is gone: the best is looked for anew from here on", file)
+            log.warning(
+                "%s cannot be read, or its checkpoint is gone: the search for the best one starts again from here", file
+            )
             file.unlink()
             (self._folder / BEST).unlink(missing_ok=True)
         elif found is not None and (not self.metric or self._is_mine(found)):
@@ -92,7 +94,10 @@ class BestCheckpoint:
         elif found is not None:
             was = f"{found.mode} of {found.metric}"
             log.warning(
-                "the best checkpoint was %s by the %s; by %s it begins anew", found.checkpoint, was, self.metric
+                "the best checkpoint was %s by the %s; the search for the best by %s starts again",
+                found.checkpoint,
+                was,
+                self.metric,
             )
 
     def asked(self, step: int) -> None:

@@ -63,10 +63,12 @@ def newest(folder: Path) -> tuple[Path | None, str]:
         path = folder / latest.readlink()
         if path in (*whole, *folder.glob(f"{LEFT}step_*")) or not whole:  # resumed from by name: then it is the newest
             return path, ""
-        return whole[-1], f"{latest} names {latest.readlink()}, which is not there: going on from {whole[-1].name}"
+        return whole[-1], (
+            f"{latest} points to {latest.readlink()}, which does not exist: continuing from {whole[-1].name}"
+        )
     if whole:
-        lost = "is no link, as in a copy that follows them" if latest.exists() else "is missing"
-        return whole[-1], f"{latest} {lost}: going on from {whole[-1].name}, the checkpoint of the most steps"
+        lost = "is not a link (a copy may have followed it)" if latest.exists() else "is missing"
+        return whole[-1], f"{latest} {lost}: continuing from {whole[-1].name}, the checkpoint with the most steps"
     return None, ""
 
 
@@ -114,8 +116,8 @@ def put_aside(
         if path.is_dir():
             path.rename(folder / name)
         lines.append(
-            f"{path} IS DAMAGED and passed over: {why}. Going on from {whole.name}, the steps after it are trained "
-            f"again; the damaged one is kept as {name}, until you delete it"
+            f"{path} IS DAMAGED and is passed over: {why}. Continuing from {whole.name}; the steps after it are "
+            f"trained again. The damaged one is kept as {name} until you delete it"
         )
     if damaged:
         (patience or Patience()).through(folder / LATEST, 0, lambda: sealed.point(folder / LATEST, whole))
@@ -170,7 +172,7 @@ def newest_proven(run_dir: Path, say: Callable[[str], None]) -> Path | None:
     if said:
         say(said)
     for _, why in damaged:
-        say(f"{why}. A resume passes it over, and goes on from the newest one that is whole")
+        say(f"{why}. A resume passes it over, and continues from the newest one that is whole")
     return path
 
 

@@ -182,7 +182,7 @@ def open_kept(path: Path, keep: Callable[[Row], bool], patience: Patience) -> Li
             os.truncate(path, end)  # in place, because a full disk has no room for a copy
         return LineFile(path, patience, last_checksum(path))
     aside = path.with_name(f"{path.name}.damaged")
-    log.warning("%s. What can be read is kept, the file as it was is %s", found.problem(path), aside.name)
+    log.warning("%s. What can be read is kept; the file as it was is now %s", found.problem(path), aside.name)
     fresh = path.with_name(f"{path.name}.tmp")
     fresh.unlink(missing_ok=True)
     lines = LineFile(fresh, patience)

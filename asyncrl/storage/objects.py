@@ -12,7 +12,7 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
     except RecursionError as error:
-        raise ValueError("lists in lists without end") from error
+        raise ValueError("it is nested too deeply") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{type(found).__name__} and no object")
+        raise ValueError(f"it holds a {type(found).__name__}, not an object")
     return found

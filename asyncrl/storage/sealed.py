@@ -180,9 +180,7 @@ def verify(folder: Path, way_out: str = "", *, more: bool = False) -> None:
     entries = _read_manifest(folder / MANIFEST, way_out)
     for path in _files(folder):
         if not more and path.relative_to(folder).as_posix() not in entries:
-            raise CheckpointDamagedError(
-                f"{path} is not in {MANIFEST}, so it came there later; remove it, or {way_out}"
-            )
+            raise CheckpointDamagedError(f"{path} is not in {MANIFEST}, so it was added later; remove it, or {way_out}")
     for name, entry in entries.items():
         path = folder / name
         if not path.is_file():
@@ -216,13 +214,13 @@ def _read_manifest(manifest: Path, way_out: str) -> Entries:
         entries, seal = said["files"], said["seal"]
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointDamagedError(
-            f"{manifest} is missing, so nothing vouches for the files beside it; {way_out}"
+            f"{manifest} is missing, so the files beside it cannot be verified; {way_out}"
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointDamagedError(f"{manifest} is damaged ({error!r}); {way_out}") from error
     if not isinstance(entries, dict) or not entries or seal != _seal_of(entries):
         raise CheckpointDamagedError(
-            f"{manifest} is damaged: its list of files does not have the hash it ends with; {way_out}"
+            f"{manifest} is damaged: its list of files does not match the hash at its end; {way_out}"
         )
     return entries
 

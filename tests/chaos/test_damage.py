@@ -123,7 +123,7 @@ def test_rows_cut_off_and_a_missing_link_are_told(folder: Path) -> None:
     (folder / "ckpt" / "latest").unlink()
     notes = "\n".join(examine(folder).notes)
     assert "metrics.jsonl has no row of 2 steps, 5 to 6" in notes
-    assert "latest is missing: going on from step_6" in notes
+    assert "latest is missing: continuing from step_6" in notes
 
 
 def test_without_its_checkpoints_a_run_goes_on_from_a_copy_that_is_named_alone(

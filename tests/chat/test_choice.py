@@ -75,7 +75,7 @@ def test_the_default_renderer_reads_calls_where_it_is_told_how(tmp_path: Path) -
 def test_a_template_that_changes_what_was_said_cannot_be_followed(tmp_path: Path) -> None:
     shouting = "{% for m in messages %}{{ m.content | upper }}\n{% endfor %}"
     chat = open_chat(tokenizer("<|im_end|>", shouting), str(tmp_path), "default")
-    with pytest.raises(ChatError, match="does not write what an assistant said"):
+    with pytest.raises(ChatError, match="changes what the assistant said"):
         chat.extend(chat.render(USER), [104], USER)
 
 

@@ -112,7 +112,7 @@ def test_a_turn_that_was_cut_is_closed_before_the_next() -> None:
 
 def test_an_assistant_s_message_cannot_follow() -> None:
     of = chat("qwen3")
-    with pytest.raises(ChatError, match="text nobody sampled"):
+    with pytest.raises(ChatError, match="the policy did not sample it"):
         of.extend(of.render(USER), LETTERS, [{"role": "assistant", "content": "x"}])
 
 
@@ -133,8 +133,8 @@ def test_reasoning_of_earlier_turns_stays() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "says"),
     [
-        ("qwen3", {"enable_thinkin": False}, r"enable_thinkin.*It has: enable_thinking"),
-        ("llama-3", {"date_string": 7}, "model.chat is not understood by renderer llama-3"),
+        ("qwen3", {"enable_thinkin": False}, r"enable_thinkin.*Its options are: enable_thinking"),
+        ("llama-3", {"date_string": 7}, "renderer llama-3 does not accept this model.chat"),
     ],
 )
 def test_an_option_that_a_renderer_lacks_is_refused(name: str, options: dict, says: str) -> None:

@@ -111,7 +111,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_but_for_the_last() ->
 
 def test_a_template_that_begins_a_turn_for_the_model_otherwise_than_it_writes_it_is_refused() -> None:
     of = by_template(CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"), "<|im_end|>")
-    with pytest.raises(ChatError, match="message 1 otherwise than it asks for it"):
+    with pytest.raises(ChatError, match="message 1 differently from its generation prompt"):
         of.supervise(TALK, learned=BOTH)
 
 

@@ -49,7 +49,7 @@ def test_a_start_says_what_the_learner_will_do_when_the_link_to_the_newest_check
     resumed = replace(first, resume="auto")
     assert local._run(resumed, [], ["asyncrl", "local"]) == 0
     said = capsys.readouterr().out
-    assert "latest is missing: going on from step_20" in said and "\nresumed from step 20\n" in said
+    assert "latest is missing: continuing from step_20" in said and "\nresumed from step 20\n" in said
     assert Checkpoints(folder / "ckpt", rank=0, keep=1).choose("auto", restarted=False) == saved
 
 

@@ -63,7 +63,7 @@ def test_a_row_that_is_too_long_follows_the_rule(tmp_path: Path) -> None:
     left = encoder(tmp_path, "data.max_tokens=5", "data.overlong=truncate_left").example(long, "row 7")
     assert left.token_ids.tolist() == [*b"cccc", EOS_ID]
     assert left.loss_mask.tolist() == [False, True, True, True, True], "nothing precedes the first"
-    with pytest.raises(OverlongError, match="nothing that carries loss is left"):
+    with pytest.raises(OverlongError, match="leaves no token that carries loss"):
         encoder(tmp_path, "data.max_tokens=6", "data.overlong=truncate_right").example(long, "row 7")
 
 
@@ -77,7 +77,7 @@ def test_a_template_that_the_tokenizer_lacks_is_told_with_the_row(tmp_path: Path
 def test_a_token_that_was_added_to_the_tokenizer_alone_is_told_with_the_row(tmp_path: Path) -> None:
     given = settings(tmp_path)
     save_byte_tokenizer(tmp_path / "model", phrases=["<call>"])
-    with pytest.raises(DataError, match=r"row 3: .*token id 264, and the model knows 264"):
+    with pytest.raises(DataError, match=r"row 3: .*token id 264, but the model has 264"):
         open_encoder(given).example(Texts(prompt="q", completion="<call>"), "row 3")
 
 

@@ -129,14 +129,17 @@ def test_parquet_s_empty_fields_are_no_fields_and_tools_may_be_json_text(tmp_pat
         ({"text": "x"}, r"rows\.jsonl:2 .*no column `prompt`|rows\.jsonl:2 has neither"),
         ({"prompt": "q", "answer": "a"}, r"rows\.jsonl:2 has no column `completion` or `response`.*completion_column="),
         ({"prompt": "q", "completion": ""}, r"rows\.jsonl:2: `completion` is empty"),
-        ({"prompt": "q", "completion": "cut \ud83d"}, r"rows\.jsonl:2: `completion` has half a character"),
+        ({"prompt": "q", "completion": "cut \ud83d"}, r"rows\.jsonl:2: `completion` contains half a character"),
         ({"prompt": "", "completion": "a"}, r"rows\.jsonl:2: `prompt` is empty"),
         ({"prompt": 3, "completion": "a"}, r"rows\.jsonl:2: `prompt` must be text or a non-empty list"),
         ({"prompt": [USER], "completion": [USER]}, r"rows\.jsonl:2: no message is an assistant's"),
         ({"prompt": [USER], "completion": [{**ANSWER, "content": ""}]}, r"message 1, an assistant's, is empty"),
         ({"prompt": [{"content": "q"}], "completion": "a"}, r"rows\.jsonl:2: a message needs `role` and `content`"),
-        ({"prompt": [USER], "completion": "a", "tools": "[" * 100_000}, r"rows\.jsonl:2: `tools` is text and no JSON"),
-        ({"prompt": [USER], "completion": "a", "tools": "{"}, r"rows\.jsonl:2: `tools` is text and no JSON"),
+        (
+            {"prompt": [USER], "completion": "a", "tools": "[" * 100_000},
+            r"rows\.jsonl:2: `tools` is text, but not valid JSON",
+        ),
+        ({"prompt": [USER], "completion": "a", "tools": "{"}, r"rows\.jsonl:2: `tools` is text, but not valid JSON"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named_with_the_way_out(tmp_path: Path, row: dict, said: str) -> None:

@@ -31,12 +31,12 @@ def test_the_setting_decides_and_a_missing_link_is_the_checkpoint_of_the_most_st
     (ckpt / "latest").unlink()
     found = chosen(run_dir, "auto")
     assert found == newest(ckpt)[0] == ckpt / "step_20" and trained_steps(found) == 20
-    assert "latest is missing: going on from step_20" in newest(ckpt)[1]
+    assert "latest is missing: continuing from step_20" in newest(ckpt)[1]
     for other in ("step_33", ".", "../elsewhere", str(run_dir)):
         (ckpt / "latest").unlink(missing_ok=True)
         (ckpt / "latest").symlink_to(other)
         assert trained_steps(chosen(run_dir, "auto")) == 20
-        assert f"latest names {other}, which is not there" in newest(ckpt)[1]
+        assert f"latest points to {other}, which does not exist" in newest(ckpt)[1]
 
 
 def test_a_checkpoint_that_does_not_say_is_refused_by_its_file_with_the_way_out(run_dir: Path) -> None:
