@@ -89,17 +89,17 @@ def test_texts_that_cannot_be_scored_are_errors_and_no_scores(tmp_path: Path) ->
     loaded = RewardModel(save(Qwen2ForSequenceClassification(tiny()), tmp_path))
     with pytest.raises(RewardError, match="empty"):
         loaded([""], [""])
-    with pytest.raises(RewardError, match="a text of 70 tokens is longer than the 64"):
+    with pytest.raises(RewardError, match="a text of 70 tokens is longer than the 64 tokens"):
         loaded(["ab>"], ["x" * 67])
-    with pytest.raises(RewardError, match="plain text plain"):
+    with pytest.raises(RewardError, match="must have the same form"):
         loaded([[{"role": "user", "content": "a"}]], ["b"])
 
 
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (lambda: Qwen2ForSequenceClassification(tiny(labels=3)), "num_labels=3, and a reward is one number"),
-        (lambda: Qwen2ForCausalLM(tiny()), "is a Qwen2ForCausalLM, whose outputs are no reward"),
+        (lambda: Qwen2ForSequenceClassification(tiny(labels=3)), "num_labels=3, but a reward is one number"),
+        (lambda: Qwen2ForCausalLM(tiny()), "is a Qwen2ForCausalLM, whose output is not a reward"),
     ],
 )
 def test_a_model_that_gives_no_single_number_is_refused(model, said: str, tmp_path: Path) -> None:

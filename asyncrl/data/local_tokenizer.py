@@ -148,7 +148,7 @@ def _json(file: Path) -> dict[str, Any]:
     try:
         return json.loads(file.read_text())
     except ValueError as error:
-        raise ValueError(f"{file} is no JSON: {error}. Save the tokenizer again") from error
+        raise ValueError(f"{file} is not valid JSON: {error}. Save the tokenizer again") from error
 
 
 def _text(token: Any) -> str:

@@ -140,7 +140,7 @@ def render(
         raise DataError(f"{where}: the prompt has no tokens. Remove the row")
     if vocabulary is not None and max(ids) >= vocabulary:
         raise DataError(
-            f"{where}: as it is rendered the prompt has token id {max(ids)}, and the model knows {vocabulary}: a token "
-            "was added to the tokenizer alone. Resize the model's embeddings, too"
+            f"{where}: the rendered prompt has token id {max(ids)}, but the model has {vocabulary} tokens: a token was "
+            "added to the tokenizer only. Resize the model's embeddings too"
         )
     return text, np.asarray(ids, dtype=np.int32)

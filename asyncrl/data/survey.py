@@ -76,7 +76,7 @@ def survey(
         row = min(tokens, key=lambda row: (tokens[row], row))
         raise DataError(
             f"{rows.source.title}: all {len(tokens)} prompts that were looked at have more than "
-            f"data.max_prompt_tokens={limit} tokens, the shortest {tokens[row]} ({rows.where(row)}). Raise "
+            f"data.max_prompt_tokens={limit} tokens; the shortest has {tokens[row]} ({rows.where(row)}). Raise "
             "data.max_prompt_tokens"
         )
     return Survey(

@@ -46,8 +46,8 @@ class Call:
     def _told(self, values: list[Any] | None, name: str) -> list[Any]:
         if values is None:
             raise RewardError(
-                f"the reward asks for {name}, and the environment told none with the completions. Have it call "
-                "tools.score(texts, row, sampled=completions, turns=replies)"
+                f"the reward needs {name}, but the environment passed none with the completions. The environment must "
+                "call tools.score(texts, row, sampled=completions, turns=replies)"
             )
         return values
 

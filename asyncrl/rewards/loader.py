@@ -58,7 +58,7 @@ def _load(term: RewardTerm) -> tuple[Callable[..., Any], str]:
     name = f"{term.function} of {term.model}" if term.model else term.function
     if not callable(made):
         of = f" of reward.model={term.model}" if term.model else ""
-        raise ConfigError(f"{term.function} made a {type(made).__name__}{of}, which cannot be called")
+        raise ConfigError(f"{term.function} created a {type(made).__name__}{of}, which cannot be called")
     return made, name
 
 

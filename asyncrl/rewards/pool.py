@@ -272,7 +272,7 @@ class FunctionPool:
         # Logged for the 1st, 10th, 100th ...: a function that always fails stalls the run and must be seen, without
         # filling a disk.
         if not self._closing and count.strip("0") == "1":
-            log.warning("%s failure %s, its group is not whole: %.600s", self._kind, count, said)
+            log.warning("%s failure %s, so its group is incomplete: %.600s", self._kind, count, said)
 
     def _fail(self, call: _Call, ended: CallEnded) -> None:
         if not call.answer.done():
@@ -354,7 +354,10 @@ class RewardPool(FunctionPool):
                     break
                 outcomes[left.pop(ended.place)] = error
                 if guilty == MAX_GUILTY:
-                    why = f"{self._function}: given up with {guilty} others of its group: {ended.why}"
+                    why = (
+                        f"{self._function}: not scored, because {guilty} other completions of its group failed. The "
+                        f"last failure: {ended.why}"
+                    )
                     outcomes |= {place: RewardError(why, "lost") for place in left}
                     break
             else:

@@ -73,16 +73,18 @@ class RewardModel:
         if not ids:
             raise RewardError("prompt and completion are empty: there is nothing to score")
         if self._longest is not None and len(ids) > self._longest:
-            raise RewardError(f"a text of {len(ids)} tokens is longer than the {self._longest} of {self._path}")
+            raise RewardError(
+                f"a text of {len(ids)} tokens is longer than the {self._longest} tokens that {self._path} can read"
+            )
         return ids
 
     def _join(self, prompt: Text, completion: Text) -> str:
         if isinstance(prompt, str) and isinstance(completion, str):
             return prompt + completion
         if isinstance(prompt, str) or isinstance(completion, str):
-            raise RewardError("a conversational prompt needs a conversational completion, and plain text plain text")
+            raise RewardError("prompt and completion must have the same form: both conversations, or both plain text")
         if not self._tokenizer.chat_template:
-            raise RewardError(f"the prompt is a conversation and the tokenizer of {self._path} has no chat template")
+            raise RewardError(f"the prompt is a conversation, but the tokenizer of {self._path} has no chat template")
         return self._tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
 
     def _score(self, rows: Sequence[list[int]]) -> list[float]:
@@ -102,13 +104,13 @@ def check_kind(path: str, settings: PretrainedConfig) -> str:
     kind = next((kind for kind in MODEL_CLASSES if any(name.endswith(kind) for name in names)), None)
     if kind is None:
         raise ConfigError(
-            f"reward.model={path} is a {', '.join(names) or 'model of unknown kind'}, whose outputs are no reward. "
+            f"reward.model={path} is a {', '.join(names) or 'model of unknown kind'}, whose output is not a reward. "
             "Give a ...ForSequenceClassification or ...ForTokenClassification with num_labels=1"
         )
     if settings.num_labels != 1:
         raise ConfigError(
-            f"reward.model={path} has num_labels={settings.num_labels}, and a reward is one number. Give a model with "
-            "num_labels=1, or write a reward.function that makes one number of its outputs"
+            f"reward.model={path} has num_labels={settings.num_labels}, but a reward is one number. Give a model with "
+            "num_labels=1, or write a reward.function that turns its outputs into one number"
         )
     return kind
 
@@ -122,7 +124,9 @@ def load_model(path: str, settings: PretrainedConfig, pad_token_id: int | None) 
         raise ConfigError(f"reward.model={path} cannot be loaded: {error}") from error
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:3])
-        raise ConfigError(f"reward.model={path} lacks weights ({missing}): its rewards would be random. Save it whole")
+        raise ConfigError(
+            f"reward.model={path} lacks weights ({missing}): its rewards would be random. Save the complete model"
+        )
     # A sequence classifier finds the last token of a padded row by this id.
     model.config.pad_token_id = pad_token_id
     return model.eval()

@@ -30,8 +30,8 @@ class NotApplicable(RewardError):
 
     def __init__(self, function: str) -> None:
         super().__init__(
-            f"{function} returned None, it does not apply here, and no other does. Return one number per completion, "
-            "or give a function that does apply",
+            f"{function} returned None (it does not apply here), and no other reward applies. Return one number per "
+            "completion, or add a function that applies",
             "no_number",
         )
 
@@ -64,7 +64,7 @@ def with_turns(outcome: Outcome, turns: int) -> Outcome:
     if isinstance(outcome, RewardError) or len(outcome.turns) in (0, turns):
         return outcome
     return RewardError(
-        f"the reward gave `turns` for {len(outcome.turns)} turns, and the environment tells of {turns}: return one "
+        f"the reward returned `turns` for {len(outcome.turns)} turns, but the environment reported {turns}: return one "
         "number for each entry of the argument `turns`",
         "no_number",
     )

@@ -40,8 +40,8 @@ def uncovered(data_source: Any, terms: Sequence[RewardTerm]) -> str:
     """Message for a row that no reward covers."""
     named = sorted({source for term in terms for source in term.data_source})
     return (
-        f"no reward of reward.functions is for data_source={data_source!r}; they are for {', '.join(named)}. Name it "
-        "in the data_source of one, or leave that out for a reward of all rows"
+        f"no reward of reward.functions is for data_source={data_source!r}; they are for {', '.join(named)}. Add it to "
+        "the data_source of one of them, or leave data_source out of a reward for all rows"
     )
 
 
@@ -76,7 +76,9 @@ def _sum(parts: Sequence[tuple[RewardTerm, Outcome]]) -> Outcome:
             return RewardError(f"{term.name}: {outcome}", outcome.reason)
         value += term.weight * outcome.value
         if outcome.turns and turns and len(outcome.turns) != len(turns):
-            return RewardError(f"{term.name}: `turns` of {len(outcome.turns)} turns, and another has {len(turns)}")
+            return RewardError(
+                f"{term.name} returned `turns` for {len(outcome.turns)} turns, but another reward for {len(turns)}"
+            )
         if outcome.turns:
             before = turns or (0.0,) * len(outcome.turns)
             turns = tuple(mine + term.weight * more for mine, more in zip(before, outcome.turns, strict=True))

@@ -25,7 +25,7 @@ class Silence:
         """Return the message due now, or an empty string; `calls` is the number of open calls."""
         now = self._clock()
         if self._heard or not calls:
-            over = f"waits for {self._what} no longer, after {now - self._since:.0f} s" if self._told else ""
+            over = f"no longer waits for {self._what}, after {now - self._since:.0f} s" if self._told else ""
             self._since, self._heard, self._told = now, False, False
             return over
         if self._told or now - self._since < self._patience:
@@ -33,5 +33,5 @@ class Silence:
         self._told, self._patience = True, 2 * self._patience
         moment = time.strftime("%H:%M:%S", time.localtime(time.time() - (now - self._since)))
         return (
-            f"waits for {self._what} since {moment}, {now - self._since:.0f} s ago: of {calls} calls none was answered"
+            f"waiting for {self._what} since {moment} ({now - self._since:.0f} s): none of {calls} calls was answered"
         )

@@ -53,7 +53,7 @@ def refuse_unscored(terms: Sequence[RewardTerm], outcomes: Sequence[tuple[str, O
         functions = " + ".join(term.name or term.function for term in terms)
         raise ConfigError(
             f"reward.function={functions} gave no score for any of {len(outcomes)} completions of the first rows. "
-            f"{where}: {' '.join(str(error).split()):.400}. Mend the function or the columns of the data"
+            f"{where}: {' '.join(str(error).split()):.400}. Fix the function or the columns of the data"
         )
 
 

@@ -176,12 +176,12 @@ def test_several_files_a_glob_and_a_folder_are_one_source_in_order(tmp_path: Pat
         ("rows.csv", r"are read from \.jsonl, .*not from \.csv"),
         ("nothing.parquet", "there is no such file .*Give an existing"),
         ("none-*.jsonl", "no file matches"),
-        ("empty", r"holds no \.jsonl"),
+        ("empty", r"has no \.jsonl"),
         ("empty.parquet", "has no rows"),
         ("damaged.parquet", "cannot read .*damaged.parquet"),
         ("empty.jsonl", "has no rows"),
         ("gone.py:Rows", "there is no file gone.py"),
-        ("hf:a:b:c:d", "is no name on the hub"),
+        ("hf:a:b:c:d", "is not a name on the hub"),
     ],
 )
 def test_what_cannot_be_read_is_said_with_the_way_out(
@@ -209,7 +209,7 @@ def test_a_dataset_of_the_hub_without_a_network_is_refused_with_the_way_out(
         raise ConnectionError("Couldn't reach the Hub")
 
     monkeypatch.setattr(hub.datasets, "load_dataset", offline)
-    with pytest.raises(DataError, match=r"hf:openai/gsm8k:main:train cannot be had .*Couldn't reach.*save_to_disk"):
+    with pytest.raises(DataError, match=r"hf:openai/gsm8k:main:train cannot be loaded .*Couldn't reach.*save_to_disk"):
         opened("hf:openai/gsm8k:main:train")
     asked: list[tuple[object, ...]] = []
 

@@ -52,8 +52,8 @@ def test_verl_rows_are_read_as_they_are(tmp_path):
         ("[1, 2]", "holds a list"),
         ('{"question": "a", "answer": 1}', "no column `prompt`.*answer, question"),
         ('{"prompt": ""}', "`prompt` is empty"),
-        (r'{"prompt": "cut \ud83d"}', r"`prompt` has half a character, '\\ud83d'"),
-        (r'{"prompt": [{"role": "user", "content": [{"text": "\udc00"}]}]}', "`prompt` has half a character"),
+        (r'{"prompt": "cut \ud83d"}', r"`prompt` contains half a character, '\\ud83d'"),
+        (r'{"prompt": [{"role": "user", "content": [{"text": "\udc00"}]}]}', "`prompt` contains half a character"),
         ('{"prompt": 7}', "must be text or a non-empty list"),
         ('{"prompt": []}', "must be text or a non-empty list"),
         ('{"prompt": [{"role": "user"}]}', "needs `role` and `content`"),
@@ -97,7 +97,7 @@ def test_a_file_that_is_written_into_while_it_is_read_is_told_as_that(tmp_path):
     path = write(tmp_path, *lines)
     rows = opened(path)
     path.write_text("\n".join([" " + line for line in lines]) + "\n")
-    with pytest.raises(DataError, match=r"rows\.jsonl:3 is not valid JSON .* The file was changed while it is in use"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:3 is not valid JSON .* The file was changed while it was in use"):
         rows[2]
 
 

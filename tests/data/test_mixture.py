@@ -144,10 +144,10 @@ def test_rows_are_let_through_by_the_values_of_their_columns(
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"where": {"level": "3"}}, r"data\.where\.level=3 lets none of 20 rows through; .*easy\.jsonl:1: has level=0"),
+        ({"where": {"level": "3"}}, r"data\.where\.level=3 keeps none of the 20 rows; .*easy\.jsonl:1: has level=0"),
         ({"where": {"grade": 3}}, r"no row has a column grade \(columns: prompt, level\)"),
         ({"where": {"prompt": {"min": 3}}}, r"easy\.jsonl:1: data\.where\.prompt\.min=3: 'e0' is no number"),
-        ({"order_by": "grade"}, r"easy\.jsonl:1: data\.order_by=grade .*it has level, prompt\. Mend"),
+        ({"order_by": "grade"}, r"easy\.jsonl:1: data\.order_by=grade .*it has level, prompt\. Fix"),
     ],
 )
 def test_a_filter_or_an_order_that_fits_no_row_is_refused(

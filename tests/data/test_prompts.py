@@ -134,7 +134,9 @@ def test_a_token_that_the_model_does_not_know_is_refused_by_its_row(tmp_path, to
     """Its groups were made thrice and dropped, without a word."""
     known = source(tmp_path, tokenizer, [{"prompt": "ab>"}], vocabulary=99)
     assert known[0].text == "ab>"
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: .* token id 98, and the model knows 98: a token was added"):
+    with pytest.raises(
+        DataError, match=r"rows\.jsonl:1: .* token id 98, but the model has 98 tokens: a token was added"
+    ):
         source(tmp_path, tokenizer, [{"prompt": "ab>"}], vocabulary=98)[0]
 
 
@@ -156,7 +158,7 @@ def test_a_column_of_tools_that_are_none_is_refused_before_anything_starts(tmp_p
     path.write_text("".join(json.dumps({"prompt": SAYS, "tools": each}) + "\n" for each in ([LOOK_UP], given)))
     rows = dataset(path).parts[0]
     assert isinstance(rows, PromptRows)
-    with pytest.raises(DataError, match=r"rows\.jsonl:2: `tools` .*rename a column that holds none"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: `tools` .*rename the column if it holds something else"):
         rows.check()
 
 

@@ -66,7 +66,7 @@ def test_trls_functions_get_token_ids(name):
     assert values(
         term(name), [" blue.", " in the sky."], {"prompt": "The sky"}, [[6303, 13], [304, 279, 12884, 13]]
     ) == [2, 4]
-    with pytest.raises(RewardError, match=r"told none with the completions.*sampled=completions"):
+    with pytest.raises(RewardError, match=r"passed none with the completions.*sampled=completions"):
         outcomes(term(name), ["a"], {"prompt": "p"})
 
 
@@ -149,7 +149,7 @@ def test_ours_may_ask_for_every_turn_and_say_what_each_earned():
     assert [(each.value, each.turns, each.parts) for each in found] == [(2.0, (1.0, 0.0), {}), (1.0, (0.0,), {})]
     (alone,) = scores(reward, Call(completions=["please"], row={}, packed_ids=[b""], finish_reasons=["stop"]))
     assert alone.turns == (1.0,), "what was sampled at once is one turn"
-    with pytest.raises(RewardError, match="asks for turns, and the environment told none"):
+    with pytest.raises(RewardError, match="needs turns, but the environment passed none"):
         reward(Call(completions=["please"], row={}))
 
 
@@ -166,7 +166,9 @@ def test_rewards_of_turns_are_summed_with_the_weights_and_must_be_of_the_same_tu
     assert (whole.value, whole.turns) == (7.5, (2.0, 5.0))
     other = said(3.0, 1.0, 2.0), said(1.0), said(1.0, 1.0)
     (refused,) = settle(combine(list(zip(terms, other, strict=True)))(call))
-    assert isinstance(refused, RewardError) and "c: `turns` of 1 turns, and another has 2" in str(refused)
+    assert isinstance(refused, RewardError) and "c returned `turns` for 1 turns, but another reward for 2" in str(
+        refused
+    )
 
 
 def test_ours_may_ask_for_token_ids_and_why_a_completion_ended():

@@ -199,7 +199,7 @@ def test_with_a_model_the_function_names_what_is_made_of_it():
     ("name", "model", "says"),
     [
         ("Judge", "broken", "with reward.model=broken failed: OSError: no weights there"),
-        ("no_judge", "abc", "made a NoneType of reward.model=abc, which cannot be called"),
+        ("no_judge", "abc", "created a NoneType of reward.model=abc, which cannot be called"),
     ],
 )
 def test_what_cannot_be_made_of_a_model_is_refused(name, model, says):

@@ -72,7 +72,7 @@ def plain(value: Any) -> Any:
     for kind in (str, int, float, bytes):  # subclasses of the scalar types
         if isinstance(value, kind):
             return kind(value)
-    raise TypeError(f"{value!r:.80} is a {type(value).__name__}. Give text, numbers, lists and dicts of them")
+    raise TypeError(f"{value!r:.80} is a {type(value).__name__}. Use text, numbers, and lists and dicts of these")
 
 
 def text_length(value: Any) -> int:

@@ -21,13 +21,13 @@ def load(spec: str) -> ArrowTable:
     split = rest[-1] if rest else "train"
     config = rest[0] if len(rest) == 2 else None
     if not name or not split or len(rest) > 2:
-        raise DataError(f"{spec} is no name on the hub. Write hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT")
+        raise DataError(f"{spec} is not a name on the hub. Write hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT")
     try:
         found = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # of the library, the hub or the network, which share no class
         why = " ".join(f"{type(error).__name__}: {error}".split())
         raise DataError(
-            f"{spec} cannot be had from the hub ({why:.400}). Without a network: load it once where there is one, save "
-            "it with save_to_disk, and give that folder"
+            f"{spec} cannot be loaded from the hub ({why:.400}). Without a network: load it once on a machine that has "
+            "one, save it with save_to_disk, and give that folder"
         ) from error
     return ArrowTable(found.with_format("arrow")[:], spec)

@@ -39,7 +39,8 @@ class JsonlFile:
 
     def changed(self) -> str:
         """Text for the error about an unreadable line if the file was modified since it was opened; else empty."""
-        return "" if self._stamp() == self._indexed else ". The file was changed while it is in use: give a run a copy"
+        own = ". The file was changed while it was in use: give the run a copy of its own"
+        return "" if self._stamp() == self._indexed else own
 
     def _stamp(self) -> tuple[int, int]:
         stat = os.fstat(self._file.fileno())

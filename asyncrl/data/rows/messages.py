@@ -37,7 +37,7 @@ def tools_of(row: Mapping[str, Any], where: str) -> tuple[ToolSpec, ...]:
     try:
         found = json.loads(given) if isinstance(given, str) else _without_nothing(given)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: `{TOOLS}` is text and no JSON ({error}). {_OWN_TOOLS}") from error
+        raise DataError(f"{where}: `{TOOLS}` is text, but not valid JSON ({error}). {_OWN_TOOLS}") from error
     if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
         said = f"{where}: `{TOOLS}` must be a list of tools, as in OpenAI's API; got {found!r:.80}"
         raise DataError(f"{said}. {_OWN_TOOLS}")
@@ -45,7 +45,10 @@ def tools_of(row: Mapping[str, Any], where: str) -> tuple[ToolSpec, ...]:
     return tuple(dict(tool) for tool in found)
 
 
-_OWN_TOOLS = "The policy is told of what stands there: give a list of tools, or rename a column that holds none"
+_OWN_TOOLS = (
+    "The policy is shown the tools in this column: give a list of tools, or rename the column if it holds something "
+    "else"
+)
 
 
 def _without_nothing(given: Any) -> Any:
@@ -61,8 +64,8 @@ def refuse_halves(value: object, column: str, where: str) -> None:
             value.encode()
         except UnicodeEncodeError as error:
             raise DataError(
-                f"{where}: `{column}` has half a character, {value[error.start]!a}, as a text that was cut within an "
-                "emoji. Write it whole, or remove the row"
+                f"{where}: `{column}` contains half a character, {value[error.start]!a}: the text was probably cut in "
+                "the middle of an emoji. Write the whole character, or remove the row"
             ) from error
     elif isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:

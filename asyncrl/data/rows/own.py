@@ -48,7 +48,7 @@ class OwnRows:
             found = plain(self._rows[row])
         except Exception as error:  # user code at a process boundary: one row that cannot be used
             why = " ".join(f"{type(error).__name__}: {error}".split())
-            raise DataError(f"{self.where(row)} failed: {why:.400}. Mend the class, or the row") from error
+            raise DataError(f"{self.where(row)} failed: {why:.400}. Fix the class, or the row") from error
         if not isinstance(found, dict):
             raise DataError(f'{self.where(row)} is a {type(found).__name__}. A row is a dict like {{"prompt": "..."}}')
         return found

@@ -81,8 +81,8 @@ class SourceRows:
                     f"got {value!r:.80}" if value is not None else f"it has {', '.join(known)}.{nearest(column, known)}"
                 )
                 raise DataError(
-                    f"{self.where(row)}: data.order_by={column} is no column of numbers, or of texts, that every row "
-                    f"has; {got.rstrip('.')}. Mend the row, leave it out with data.where, or order by another column"
+                    f"{self.where(row)}: data.order_by={column} needs a number in every row, or text in every row; "
+                    f"{got.rstrip('.')}. Fix the row, leave it out with data.where, or order by another column"
                 )
             values.append(value)
         return np.unique(np.asarray(values), return_inverse=True)[1].reshape(-1)
@@ -180,12 +180,12 @@ def matching(rows: Rows, where: Sequence[Condition]) -> NDArray[np.int64]:
                 kept.append(row)
         except TypeError as error:
             said = " ".join(map(str, where))
-            raise DataError(f"{rows.where(row)}: {said}: {error}. Give the values it may have, as a list") from error
+            raise DataError(f"{rows.where(row)}: {said}: {error}. List the values that the column may have") from error
     if not kept:
         said, first = " ".join(map(str, where)), rows[0]
         found = ", ".join(f"{'.'.join(c.column)}={dug(first, c.column)!r:.80}" for c in where)
         why = f"no row has a column {'.'.join(min(unseen))} (columns: {', '.join(first)})" if unseen else f"has {found}"
-        raise DataError(f"{said} lets none of {len(rows):,} rows through; {rows.where(0)}: {why}. Mend data.where")
+        raise DataError(f"{said} keeps none of the {len(rows):,} rows; {rows.where(0)}: {why}. Correct data.where")
     return np.asarray(kept, np.int64)
 
 

@@ -74,4 +74,6 @@ class Asking:
         try:
             return answer.json()
         except (ValueError, RecursionError) as error:
-            raise RewardError(f"the {self._who} at {self.url} said no JSON: {answer.text:.200}", "no_number") from error
+            raise RewardError(
+                f"the answer of the {self._who} at {self.url} is not JSON: {answer.text:.200}", "no_number"
+            ) from error

@@ -32,7 +32,7 @@ class Format:
         try:
             self._pattern = re.compile(pattern or STYLES[style], re.DOTALL)
         except re.error as error:
-            raise ConfigError(f"format: pattern={pattern!r} is no regular expression: {error}") from error
+            raise ConfigError(f"format: pattern={pattern!r} is not a valid regular expression: {error}") from error
         self._score, self._wrong = score, wrong
 
     def __call__(self, completion: str, row: dict[str, Any]) -> float:

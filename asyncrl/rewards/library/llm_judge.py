@@ -65,9 +65,9 @@ class LlmJudge:
         try:
             self._pattern = re.compile(pattern)
         except re.error as error:
-            raise ConfigError(f"llm_judge: pattern={pattern!r} is no regular expression: {error}") from error
+            raise ConfigError(f"llm_judge: pattern={pattern!r} is not a valid regular expression: {error}") from error
         if self._pattern.groups < 1 or not scale:
-            raise ConfigError(f"llm_judge: pattern={pattern!r} needs a group for the number, and scale not to be 0")
+            raise ConfigError(f"llm_judge: pattern={pattern!r} needs a group for the number, and scale must not be 0")
         self._asking = Asking(
             f"{url.rstrip('/')}/chat/completions",
             who="judge",
@@ -87,7 +87,9 @@ class LlmJudge:
         try:
             text = said["choices"][0]["message"]["content"] or ""
         except (KeyError, IndexError, TypeError) as error:
-            raise RewardError(f"the judge at {self._asking.url} said no message: {said!r:.200}", "no_number") from error
+            raise RewardError(
+                f"the answer of the judge at {self._asking.url} has no message: {said!r:.200}", "no_number"
+            ) from error
         found = [match.group(1) for match in self._pattern.finditer(text)]
         if not found:
             raise RewardError(f"the judge gave no number: {text[-200:]!r}", "no_number")

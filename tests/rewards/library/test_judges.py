@@ -109,9 +109,9 @@ def test_a_judge_that_is_down_is_a_failure_with_its_reason(server):
     ("said", "why"),
     [
         (message("I cannot say"), "gave no number: 'I cannot say'"),
-        ({"choices": []}, "said no message"),
-        ("<html>", "said no JSON: <html>"),
-        pytest.param("[" * 100_000, r"said no JSON: \[", id="endless"),
+        ({"choices": []}, "has no message"),
+        ("<html>", "is not JSON: <html>"),
+        pytest.param("[" * 100_000, r"is not JSON: \[", id="endless"),
     ],
 )
 def test_an_answer_without_a_number_is_a_failure_and_no_zero(server, said, why):
@@ -143,7 +143,7 @@ def test_a_template_takes_columns_and_leaves_other_braces_and_those_of_the_compl
     [
         ({"url": "localhost:8000"}, "must begin with http://"),
         ({"template": "Judge!"}, "template must say where"),
-        ({"pattern": "("}, "is no regular expression"),
+        ({"pattern": "("}, "is not a valid regular expression"),
         ({"pattern": "score"}, "needs a group"),
         ({"key_env": "NO_SUCH_KEY_OF_MINE"}, "NO_SUCH_KEY_OF_MINE names an environment variable that is not set"),
     ],

@@ -91,7 +91,7 @@ def test_format_asks_for_the_whole_form(style, completion, fits):
 def test_format_takes_a_pattern_and_refuses_what_is_none():
     assert Format(pattern=r"\d+", score=2.0, wrong=-1.0)("12", {}) == 2.0
     assert Format(pattern=r"\d+", score=2.0, wrong=-1.0)("12 ", {}) == -1.0
-    with pytest.raises(ConfigError, match="no regular expression"):
+    with pytest.raises(ConfigError, match="not a valid regular expression"):
         Format(pattern="(")
     with pytest.raises(ConfigError, match="style must be think_answer"):
         Format(style="thinking")
