@@ -100,8 +100,8 @@ def _take(path: Path, made_of: Mapping[str, Any], overwrite: bool, patience: Pat
     changed = differences(_made_of(file), made_of)
     if changed:
         raise RunFolderError(
-            f"run.dir={path} holds an evaluation with other settings: {'; '.join(changed)}. Give those of before to go "
-            "on with it, another run.name, or overwrite=true to begin anew"
+            f"run.dir={path} holds an evaluation with other settings: {'; '.join(changed)}. Give the same settings to "
+            "continue it, another run.name, or overwrite=true to start again"
         )
 
 
@@ -110,8 +110,8 @@ def _made_of(file: Path) -> dict[str, Any]:
         return dict(json.loads(file.read_text())["made_of"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunFolderError(
-            f"{file} cannot be read ({type(error).__name__}: {error}), so nobody knows what the samples beside it are "
-            "of. Give another run.name, or overwrite=true to begin anew"
+            f"{file} cannot be read ({type(error).__name__}: {error}), so it is not known which settings made the "
+            "samples beside it. Give another run.name, or overwrite=true to start again"
         ) from error
 
 

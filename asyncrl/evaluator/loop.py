@@ -120,8 +120,8 @@ class Evaluator:
         blamed = [error for error in made.failures if isinstance(error, RewardError | EpisodeError)]
         if too_many := self._failures.add(len(made.members), len(blamed)):
             raise HopelessRewardError(
-                f"there was no reward {too_many}. The last one, row {row}: {_short(blamed[-1])}. Mend the reward or "
-                "the data, or raise reward.max_failure_share"
+                f"there was no reward {too_many}. The last one, row {row}: {_short(blamed[-1])}. Fix the reward or the "
+                "data, or raise reward.max_failure_share"
             )
 
     def _prompt(self, row: int) -> Prompt | None:
@@ -142,11 +142,13 @@ class Evaluator:
             return
         silent = (
             f"no token and no environment step for {self._plan.wait_timeout_s:g} s (half of replay.wait_timeout_s). "
-            "Waited for the engine, or an environment or a reward that waits for something else"
+            "The engine hangs, or an environment or a reward waits for something else"
         )
         self._silences += 1
         if self._silences > 1:
-            raise NoProgress(f"{len(self._open)} rows are open, and there was {silent}; so it was with those before")
+            raise NoProgress(
+                f"{len(self._open)} rows are open, and there was {silent}. The rows given up before ended the same way"
+            )
         self._give_up(silent)
 
     def _give_up(self, silent: str) -> None:
@@ -162,7 +164,11 @@ class Evaluator:
             task.cancel()
         _, left = await asyncio.wait(self._open, timeout=CANCEL_S) if self._open else ((), ())
         if left:  # waiting for them would delay the error that ended this loop
-            log.warning("%d rows were cancelled and go on after %g s: an environment catches that", len(left), CANCEL_S)
+            log.warning(
+                "%d rows were cancelled but still run after %g s: an environment catches the cancellation",
+                len(left),
+                CANCEL_S,
+            )
 
 
 def _all_failed(why: str, samples: int) -> Episodes:

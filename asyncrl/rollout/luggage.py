@@ -61,8 +61,8 @@ def pack(config: Config, settings: Mapping[str, Any], environment: Mapping[str, 
     size = sum(map(len, files.values()))
     if size > MOST_BYTES:
         raise ConfigError(
-            f"your files by path, with what they import from beside them, are {size >> 20} MiB, and at most "
-            f"{MOST_BYTES >> 20} travel to other machines. Install them there as a package: PACKAGE.MODULE:NAME"
+            f"your files that are given by path, with the files that they import, are {size >> 20} MiB, but at most "
+            f"{MOST_BYTES >> 20} MiB are copied to other machines. Install them there as a package: PACKAGE.MODULE:NAME"
         )
     folder = Path(settings["replay"]["keys"]) if settings["replay"]["keys"] else None
     keys = {path.name: path.read_bytes() for name in KEYS for path in (folder.glob(name) if folder else ())}
@@ -80,7 +80,7 @@ def travelling(named: Sequence[str], environment: Mapping[str, str]) -> dict[str
         found = {name: value for name, value in environment.items() if fnmatch.fnmatchcase(name, pattern)}
         if not found:
             raise ConfigError(
-                f"ray.environment names {pattern!r}, and no such variable is set here. Export it, or leave it out"
+                f"ray.environment names {pattern!r}, but no such variable is set here. Export it, or leave it out"
             )
         chosen |= found
     return chosen

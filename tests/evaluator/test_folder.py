@@ -88,7 +88,9 @@ def test_an_evaluation_with_other_settings_is_refused_by_their_names(tmp_path: P
         first.add(0, samples(0))
     before = (tmp_path / SAMPLES_FILE).read_bytes()
     with (
-        pytest.raises(RunFolderError, match=r"other settings: eval.rows: 3 -> 5; seed: 0 -> 1\. Give those of before"),
+        pytest.raises(
+            RunFolderError, match=r"other settings: eval.rows: 3 -> 5; seed: 0 -> 1\. Give the same settings"
+        ),
         folder(tmp_path, {**MADE_OF, "seed": 1, "eval.rows": 5}),
     ):
         pass
@@ -110,7 +112,7 @@ def test_a_folder_whose_settings_cannot_be_read_is_refused(tmp_path: Path) -> No
         pass
     for text in ("{", "[]", '{"made_of": 3}'):
         (tmp_path / EVAL_FILE).write_text(text)
-        with pytest.raises(RunFolderError, match="nobody knows what the samples"), folder(tmp_path):
+        with pytest.raises(RunFolderError, match="it is not known which settings made the samples"), folder(tmp_path):
             pass
 
 

@@ -142,14 +142,14 @@ def test_rows_that_stay_silent_are_given_up_and_the_others_are_evaluated(tmp_pat
 
 def test_an_engine_that_stays_silent_for_the_next_rows_too_ends_it(tmp_path: Path, clock: LateClock) -> None:
     path, kept = rows_file(tmp_path / "r.jsonl", 8), Kept()
-    with pytest.raises(NoProgress, match=r"2 rows are open.*so it was with those before"):
+    with pytest.raises(NoProgress, match=r"2 rows are open.*The rows given up before ended the same way"):
         evaluate(path, range(8), kept, LateEngine(dead=range(8), clock=clock), together=2, wait_timeout_s=100.0)
     assert sorted(kept.rows) == [0, 1]
 
 
 def test_a_reward_that_fails_for_most_completions_ends_it_with_the_reason(tmp_path: Path) -> None:
     path, kept = rows_file(tmp_path / "r.jsonl", 90, bad=tuple(range(90))), Kept()
-    with pytest.raises(HopelessRewardError, match=r"for 102 of the last 102 completions.*row \d+ is bad\. Mend"):
+    with pytest.raises(HopelessRewardError, match=r"for 102 of the last 102 completions.*row \d+ is bad\. Fix"):
         evaluate(path, range(90), kept, max_failure_share=0.5)
     assert len(kept.rows) < 90
 

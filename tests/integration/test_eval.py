@@ -92,7 +92,7 @@ def test_an_evaluation_that_is_killed_and_stopped_ends_with_the_samples_of_one_t
     assert "Go on with:\n  asyncrl eval " in said and "run.name=cut" in said.splitlines()[-1]
 
     assert main(["eval", *cut, "seed=1"]) == 2
-    assert "other settings: seed: 0 -> 1. Give those of before" in capsys.readouterr().err
+    assert "other settings: seed: 0 -> 1. Give the same settings" in capsys.readouterr().err
     assert main(["eval", *cut]) == 0
     lines = rows_in(samples)
     assert lines[: len(survived)] == survived

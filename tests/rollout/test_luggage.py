@@ -101,7 +101,7 @@ def test_variables_travel_by_how_they_begin_or_by_name_and_one_that_is_not_set_i
     here = dict.fromkeys(("HF_TOKEN", "NCCL_DEBUG", "VLLM_USE_V1", "VLLM_HOST_IP", "MY_A", "MY_B", "HOME"), "x")
     assert set(travelling([], here)) == {"HF_TOKEN", "NCCL_DEBUG", "VLLM_USE_V1"}
     assert set(travelling(["MY_*", "VLLM_HOST_IP"], here)) == set(here) - {"HOME"}
-    with pytest.raises(ConfigError, match=r"ray\.environment names 'MINE', and no such variable is set here"):
+    with pytest.raises(ConfigError, match=r"ray\.environment names 'MINE', but no such variable is set here"):
         travelling(["MINE"], here)
 
 

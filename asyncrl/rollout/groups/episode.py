@@ -312,8 +312,7 @@ def room_in(longest: int, length: int) -> int:
     """Raises ContextFullError when there is none."""
     if longest <= length:
         raise ContextFullError(
-            f"the episode has {length} tokens, and {longest} is the most that the engine holds or "
-            "environment.max_tokens allows"
+            f"the episode has {length} tokens, but the engine and environment.max_tokens allow at most {longest}"
         )
     return longest - length
 
@@ -327,7 +326,7 @@ def changed_sampling(
     texts = tuple(each for each in stop if isinstance(each, str))
     ids = tuple(int(each) for each in stop if not isinstance(each, str))
     if not all(texts):
-        raise ValueError("an empty stop text would end everything")
+        raise ValueError("a stop text must not be empty: it would end every reply at once")
     return replace(
         sampling,
         temperature=sampling.temperature if temperature is None else temperature,

@@ -125,8 +125,8 @@ class Filters:
             if too_many := share.add(0, size):
                 raise HopelessFilterError(
                     f"the filter {pool.name} of rollout.filters failed {too_many}. The last group, row {prompt.row} "
-                    f"({self.where(prompt.row)}): {' '.join(str(error).split()):.{SHOWN}}. Mend the filter, then go on "
-                    "with resume=auto; or raise reward.max_failure_share"
+                    f"({self.where(prompt.row)}): {' '.join(str(error).split()):.{SHOWN}}. Fix the filter and continue "
+                    "with resume=auto, or raise reward.max_failure_share"
                 ) from error
             raise
         share.add(size, 0)

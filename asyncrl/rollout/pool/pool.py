@@ -193,7 +193,7 @@ def _begin_again(lost: HostLostError, config: Config, family: Family) -> int:
     if not lost.mendable:
         return EXIT_FAILED
     if not begun.take():
-        _tell(f"It was started anew rollout.max_worker_restarts={limit} times in an hour. The pool ends")
+        _tell(f"It was started again rollout.max_worker_restarts={limit} times in an hour. The pool ends")
         return EXIT_FAILED
     _tell(f"Start {begun.recent} of at most {limit} in an hour")
     family.kill()

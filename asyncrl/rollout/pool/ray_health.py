@@ -93,14 +93,16 @@ class RayHealth:
         for node in nodes if before else []:
             known, alive = before.get(str(node.get("NodeID")), False), bool(node.get("Alive"))
             if known != alive:
-                change = "has joined" if alive else "is gone, and what ran there is started on others"
+                change = "has joined" if alive else "is gone, and what ran there starts again on other nodes"
                 lines.append(f"node {node.get('NodeManagerAddress', '?')} of the Ray cluster {change}")
         return lines
 
     def _lost(self, what: str) -> HostLostError:
         if not self._address:
             return HostLostError(f"{what}: its workers are stopped, and Ray is started again", mendable=True)
-        way_out = "Mend it (`ray status` on its head), then start this pool again: `asyncrl rollout` with its settings"
+        way_out = (
+            "Repair it (`ray status` on its head), then start this pool again: `asyncrl rollout` with its settings"
+        )
         return HostLostError(f"ray.address={self._address}: {what}. {way_out}", mendable=False)
 
 

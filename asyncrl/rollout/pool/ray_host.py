@@ -122,9 +122,9 @@ class RayHost:
                 ray.init(address=address, **options)
             except ConnectionError as error:
                 raise ConfigError(
-                    f"ray.address={address}: no Ray cluster answers there ({error}). Start one: `ray start --head`, "
-                    "or leave ray.address empty for a local one. One that asks for a token answers nobody without "
-                    "RAY_AUTH_MODE=token, and the token in RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"
+                    f"ray.address={address}: no Ray cluster answers there ({error}). Start one (`ray start --head`), "
+                    "or leave ray.address empty for a local one. A cluster that requires a token needs "
+                    "RAY_AUTH_MODE=token here, and the token in RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"
                 ) from error
         else:
             # Ray's default, 15, starves the engines when the learner or another process competes for the cores.
@@ -264,7 +264,7 @@ class RayHost:
 
     def _no_place(self, waited_s: float) -> str:
         return (
-            f"Ray has found no place for it in {waited_s:.0f} s: it asks for {self._gpus:g} GPUs and "
+            f"Ray has found no place for it in {waited_s:.0f} s: it needs {self._gpus:g} GPUs and "
             f"{self._processes if self._processes > 1 else 0} CPUs on one machine (ray.gpus_per_worker, "
             "engine.tensor_parallel); see `ray status`"
         )

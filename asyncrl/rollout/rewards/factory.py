@@ -28,8 +28,8 @@ class NoRewards(AbstractAsyncContextManager["NoRewards"]):
 
     async def score(self, completions: list[str], row: dict[str, Any], **_: Any) -> list[Outcome]:
         raise RewardError(
-            f"the environment asked for the scores of {len(completions)} completions, and reward.function is not "
-            "set. Set it, or score in the environment"
+            f"the environment asked for the scores of {len(completions)} completions, but reward.function is not set. "
+            "Set it, or score in the environment"
         )
 
     def stats(self) -> dict[str, float]:

@@ -58,26 +58,26 @@ class RewardParts:
             (
                 self.reference,
                 reference_fault,
-                "reference.path=rollout asks every environment for it; give reference.path=MODEL for a reference that "
-                "the learner loads",
+                "reference.path=rollout needs it from every environment. Set reference.path=MODEL for a reference "
+                "that the learner loads",
             ),
             (
                 self.support,
                 support_fault,
-                "With rollout.top_p, top_k or min_p every trajectory brings it: one made with Transcript does by "
-                "itself, any other joins Completion.recorded of its turns",
+                "With rollout.top_p, top_k or min_p every trajectory needs it. Transcript adds it; an environment "
+                "that makes trajectories by itself joins Completion.recorded of the turns",
             ),
             (
                 self.topk,
                 topk_fault,
-                "With engine.record_topk every trajectory brings them: one made with Transcript does by itself, any "
-                "other joins Completion.recorded of its turns",
+                "With engine.record_topk every trajectory needs them. Transcript adds them; an environment that makes "
+                "trajectories by itself joins Completion.recorded of the turns",
             ),
             (
                 self.routing,
                 routing_fault,
-                "With learner.router_replay=true every trajectory brings them: one made with Transcript does by "
-                "itself, if each turn is generated from all that is in it so far",
+                "With learner.router_replay=true every trajectory needs them. Transcript adds them if each turn is "
+                "generated from all that the trajectory has so far",
             ),
         )
         return [(fault_of, why) for is_asked, fault_of, why in known if is_asked]
@@ -97,8 +97,8 @@ class RewardParts:
             lacking = [name for name in self.required if name not in trajectory.rewards]
             if lacking:
                 raise RewardError(
-                    f"the reward function returned no {', '.join(lacking)} (it returned: score, "
-                    f"{', '.join(trajectory.rewards)}), which advantage.components names. Return every one each time"
+                    f"the reward function did not return {', '.join(lacking)}, which advantage.components names (it "
+                    f"returned: score, {', '.join(trajectory.rewards)}). Return every component each time"
                 )
         if self.turns:
             trajectories = [_with_turns(trajectory) for trajectory in trajectories]
@@ -106,7 +106,7 @@ class RewardParts:
             return tuple(trajectories)
         if any(GREEDY_REWARD in trajectory.rewards for trajectory in trajectories):
             raise RewardError(
-                f"the reward function returned {GREEDY_REWARD!r}, a name kept for the baseline. Rename it"
+                f"the reward function returned {GREEDY_REWARD!r}, a name reserved for the baseline. Rename it"
             )
         baseline = {GREEDY_REWARD: greedy.trajectories[0].reward}
         return tuple(replace(trajectory, rewards=trajectory.rewards | baseline) for trajectory in trajectories)

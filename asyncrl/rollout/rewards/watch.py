@@ -47,8 +47,8 @@ class RewardWatch:
             reasons = ", ".join(f"{reason} {count}" for reason, count in self._reasons.most_common())
             raise HopelessRewardError(
                 f"there was no reward {too_many} (since the start: {reasons}). The last one, row {row} "
-                f"({self._where(row)}): {_said(blamed[-1])}. Mend the reward or the data, "
-                "then go on with resume=auto; or raise reward.max_failure_share"
+                f"({self._where(row)}): {_said(blamed[-1])}. Fix the reward or the data and continue with resume=auto, "
+                "or raise reward.max_failure_share"
             )
 
     def _tell(self, row: int, error: EpisodeError) -> None:

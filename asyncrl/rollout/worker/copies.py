@@ -32,12 +32,12 @@ class SameCopies:
         self._own = {
             TOKENIZER: (
                 tokenizer,
-                f"model.path={config.model.path} has another tokenizer or chat template here than where the learner "
-                "is: what it samples would be trained on as other texts, or as answers to others",
+                f"model.path={config.model.path} has another tokenizer or chat template here than on the learner's "
+                "machine: the learner would read this worker's samples as other texts, or as answers to other prompts",
             ),
             ROWS: (
                 rows_here(config),
-                f"{data} leads to other rows here than where the learner is, which a resume would refuse",
+                f"{data} has other rows here than on the learner's machine, which a resume would refuse",
             ),
         }
         self._code, self._named = workers_code(config), own_rollouts(config)
@@ -50,7 +50,7 @@ class SameCopies:
         for name, (own, said) in self._own.items():
             theirs = board.values.get(name)
             if theirs and own and theirs != own:
-                raise ConfigError(f"{said}. Copy the learner's to this machine")
+                raise ConfigError(f"{said}. Copy the learner's files to this machine")
         self._hold_code(board.values.get(CODE))
         return board
 
@@ -63,9 +63,9 @@ class SameCopies:
         other = tuple((key, own, known[key]) for key, own in self._code.items() if known.get(key, own) != own)
         for key, own, there in other if other != self._other else ():
             log.warning(
-                "%s=%s, or what it imports from beside it, is another file here (%s) than where the learner is (%s): "
-                "the run is of two kinds of it. Copy the learner's to this machine and start its pool anew; to change "
-                "it for all, resume the run",
+                "%s=%s, or a file that it imports, is different here (%s) from the one on the learner's machine (%s), "
+                "so the run uses two versions of it. Copy the learner's files to this machine and start its pool "
+                "again; to change it for all, resume the run",
                 *(key, self._named[key], own, there),
             )
         self._other = other

@@ -35,8 +35,8 @@ def load_tokenizer(model_path: str, own: LocalTokenizer | None = None) -> Any:
     own = own or own_tokenizer(model_path)
     if own and own.encode(PROBE, add_special_tokens=False) != found.encode(PROBE, add_special_tokens=False):
         log.warning(
-            "model.path=%s: by the model_type in config.json transformers makes a %s of its tokenizer, and that gives "
-            "texts other tokens than its tokenizer.json does. It is used here: was the model made with it?",
+            "model.path=%s: because of the model_type in config.json, transformers loads its tokenizer as a %s, which "
+            "gives other tokens than its tokenizer.json does. It is used here: was the model trained with it?",
             *(model_path, type(found).__name__),
         )
     return found
@@ -59,7 +59,7 @@ def check_vocabulary(model_path: str, tokenizer: Any) -> int:
     needed = max(int(tokenizer.vocab_size), end + 1)
     if needed > int(model.vocab_size):
         raise ConfigError(
-            f"model.path={model_path}: its tokenizer uses token ids up to {needed - 1}, and its model's vocab_size is "
+            f"model.path={model_path}: its tokenizer uses token ids up to {needed - 1}, but its model's vocab_size is "
             f"{model.vocab_size}. They belong to different models: copy both from the same one"
         )
     return int(model.vocab_size)

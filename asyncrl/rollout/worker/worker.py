@@ -240,8 +240,8 @@ class RolloutWorker:
         if assignment.eval_set not in self._sets:
             known = ", ".join(self._sets) or "none"
             raise ConfigError(
-                f"asked to evaluate {assignment.eval_set!r}, and the sets of this worker are: {known}. Give all "
-                "processes of a run the same eval.path and eval.sets"
+                f"this worker was asked to evaluate {assignment.eval_set!r}, but its evaluation sets are: {known}. "
+                "Give all processes of a run the same eval.path and eval.sets"
             )
         with span("evaluate", **traced(evaluation_name(assignment)), set=assignment.eval_set):
             result = await self._sets[assignment.eval_set](assignment)
@@ -294,16 +294,18 @@ class RolloutWorker:
             self._progress = (mark, now)
         elif now - self._progress[1] > self._wait_timeout_s:
             raise NoProgress(
-                f"{len(self._groups)} groups are being made, and the engine gave no token for "
-                f"{self._wait_timeout_s:.0f} s (half of replay.wait_timeout_s). Waited for the engine of {self._name}, "
-                "or for an environment that waits for something else"
+                f"{len(self._groups)} groups are being made, but the engine generated no token for "
+                f"{self._wait_timeout_s:.0f} s (half of replay.wait_timeout_s). The engine of {self._name} hangs, or "
+                "an environment waits for something else"
             )
 
     def _give_up_evaluations(self) -> None:
         """Only they are silent: their rows have failed, and the worker is there for groups that come."""
         for task, given in list(self._evaluations.items()):
             failed = EvalResult.all_failed(given)
-            log.warning("%d rows of evaluation %s gave no token and are given up", failed.failed, given.eval_set)
+            log.warning(
+                "%d rows of evaluation %s are given up: no token was generated for them", failed.failed, given.eval_set
+            )
             task.cancel()
             self._groups.add(self._launch(self._replay.report_evaluation(failed)))
 
@@ -314,5 +316,7 @@ class RolloutWorker:
         _, left = await asyncio.wait(tasks, timeout=CANCEL_S) if tasks else ((), ())
         if left:  # waited for, they would keep a worker that has failed from saying so
             log.warning(
-                "%d groups were cancelled and go on after %g s: an environment catches that", len(left), CANCEL_S
+                "%d groups were cancelled but still run after %g s: an environment catches the cancellation",
+                len(left),
+                CANCEL_S,
             )

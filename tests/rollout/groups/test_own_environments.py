@@ -68,7 +68,7 @@ def test_an_environment_that_catches_its_cancellation_does_not_keep_a_failed_wor
         worker = make_worker(ScriptedReplay(GROUPS), path, environment=guarded, wait_timeout_s=0.1)
         try:
             async with asyncio.timeout(60):
-                with pytest.raises(NoProgress, match="or for an environment that waits for something else"):
+                with pytest.raises(NoProgress, match="or an environment waits for something else"):
                     await worker.run()
         finally:
             deaf.came.set()

@@ -78,7 +78,7 @@ def test_a_node_that_comes_or_goes_is_told_once(watched) -> None:
     time.sleep(0.2)
     assert [*said, *health.news()] == [
         "node 10.0.0.2 of the Ray cluster has joined",
-        "node 10.0.0.2 of the Ray cluster is gone, and what ran there is started on others",
+        "node 10.0.0.2 of the Ray cluster is gone, and what ran there starts again on other nodes",
     ]
     health.check()
 

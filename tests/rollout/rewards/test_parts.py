@@ -77,8 +77,12 @@ async def named_like_the_baseline(texts, row, *, sampled=None):
 @pytest.mark.parametrize(
     ("parts", "changes", "says"),
     [
-        (parts_of(estimator="gdpo", components={"style": 1.0}), {}, "returned no style (it returned: score, letters)"),
-        (parts_of(baseline="greedy"), {"score": named_like_the_baseline}, "a name kept for the baseline"),
+        (
+            parts_of(estimator="gdpo", components={"style": 1.0}),
+            {},
+            "did not return style, which advantage.components names (it returned: score, letters)",
+        ),
+        (parts_of(baseline="greedy"), {"score": named_like_the_baseline}, "a name reserved for the baseline"),
     ],
 )
 def test_parts_that_do_not_fit_fail_the_attempt_with_their_names(tmp_path, parts, changes, says):

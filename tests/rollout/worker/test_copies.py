@@ -65,7 +65,7 @@ def sentencepiece(at: Path, content: str = "x") -> None:
     [
         (exchange_two_tokens, r"model\.path=.*other/model has another tokenizer or chat template here"),
         (other_template, r"model\.path=.*other/model has another tokenizer or chat template here"),
-        (other_rows, r"data\.path=.*other/rows\.jsonl leads to other rows here"),
+        (other_rows, r"data\.path=.*other/rows\.jsonl has other rows here"),
         (sentencepiece, r"model\.path=.*other/model has another tokenizer"),
     ],
 )
@@ -102,7 +102,7 @@ def test_a_worker_with_another_file_of_the_user_s_goes_on_and_tells_it(
         copies.watch(-1, 0.0)
     assert [copies.stats() for copies in there] == [{OTHER_CODE: 0.0}, {OTHER_CODE: 1.0}]
     (line,) = caplog.messages
-    assert f"reward.function={other.reward.function}, or what it imports from beside it, is another file here" in line
+    assert f"reward.function={other.reward.function}, or a file that it imports, is different here" in line
     assert all(known["reward.function"] in line for known in map(workers_code, (learners, other)))
     board.announce({CODE: workers_code(other)})  # a resume by the changed file
     for copies in there:

@@ -46,7 +46,7 @@ def test_it_is_said_where_transformers_gives_other_tokens_than_the_file_does(tmp
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(tmp_path)
     load_tokenizer(str(tmp_path))
-    assert "transformers makes a Qwen2Tokenizer of its tokenizer" in caplog.text
+    assert "transformers loads its tokenizer as a Qwen2Tokenizer" in caplog.text
 
 
 def test_a_worker_reads_the_file_of_its_tokenizer_once_beside_transformers(tmp_path, monkeypatch):
@@ -110,7 +110,7 @@ def test_it_is_said_where_no_token_ends_a_completion(tmp_path, caplog):
 
 @pytest.mark.parametrize(("vocabulary", "id_"), [(200, EOS_ID), (EOS_ID, EOS_ID)])
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_with_both_numbers(tmp_path, vocabulary, id_):
-    said = rf"tokenizer uses token ids up to {id_}, and its model's vocab_size is {vocabulary}\. .* different models"
+    said = rf"tokenizer uses token ids up to {id_}, but its model's vocab_size is {vocabulary}\. .* different models"
     with pytest.raises(ConfigError, match=said):
         check_vocabulary(folder(tmp_path, vocabulary), load_tokenizer(str(tmp_path)))
 

@@ -171,7 +171,7 @@ def test_each_set_is_scored_by_its_own_rows_and_samples_and_one_that_is_not_know
     plain, sampled = sorted(replay.results, key=lambda result: result.job_id)
     assert (len(plain.scores), plain.figures) == (2, {})
     assert len(sampled.scores) == len(sampled.figures["pass@4"]) == 3
-    with pytest.raises(ConfigError, match="asked to evaluate 'heldout', and the sets of this worker are: none"):
+    with pytest.raises(ConfigError, match="asked to evaluate 'heldout', but its evaluation sets are: none"):
         run(lambda: ScriptedReplay(1, [chunk(0, 2)]), rows, evaluated={})
 
 
