@@ -282,7 +282,9 @@ def test_the_canary_of_an_exact_engine_allows_no_difference():
     proof = Proof(score=lambda _: served, engine_dtype="float32", exact=True)
     assert proof.prove(1, canary).max == 0
     served[2][7] = np.nextafter(served[2][7], np.float32(0))
-    with pytest.raises(WeightsError, match=r"Probe 2, token 8: .* engine.exact=true both must have it"):
+    with pytest.raises(
+        WeightsError, match=r"Probe 2, token 8: .* engine.exact=true, learner and engine must both be exact"
+    ):
         proof.prove(1, canary)
     assert Proof(score=lambda _: served, engine_dtype="float32").prove(1, canary).max > 0
 

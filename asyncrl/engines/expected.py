@@ -41,13 +41,13 @@ class ExpectedWeights:
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
         if nbytes > self._nbytes:
             raise ModelMismatchError(
-                f"an adapter of {nbytes} bytes came for a model of {self._nbytes}. {self._other_model()}"
+                f"received an adapter of {nbytes} bytes for a model of {self._nbytes} bytes. {self._other_model()}"
             )
 
     def _other_model(self) -> str:
         return (
-            f"model.path={self._path} leads to another model here than where the learner is. Copy the learner's to "
-            "this machine"
+            f"model.path={self._path} is another model here than on the learner's machine. Copy the learner's to this "
+            "machine"
         )
 
 

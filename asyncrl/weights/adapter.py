@@ -64,8 +64,8 @@ def read_pairs(tensors: Mapping[str, torch.Tensor]) -> dict[str, Pair]:
     """
     if SCALING not in tensors:
         raise ModelMismatchError(
-            "this update has no adapter: model.lora_rank is above 0 here, and full weights and adapters never mix in "
-            "one run. Give learner and workers the same model settings"
+            "this update has no adapter, but model.lora_rank is above 0 here. One run sends either full weights or "
+            "adapters: give learner and workers the same model settings"
         )
     sides: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
@@ -73,11 +73,11 @@ def read_pairs(tensors: Mapping[str, torch.Tensor]) -> dict[str, Pair]:
             continue
         side = next((side for side in _SIDES if name.endswith(side)), None)
         if side is None or not name.startswith(_PREFIX):
-            raise ModelMismatchError(f"{name!r} belongs to no adapter, and an update of adapters brings nothing else")
+            raise ModelMismatchError(f"{name!r} belongs to no adapter, and an update of adapters has nothing else")
         sides.setdefault(name.removeprefix(_PREFIX).removesuffix(side), {})[side] = tensor
     for module, found in sides.items():
         if len(found) != len(_SIDES):
-            raise ModelMismatchError(f"of the adapter of {module!r} only {next(iter(found))[1:]} came")
+            raise ModelMismatchError(f"only {next(iter(found))[1:]} of the adapter of {module!r} arrived")
     return {module: Pair(a=found[_SIDES[0]], b=found[_SIDES[1]]) for module, found in sides.items()}
 
 

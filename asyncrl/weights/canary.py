@@ -205,7 +205,7 @@ def _differences(ours: NDArray[np.float32], theirs: NDArray[np.float32]) -> NDAr
     return np.where(np.isnan(apart), math.inf, apart)
 
 
-SAME_BITS = "With engine.exact=true both must have it, and the same torch and transformers"
+SAME_BITS = "With engine.exact=true, learner and engine must both be exact and have the same torch and transformers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,11 +233,11 @@ class Proof:
         if not allowed.admits(found):
             raise WeightsError(
                 f"the engine does not serve version {policy_version} as the learner has it: log-probs of the canary "
-                f"differ by up to {found.max:.3g} (mean {found.mean:.3g}), allowed are {allowed.max:g} for "
-                f"{allowed.share:.0%} of the tokens, which {found.within:.1%} keep (mean {allowed.mean:.3g}); "
-                f"{canary.learner_dtype}, wire {canary.wire_dtype}, engine {self.engine_dtype}. "
+                f"differ by up to {found.max:.3g} (mean {found.mean:.3g}). Allowed are {allowed.max:g} for "
+                f"{allowed.share:.0%} of the tokens (here {found.within:.1%} of them) and a mean of "
+                f"{allowed.mean:.3g}; {canary.learner_dtype}, wire {canary.wire_dtype}, engine {self.engine_dtype}. "
                 f"Probe {found.probe}, token {found.token}: learner {found.learner:.4f}, engine {found.engine:.4f}. "
-                + (SAME_BITS if self.exact else "`asyncrl verify` shows which engine loads this model right")
+                + (SAME_BITS if self.exact else "`asyncrl verify` shows which engine loads this model correctly")
             )
         return found
 

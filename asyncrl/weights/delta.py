@@ -83,7 +83,7 @@ def apply(encoded: Encoded, buffer: UInt8[torch.Tensor, " bytes"], element_bytes
     values = payload[head:].clone().view(_INTEGERS[element_bytes])
     places = _read_gaps(payload[:head]) if encoded.kind == GAPS else _unpack(payload[:head], len(target))
     if len(places) != encoded.changed or (len(places) and int(places[-1]) >= len(target)):
-        raise WeightsError(f"a {encoded.kind!r} delta names elements that the bucket has not")
+        raise WeightsError(f"a {encoded.kind!r} delta names elements that the bucket does not have")
     target[places] = values
 
 

@@ -74,7 +74,8 @@ def make_publisher(
         raise _unknown(weights.transport)
     if weights.copies == "none" and world > 1 and not shared:
         raise ConfigError(
-            f"weights.copies=none with {world} learner ranks: rank 0 would gather a copy. Set weights.senders=all"
+            f"weights.copies=none with {world} learner ranks: rank 0 would have to gather a copy. Set "
+            "weights.senders=all"
         )
     if shared:
         meeting = agree(sender.meeting if isinstance(sender, BroadcastSender) else None, device)
@@ -176,9 +177,14 @@ def backend_of(config: Config, device: torch.device) -> str:
     """
     chosen, mode = config.weights.backend, config.placement.mode
     if chosen == "nccl" and device.type != "cuda":
-        raise ConfigError(f"weights.backend=nccl, and the learner computes on {device}. Use weights.backend=gloo")
+        raise ConfigError(
+            f"weights.backend=nccl needs a learner on GPUs, but this one computes on {device}. Use weights.backend=gloo"
+        )
     if chosen == "ipc" and device.type == "cuda" and config.engine.device == "cpu":
-        raise ConfigError("weights.backend=ipc, and the engines see no GPU whose memory they could open. Use gloo")
+        raise ConfigError(
+            "weights.backend=ipc needs GPU memory that the engines can open, but they see no GPU. Use "
+            "weights.backend=gloo"
+        )
     if chosen != "auto":
         return chosen
     own = mode == "dedicated" or (mode == "auto" and device.type == "cuda" and torch.cuda.device_count() > 1)

@@ -93,7 +93,9 @@ class Opened:
             if len(found) != length:
                 raise ValueError(f"{length} bytes at {start} of {len(self._storages[key])}")
         except (OSError, ValueError, TypeError) as error:
-            raise RuntimeError(f"memory of another process cannot be opened, which may have ended: {error}") from error
+            raise RuntimeError(
+                f"memory of another process cannot be opened; that process may have ended: {error}"
+            ) from error
         return found
 
 

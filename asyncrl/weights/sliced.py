@@ -131,8 +131,8 @@ class SlicedTensor(torch.Tensor):
                 strides = [1 if axis is None else values.stride(axis) for axis in axes]
                 return values.as_strided(outline.shape, strides, values.storage_offset() + offset)
         raise NotTheSameError(
-            f"vLLM's loader reads {box} of {source.name!r} {source.shape}, and {sorted(source.held)} is what it read "
-            "when it was asked for its share. Set weights.slices=never"
+            f"vLLM's loader reads {box} of {source.name!r} {source.shape}, but only {sorted(source.held)} when its "
+            "share was recorded. Set weights.slices=never"
         )
 
 
@@ -144,8 +144,8 @@ def _whole(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
             source = value._source
             if source.held is not None:
                 raise NotTheSameError(
-                    f"vLLM's loader does {getattr(func, '__name__', func)} with {source.name!r}, which it did not when "
-                    "it was asked for its share. Set weights.slices=never"
+                    f"vLLM's loader calls {getattr(func, '__name__', func)} with {source.name!r}, which it did not "
+                    "when its share was recorded. Set weights.slices=never"
                 )
             source.read(whole(source.shape))
             return value._outline
@@ -198,7 +198,7 @@ def wanted_from_wire(wire: Iterable[Any]) -> dict[str, tuple[Box, ...]]:
         found[str(name)] = tuple(tuple(zip(map(int, e[::2]), map(int, e[1::2]), strict=True)) for e in boxes)
         ends = [pair for box in found[str(name)] for pair in box]
         if not all(0 <= a < b for a, b in ends) or overlap(found[str(name)]):
-            raise WeightsError(f"an engine wants {found[str(name)]} of {name!r}: those are no parts of a tensor")
+            raise WeightsError(f"an engine wants {found[str(name)]} of {name!r}, which are not parts of a tensor")
     return found
 
 

@@ -73,7 +73,7 @@ def test_a_load_that_waits_too_long_for_a_decode_step_is_withdrawn():
     async def work():
         running = asyncio.ensure_future(engine.generate(request(prompt(4), 64, new=20)))
         await until(lambda: runner.held)
-        with pytest.raises(WeightsError, match="the engine thread stands still"):
+        with pytest.raises(WeightsError, match="the engine thread hangs"):
             await asyncio.to_thread(engine.load_weights, 9, weights_of(model))
         assert engine.policy_version == NO_VERSION
         runner.allow(math.inf)

@@ -78,7 +78,7 @@ def test_seeds_of_requests_do_not_reach_vllm_and_the_log_says_so(tmp_path, caplo
     """With one its CPU engine dies as soon as a prompt is prefilled in two parts."""
     with caplog.at_level("INFO"):
         vllm_settings.engine_args(engine_config(tmp_path, "qwen3"))
-    assert "they do not follow seed=0" in caplog.text
+    assert "they do not depend on seed=0" in caplog.text
     assert sampling_of(Sibling(request(prompt(9), seed=3), 0, 0)).seed is None
 
 

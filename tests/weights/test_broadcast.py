@@ -242,9 +242,9 @@ def test_a_worker_that_never_comes_is_named_once_with_the_address_it_should_come
         port = cluster.board.view()[1]["weights"]["port"]
     said = [each.getMessage() for each in caplog.records if each.name == absent.__name__]
     told = [line for line in said if "far away" in line]
-    assert len(told) == 1 and told[0].startswith("weights: far away is known to the replay server, and has not come")
+    assert len(told) == 1 and told[0].startswith("weights: far away is known to the replay server, but has not come")
     assert f" to 127.0.0.1:{port}, for " in told[0]
-    assert "weights.host has to be an address of the learner that its machine reaches" in told[0]
+    assert "weights.host must be an address of the learner that its machine can reach" in told[0]
 
 
 def test_a_receiver_killed_mid_way_does_not_keep_the_others_from_the_version(cluster):

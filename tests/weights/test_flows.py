@@ -149,9 +149,9 @@ def test_a_chopped_box_is_put_together_from_parts_that_are_small_enough(shape, e
 @pytest.mark.parametrize(
     ("wire", "match"),
     [
-        ([["w", [[0, 4], [2, 6]]]], "no parts of a tensor"),
-        ([["w", [[4, 4]]]], "no parts of a tensor"),
-        ([["w", [[-1, 4]]]], "no parts of a tensor"),
+        ([["w", [[0, 4], [2, 6]]]], "not parts of a tensor"),
+        ([["w", [[4, 4]]]], "not parts of a tensor"),
+        ([["w", [[-1, 4]]]], "not parts of a tensor"),
         ([["w", [[0, 4, 1]]]], "zip"),
     ],
 )

@@ -74,6 +74,6 @@ def test_a_bucket_that_drips_through_ends_at_its_deadline_with_whom_it_waited_fo
     monkeypatch: pytest.MonkeyPatch, rank: int, whom: str
 ):
     weights, network = make(monkeypatch, 6.0, rank)
-    with pytest.raises(RuntimeError, match=rf"epoch 3: a bucket was not through after 10\.0 s, {whom} is silent"):
+    with pytest.raises(RuntimeError, match=rf"epoch 3: a bucket was not transferred within 10\.0 s, {whom} is silent"):
         send(weights, 100)
     assert len(network.timeouts) == 2

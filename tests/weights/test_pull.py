@@ -304,7 +304,9 @@ def test_a_version_that_stays_altered_ends_the_worker_with_the_reason_and_one_th
     worker.subscriber.check()
     worker.subscriber._altered_since = "1", time.monotonic() - 61
     wait(lambda: worker.subscriber._failure is not None)
-    with pytest.raises(WeightsError, match=r"version 1 came altered for weights\.timeout_s=60 s.*sha256"):
+    with pytest.raises(
+        WeightsError, match=r"version 1 arrived altered at every try for weights\.timeout_s=60 s.*sha256"
+    ):
         worker.subscriber.check()
     assert worker.subscriber.policy_version == 0
 

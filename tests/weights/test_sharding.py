@@ -116,9 +116,9 @@ def test_any_run_of_elements_is_written_to_a_box_that_does_not_lie_together(data
 @pytest.mark.parametrize(
     ("spoil", "match"),
     [
-        (lambda wire: wire[1].pop(), "do not put the tensors together"),
-        (lambda wire: wire[1].append(wire[1][0]), "do not put the tensors together"),
-        (lambda wire: wire[0].__setitem__(0, [2]), "do not put the tensors together"),
+        (lambda wire: wire[1].pop(), "do not add up to the tensors"),
+        (lambda wire: wire[1].append(wire[1][0]), "do not add up to the tensors"),
+        (lambda wire: wire[0].__setitem__(0, [2]), "do not add up to the tensors"),
         (lambda wire: wire[0].__setitem__(0, [1, 1]), "are not ranks in order"),
         (lambda wire: wire[1][0][0].__setitem__(0, 7), "for lane 7 of 1"),
         (lambda wire: wire[1][0][0][1][0].__setitem__(2, 10**6), "has box"),

@@ -85,9 +85,9 @@ def test_what_was_copied_is_received_into_again(delta):
 def test_a_delta_for_another_version_than_the_one_staged_whole_breaks_the_group():
     staging, group = make()
     feed(staging, group, 1)
-    with pytest.raises(RuntimeError, match="a delta came for version 2, and 1 is what is staged here"):
+    with pytest.raises(RuntimeError, match="received a delta for version 2, but version 1 is staged here"):
         feed(staging, group, 3, base=2)
-    with pytest.raises(RuntimeError, match="and None is what is staged here"):
+    with pytest.raises(RuntimeError, match="but version None is staged here"):
         feed(staging, group, 2, base=1)
     feed(staging, group, 4)
     assert same(staging.staged(), 4)

@@ -112,8 +112,8 @@ class TransformersEngine:
                 raise WeightsError(f"version {policy_version} was not loaded: {self._inbox.failure!r}")
             if time.monotonic() > deadline and self._inbox.withdraw(job):
                 raise WeightsError(
-                    f"version {policy_version} was not loaded: waited {self._load_timeout_s:g} s for the end of a "
-                    "decode step: the engine thread stands still"
+                    f"version {policy_version} was not loaded: no decode step ended within {self._load_timeout_s:g} s, "
+                    "so the engine thread hangs"
                 )
         if job.error is not None:
             raise WeightsError(f"version {policy_version} was not loaded: {job.error}") from job.error
@@ -122,7 +122,9 @@ class TransformersEngine:
         for ids in sequences:
             check_ids(ids, self._runner.vocabulary)
             if not 2 <= len(ids) <= self._runner.max_length:
-                raise GenerationError(f"a sequence to score has 2 to {self._runner.max_length} tokens; got {len(ids)}")
+                raise GenerationError(
+                    f"a sequence to score must have 2 to {self._runner.max_length} tokens; got {len(ids)}"
+                )
         job = ScoreJob(sequences=sequences)
         self._inbox.put_score(job)
         # Waits for the engine thread: the current decode step. If it dies, it answers every job.

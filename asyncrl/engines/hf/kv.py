@@ -39,9 +39,9 @@ def check_mergeable(kind: type[PreTrainedModel] | None, config: PreTrainedConfig
         )
     if found:
         raise ConfigError(
-            "the built-in engine (engine=transformers) keeps the keys of every token of a sequence, and a model of "
-            f"type {config.model_type!r} has {found}. Use engine=vllm, or a model whose layers all attend to all that "
-            "is before"
+            "the built-in engine (engine=transformers) keeps the keys of every token of a sequence, but a model of "
+            f"type {config.model_type!r} has {found}. Use engine=vllm, or a model in which every layer attends to all "
+            "earlier tokens"
         )
 
 

@@ -162,7 +162,8 @@ def check_request(request: GenerateRequest, *, vocabulary: int, max_length: int,
         raise GenerationError(f"temperature must be >= 0 (0 is greedy), got {request.sampling.temperature}")
     if longest > max_length:
         raise RequestError(
-            f"prompt and max_new_tokens together are {longest} tokens, the model holds {max_length}. Shorten either."
+            f"prompt and max_new_tokens together are {longest} tokens, but the model holds {max_length}. Shorten "
+            "either."
         )
     if n > max_sequences:
         raise RequestError(f"n={n} siblings never fit engine.max_sequences={max_sequences}. Raise it, or lower n.")

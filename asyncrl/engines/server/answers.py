@@ -88,7 +88,7 @@ class Answer:
         try:
             return self._completion(sibling, url, run)
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
-            said = f"request {sibling.request.request_id!r}: {url} gave what is no answer"
+            said = f"request {sibling.request.request_id!r}: {url} sent an invalid answer"
             raise GenerationError(f"{said} ({type(error).__name__}: {error!s:.200})") from error
 
     def _completion(self, sibling: Sibling, url: str, run: str | None) -> Completion:
@@ -100,9 +100,11 @@ class Answer:
         with np.errstate(over="ignore"):
             logprobs = np.array(self.logprobs, np.float32)
         if not 1 <= count <= sibling.request.sampling.max_new_tokens or not np.isfinite(logprobs).all():
-            raise GenerationError(f"request {name!r}: {url} gave {count} tokens, or log-probs that are no numbers")
+            raise GenerationError(
+                f"request {name!r}: {url} gave {count} tokens, or log-probs that are not finite numbers"
+            )
         if min(self.token_ids) < 0:
-            raise GenerationError(f"request {name!r}: {url} gave token {min(self.token_ids)}, which there is not")
+            raise GenerationError(f"request {name!r}: {url} gave token {min(self.token_ids)}, which does not exist")
         versions = np.full(count, NO_VERSION, np.int32)
         for span in self.spans if run is not None else ():
             version = version_in(span["version"], run or "")
@@ -110,7 +112,7 @@ class Answer:
                 raise ServerGoneError(foreign(url, span["version"]))
             versions[span["start"] : span["end"]] = version
         if run is not None and (versions == NO_VERSION).any():
-            raise GenerationError(f"request {name!r}: {url} does not say of which weights all of its tokens are")
+            raise GenerationError(f"request {name!r}: {url} does not say which weights all of its tokens are from")
         return Completion(
             token_ids=np.array(self.token_ids, np.int32)[:end],
             logprobs=logprobs[:end],
@@ -121,6 +123,6 @@ class Answer:
 
 def foreign(url: str, label: str) -> str:
     return (
-        f"{url} has other weights than it was given, labelled {label!r}: it was started anew, or another run loads its "
-        "own into it. A server serves one run at a time"
+        f"{url} has other weights than it was given, labelled {label!r}: it was restarted, or another run loads "
+        "its weights into it. A server serves one run at a time"
     )

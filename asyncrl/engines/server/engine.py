@@ -191,7 +191,7 @@ class ServerEngine(ABC):
             await asyncio.sleep(LOOK_S)
         for server in self._servers.values():
             if server.facts is None:
-                log.warning("going on without a server until it can be used: %s", server.why)
+                log.warning("continuing without a server until it can be used: %s", server.why)
         self._max_length = min(server.facts.max_length for server in self._servers.values() if server.facts is not None)
         self._watch = [asyncio.create_task(self._keep_looking_at(server)) for server in self._servers.values()]
 
@@ -320,13 +320,13 @@ class ServerEngine(ABC):
                     placed, lost = None, lost + 1
                     await self._lose(server, str(error))
                     if lost > MOST_AGAIN:
-                        raise GenerationError(f"a sequence lost its server {lost} times, at last: {error}") from error
+                        raise GenerationError(f"a sequence lost its server {lost} times; last: {error}") from error
                 except TimeoutError:  # overtaken
                     early += not sibling.overtaken
                     if early > MOST_AGAIN:
                         raise GenerationError(
-                            f"{placed} said {early} times that a sequence is of another version than it was given when "
-                            "that was sent. Is it several servers behind one address? Name each in engine.urls"
+                            f"{placed} reported {early} times another version for a sequence than when it was sent. "
+                            "Are there several servers behind this address? Name each in engine.urls"
                         ) from None
                 else:
                     whole = np.concatenate([sibling.request.prompt_ids, completion.token_ids])

@@ -198,17 +198,22 @@ class ServerLink:
 
     def part(self, answer: Any, name: str) -> Any:
         if not isinstance(answer, dict) or name not in answer:
-            raise ServerGoneError(f"{self.url} gave no answer of {self.kind}, one without {name!r}: {answer!s:.200}")
+            raise ServerGoneError(
+                f"{self.url} did not answer as {self.kind} does: {name!r} is missing: {answer!s:.200}"
+            )
         return answer[name]
 
     def _refuse(self, answer: httpx.Response, what: str) -> None:
         said = f"{self.url} answered {what} with status {answer.status_code}: {answer.text:.300}"
         if answer.status_code in (401, 403):
             raise ConfigError(
-                f"{said}. Its --api-key is not what we sent: export it, and name the variable with engine.key_env=NAME"
+                f"{said}. Its --api-key is not the key that was sent. Export it, and name the variable with "
+                "engine.key_env=NAME"
             )
         if answer.is_redirect:
-            raise ConfigError(f"{said}. It sends elsewhere, where nothing was judged: give that address in engine.urls")
+            raise ConfigError(
+                f"{said}. It redirects to an address that was not checked. Give that address in engine.urls"
+            )
         if answer.status_code == 404:
             raise ConfigError(f"{said}. {self.start_it}")
         if answer.status_code >= BROKEN:

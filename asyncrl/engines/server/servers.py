@@ -23,7 +23,7 @@ class Server:
         self.version = NO_VERSION
         self.arrivals = 0
         """Number of arrivals; a restarted server counts as another."""
-        self.why = "it was not asked yet"
+        self.why = "it was not contacted yet"
         self.silent_since: float | None = None
         self.not_before = 0.0
         """`time.monotonic()` before which it is not checked."""

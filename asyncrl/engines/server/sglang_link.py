@@ -66,22 +66,22 @@ def problems(
         yield "its /model_info does not say which weights it has: it is too old. Start a newer SGLang"
     for key in ALONE:
         if settings.get(key, 1) != 1:
-            yield f"its {key} is {settings[key]}: only --tp-size may be more than 1. Start it so"
+            yield f"its {key} is {settings[key]}, but only --tp-size may be more than 1. Start it with 1"
     for key in NONE_OF:
         if settings.get(key):
-            yield f"it has {key}={settings[key]!s:.80}, with which log-probs were not shown to be right"
+            yield f"it has {key}={settings[key]!s:.80}, and its log-probs were never verified with that"
     served = DTYPES.get(settings["dtype"], settings["dtype"])
     if dtype and served not in ("auto", dtype):
-        yield f"it computes in {served}, and the run takes engines to compute in {dtype}. Set engine.dtype={served}"
+        yield f"it computes in {served}, but the run expects engines to compute in {dtype}. Set engine.dtype={served}"
     theirs, ours = model.get("architectures"), (shape or {}).get("architectures")
     if theirs and ours and list(theirs) != list(ours):
-        yield f"it serves a {theirs[0]}, and model.path is a {ours[0]}. {AS_OURS}"
+        yield f"it serves a {theirs[0]}, but model.path is a {ours[0]}. {AS_OURS}"
     for key, their in _started_with(settings).items():
         our = (shape or {}).get(key)
         if our is not None and their is not None and our != their:
-            yield f"its model has {key}={their}, and model.path {our}: it would end at the first load. {AS_OURS}"
+            yield f"its model has {key}={their}, but model.path has {our}: it would die at the first load. {AS_OURS}"
     if facts.max_length < 1 or facts.width < 1:
-        yield "it holds nothing"
+        yield "it has no room for a sequence"
 
 
 def _started_with(settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -118,13 +118,15 @@ class SglangLink(ServerLink):
         self._process = self.part(settings, "random_seed")
         if self._unanswered is not None:
             if self._unanswered[0] != label and self._unanswered[1] == self._process:
-                raise ServerGoneError(f"{self.url} may still load {self._unanswered[0]}. If that stays, start it again")
+                raise ServerGoneError(
+                    f"{self.url} may still be loading {self._unanswered[0]}. If this does not end, restart it"
+                )
             self._unanswered = None
         facts = SglangFacts(settings=settings)
         try:
             why = next(problems(facts, model, dtype, shape), "")
         except (KeyError, TypeError, ValueError) as error:
-            why = f"its /server_info is not as we know it ({type(error).__name__}: {error}). Start a newer SGLang"
+            why = f"its /server_info has an unknown form ({type(error).__name__}: {error}). Start a newer SGLang"
         if why:
             raise ConfigError(f"engine.urls: {self.url} cannot be used: {why}")
         await self.check_generation("/generate")
@@ -176,11 +178,13 @@ class SglangLink(ServerLink):
             tokens, logprobs = [int(each[1]) for each in new or ()], [float(each[0]) for each in new or ()]
             spans = [dict(span) for span in meta.get("weight_versions") or ()]
         except (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError) as error:
-            raise ServerGoneError(f"{self.url} sent no chunk of SGLang's ({error!r}): {chunk!s:.200}") from error
+            raise ServerGoneError(
+                f"{self.url} sent a chunk that is not SGLang's ({error!r}): {chunk!s:.200}"
+            ) from error
         if new is None:
             raise ServerGoneError(f"{self.url} sent tokens {first} to {count} after {have} of them")
         if any(span["version"] != label for span in [*answer.spans, *spans]):
-            raise ServerGoneError(f"{self.url} changed its weights to {label!r} under a sequence")
+            raise ServerGoneError(f"{self.url} changed its weights to {label!r} during a sequence")
         answer.token_ids += tokens
         answer.logprobs += logprobs
         answer.spans = [{"version": label, "start": 0, "end": count}]
@@ -227,6 +231,6 @@ class SglangLink(ServerLink):
             except GenerationError as error:
                 self._unanswered = None
                 raise ServerGoneError(
-                    f"{self.url} could not load {load.path}, it stays paused: {error}. Does it see that folder?"
+                    f"{self.url} could not load {load.path} and stays paused: {error}. Can it read that folder?"
                 ) from error
             self._unanswered = None

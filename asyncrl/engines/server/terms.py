@@ -53,7 +53,7 @@ def problems(facts: VllmFacts, dtype: str) -> Iterator[str]:
     empty."""
     settings, model = facts.settings, facts.settings["model_config"]
     if tuple(facts.version.split(".")[:2]) != ("0", "32"):
-        yield f"it runs vLLM {facts.version}, and only 0.32 was tried. Start that one"
+        yield f"it runs vLLM {facts.version}, but only 0.32 was tested. Start that version"
     backend = (settings.get("weight_transfer_config") or {}).get("backend")
     extension = settings["parallel_config"].get("worker_extension_cls")
     if backend != BACKEND or extension != EXTENSION:
@@ -61,19 +61,22 @@ def problems(facts: VllmFacts, dtype: str) -> Iterator[str]:
     if model["logprobs_mode"] != "processed_logprobs":
         yield (
             f"its --logprobs-mode is {model['logprobs_mode']}: log-probs before the temperature are not those that "
-            "tokens are drawn by. Start it with --logprobs-mode processed_logprobs"
+            "tokens are sampled with. Start it with --logprobs-mode processed_logprobs"
         )
     served = str(model["dtype"]).removeprefix("torch.")
     if dtype and served != dtype:
-        yield f"it computes in {served}, and the run takes engines to compute in {dtype}. Set engine.dtype={served}"
+        yield f"it computes in {served}, but the run expects engines to compute in {dtype}. Set engine.dtype={served}"
     for key in ALONE:
         if settings["parallel_config"].get(key, 1) != 1:
-            yield f"its {key} is {settings['parallel_config'][key]}: only --tensor-parallel-size was tried. Start it so"
+            yield (
+                f"its {key} is {settings['parallel_config'][key]}, but only --tensor-parallel-size was tested above "
+                "1. Start it with 1"
+            )
     for part, keys in NONE_OF.items():
         found = settings.get(part)
         for name, value in [(part, found)] if not keys else [(key, (found or {}).get(key)) for key in keys]:
             if value:
-                yield f"it has a {name} ({value!s:.80}), with which log-probs or versions were not shown to be right"
+                yield f"it has a {name} ({value!s:.80}), and its log-probs or versions were never verified with that"
 
 
 def differences(ours: Mapping[str, Any], answers: list[Any]) -> Iterator[str]:
@@ -82,12 +85,12 @@ def differences(ours: Mapping[str, Any], answers: list[Any]) -> Iterator[str]:
     for answer in answers:
         protocol = answer.get("protocol") if isinstance(answer, Mapping) else None
         if protocol != PROTOCOL or answer.get("seat") != ours.get("seat", answer.get("seat")):
-            yield "its asyncrl is of another version than this one. Install the same on both, and start it again"
+            yield "it has another version of asyncrl than this process. Install the same on both, and restart it"
             return
         for key in SHAPE_KEYS:
             if key in ours and answer.get(key) != ours[key]:
                 yield (
-                    f"it serves a model with {key}={answer.get(key)}, and model.path has {ours[key]}. Start it "
-                    "with the model of model.path, or name another server"
+                    f"it serves a model with {key}={answer.get(key)}, but model.path has {ours[key]}. Start it with "
+                    "the model of model.path, or name another server"
                 )
                 return

@@ -37,9 +37,11 @@ class VllmLink(ServerLink):
         said = await self.get("/server_info?config_format=json", "vllm_config")  # the first call takes seconds
         facts = VllmFacts(version=await self.get("/version", "version", LOOK_TIMEOUT_S), settings=said)
         try:
-            why = next(problems(facts, dtype), "") or ("" if facts.max_length and facts.width else "it holds nothing")
+            why = next(problems(facts, dtype), "") or (
+                "" if facts.max_length and facts.width else ("it has no room for a sequence")
+            )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            why = f"its /server_info is not that of vLLM 0.32 ({type(error).__name__}: {error}). Start that one"
+            why = f"its /server_info is not that of vLLM 0.32 ({type(error).__name__}: {error}). Start that version"
         if not why:
             await self.check_generation(GENERATE)
         if not why and shape is not None:
@@ -65,7 +67,7 @@ class VllmLink(ServerLink):
         try:
             return answer.add(chunk)
         except (KeyError, TypeError, AttributeError) as error:
-            raise ServerGoneError(f"{self.url} sent no chunk of vLLM's ({error!r}): {chunk!s:.200}") from error
+            raise ServerGoneError(f"{self.url} sent a chunk that is not vLLM's ({error!r}): {chunk!s:.200}") from error
 
     async def abort(self, name: str) -> None:
         """Abort a request; its stream gets a last chunk, with the finish reason `abort`."""
@@ -90,7 +92,7 @@ class VllmLink(ServerLink):
         load.overtake()
         why = await load_staged(self.call_workers)
         if why:
-            raise ServerGoneError(f"{self.url} could not load {load.label}, it stays paused: {why}")
+            raise ServerGoneError(f"{self.url} could not load {load.label} and stays paused: {why}")
         await self.post("/update_weight_version", {"new_version": load.label})
         await self.post("/resume")
 

@@ -32,7 +32,7 @@ class VllmServers(ServerEngine):
 
     def load_weights(self, policy_version: int, tensors: Any) -> None:
         if not isinstance(tensors, StagedInServers):
-            raise ConfigError("engine=server takes weights by weights.transport=broadcast alone. Set that")
+            raise ConfigError("engine=server takes weights only with weights.transport=broadcast. Set that")
         self._parameters.check(tensors.shapes)
         self._load(policy_version, tensors.urls)
 

@@ -43,9 +43,10 @@ class VllmClient:
             raise ConfigError(f"vLLM refuses its arguments: {error}. See the settings under engine") from error
         except RuntimeError as error:
             raise EngineDiedError(
-                f"vLLM did not start: {error} Its own reason stands above. Out of memory: lower engine.kv_cache_mb, "
-                "engine.max_model_len or engine.vllm.gpu_memory_utilization, or raise engine.tensor_parallel. A cache "
-                "too small for one sequence: raise engine.kv_cache_mb, or lower engine.max_model_len"
+                f"vLLM did not start: {error} Its own reason is above. If it ran out of memory, lower "
+                "engine.kv_cache_mb, engine.max_model_len or engine.vllm.gpu_memory_utilization, or raise "
+                "engine.tensor_parallel. If the cache is too small for one sequence, raise engine.kv_cache_mb, or "
+                "lower engine.max_model_len"
             ) from error
 
     @property

@@ -189,7 +189,7 @@ class VllmEngine:
         # Any error that vLLM raises when its processes are gone already: the caller is often ending with the error that
         # they died of, which must stay visible.
         except Exception as error:
-            log.warning("vLLM did not shut down in order: %s: %s", type(error).__name__, error)
+            log.warning("vLLM did not shut down cleanly: %s: %s", type(error).__name__, error)
         finally:
             self._loop.close()
             self._left.close()
@@ -294,7 +294,9 @@ class VllmEngine:
     async def _load_staged(self, policy_version: int) -> None:
         why = await load_staged(self._client.call_workers)
         if why:
-            raise EngineDiedError(f"version {policy_version} could not be loaded, its weights are mixed: {why}")
+            raise EngineDiedError(
+                f"version {policy_version} could not be loaded, and the engine's weights are now mixed: {why}"
+            )
 
     def _check_request(self, request: GenerateRequest) -> None:
         if self._closed:

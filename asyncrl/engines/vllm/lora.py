@@ -58,8 +58,8 @@ def check_experts(model: torch.nn.Module, path: str) -> None:
     and on a CPU its process dies at the first prompt."""
     if current_platform.is_cpu() and any(name.endswith(".experts") for name, _ in model.named_modules()):
         raise ConfigError(
-            f"model.path={path} is a mixture of experts: with model.lora_rank above 0 vLLM needs Triton for them, and "
-            "with it a GPU. Use engine=transformers, or model.lora_rank=0"
+            f"model.path={path} is a mixture of experts: with model.lora_rank above 0 vLLM needs Triton for it, and "
+            "Triton needs a GPU. Use engine=transformers, or model.lora_rank=0"
         )
 
 
@@ -162,8 +162,8 @@ class VllmLoraEngine(VllmEngine):
             await self._take_back(oldest)
             if time.monotonic() > deadline:
                 raise NoProgress(
-                    f"version {policy_version} has no slot: vLLM did not abort what runs under version "
-                    f"{oldest.policy_version} for {self._timeout_s:g} s"
+                    f"version {policy_version} has no free slot: vLLM did not abort the requests of version "
+                    f"{oldest.policy_version} within {self._timeout_s:g} s"
                 )
             await asyncio.sleep(POLL_S)
 

@@ -77,7 +77,9 @@ class VllmReceiver:
             for answer in self._call("asyncrl_wanted", rows):
                 if isinstance(answer, str):
                     log.warning(
-                        "weights: a worker of vLLM gets whole tensors, its loaders do not say what of: %s", answer
+                        "weights: a worker of vLLM receives whole tensors, because its loaders do not show which "
+                        "parts they need: %s",
+                        answer,
                     )
                 self._wanted.append({} if isinstance(answer, str) else wanted_from_wire(answer))
         return self._wanted or ()

@@ -70,7 +70,7 @@ def engine_args(config: Config) -> AsyncEngineArgs:
     """
     check_version()
     check_device(config)
-    log.info("vLLM draws tokens from a generator of its own: they do not follow seed=%d", config.seed)
+    log.info("vLLM samples tokens with its own random generator: they do not depend on seed=%d", config.seed)
     own: dict[str, Any] = {
         "model": config.model.path,
         "dtype": with_dtypes(config, engine="cpu" if current_platform.is_cpu() else "cuda").engine.dtype,
@@ -136,7 +136,7 @@ def adapter_args(config: Config) -> dict[str, Any]:
         return {}
     sizes = [size for size in get_args(MaxLoRARanks) if size >= rank]
     if not sizes:
-        raise ConfigError(f"model.lora_rank={rank}: vLLM has slots up to {max(get_args(MaxLoRARanks))}. Lower it")
+        raise ConfigError(f"model.lora_rank={rank}: vLLM supports ranks up to {max(get_args(MaxLoRARanks))}. Lower it")
     return {"enable_lora": True, "max_lora_rank": min(sizes), "max_loras": config.replay.max_staleness + 2}
 
 

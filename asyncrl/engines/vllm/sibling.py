@@ -54,8 +54,8 @@ def check_request(request: GenerateRequest, vocabulary: int, max_length: int) ->
     longest = len(ids) + sampling.max_new_tokens
     if longest > max_length:
         raise RequestError(
-            f"prompt and max_new_tokens together are {longest} tokens, the engine holds {max_length}. "
-            "Shorten either, or raise engine.max_model_len or engine.kv_cache_mb"
+            f"prompt and max_new_tokens together are {longest} tokens, but the engine holds {max_length}. Shorten "
+            "either, or raise engine.max_model_len or engine.kv_cache_mb"
         )
 
 

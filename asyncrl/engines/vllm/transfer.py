@@ -76,7 +76,7 @@ class SideJob:
             if self._after is not None:
                 self._after._thread.join(_PATIENCE_S)
                 if not self._after.done():
-                    raise RuntimeError("the job before it has not ended")
+                    raise RuntimeError("the previous job has not ended")
                 self._after = None
             self.prints = self._work()
         except Exception as error:  # thread boundary: the engine reads it with `poll`

@@ -39,8 +39,8 @@ class Absent:
         self._known |= set(late)
         for worker, _ in late:
             log.warning(
-                "weights: %s is known to the replay server, and has not come here for weights, to %s, for %.0f s. "
-                "weights.host has to be an address of the learner that its machine reaches, and the port open "
-                "(weights.port sets it); what it met is in its log",
+                "weights: %s is known to the replay server, but has not come here for weights, to %s, for %.0f s. "
+                "weights.host must be an address of the learner that its machine can reach, with an open port "
+                "(weights.port sets it). Its log says what went wrong",
                 worker, self._where, TOLD_S,
             )  # fmt: skip

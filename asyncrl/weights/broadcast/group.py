@@ -59,7 +59,7 @@ def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
         return dist.TCPStore(host, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
     except (OSError, RuntimeError) as error:
         said = f"the publisher's store at {host}:{port} does not answer: {error}"
-        raise WeightsError(f"{said}. If a learner runs, this machine does not reach it at weights.host") from error
+        raise WeightsError(f"{said}. If a learner is running, this machine cannot reach it at weights.host") from error
 
 
 STRETCH = 64 << 20
@@ -130,7 +130,8 @@ class WeightGroup:
                 f"one of its {self.world - 1} subscribers" if self.rank == 0 else "the publisher or another subscriber"
             )
             raise RuntimeError(
-                f"epoch {self.epoch}: a bucket was not through after {self.timeout_s} s, {whom} is silent or too slow"
+                f"epoch {self.epoch}: a bucket was not transferred within {self.timeout_s} s, {whom} is silent or too "
+                "slow"
             )
         return max(left, 0.001)
 

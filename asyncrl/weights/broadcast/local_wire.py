@@ -83,7 +83,7 @@ class LocalWire:
         self._until(f"piece/{number}", left_s)
         there = self._opened.tensor(fetch(self._store, f"piece/{number}"))
         if len(there) != len(buffer):
-            raise RuntimeError(f"a piece of {len(there)} bytes came where {len(buffer)} were expected")
+            raise RuntimeError(f"received a piece of {len(there)} bytes, expected {len(buffer)}")
         buffer.copy_(there)
         if there.device.type == "cuda":
             torch.cuda.synchronize(there.device)  # rank 0 may overwrite that memory as soon as it is told

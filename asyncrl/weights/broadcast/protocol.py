@@ -169,7 +169,7 @@ def other_version(ours: str, theirs: str, protocol: object) -> str:
     if protocol == PROTOCOL:
         return ""
     return (
-        f"{theirs} speaks version {protocol or 1} of the handshake for weights, {ours} version {PROTOCOL}: they are of "
+        f"{theirs} speaks version {protocol or 1} of the handshake for weights, {ours} version {PROTOCOL}: they have "
         "different versions of asyncrl. Install one version on both and start again"
     )
 

@@ -280,7 +280,7 @@ class BroadcastSender:
     def _drop(self, peers: set[Peer]) -> None:
         self._stats["dropped"] += len(peers)
         for worker, incarnation in sorted(peers):
-            log.warning("weights: %s (%s) is silent; going on without it", worker, incarnation)
+            log.warning("weights: %s (%s) is silent; continuing without it", worker, incarnation)
 
     def _post_event(self, message: dict[str, object]) -> None:
         self._event += 1

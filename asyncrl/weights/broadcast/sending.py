@@ -252,7 +252,7 @@ class _Copied:
         except RuntimeError as error:
             if self.stood_s < self.timeout_s / 2:
                 raise
-            raise WeightsError(f"{self.why()} What is said of subscribers came after that: {error}") from error
+            raise WeightsError(f"{self.why()} Errors about subscribers came after that: {error}") from error
 
     def why(self) -> str:
         return (

@@ -140,7 +140,7 @@ class Staging:
         flows = Flows.from_wire(seat.flows, manifest) if seat.flows else None
         kept = self.keeps if flows is not None and self.keeps and flows.brings(seat.rank, self.keeps) else None
         if flows is not None and kept is None and not flows.brings(seat.rank, {}):
-            raise WeightsError("the senders' shares do not put the tensors together that this process needs")
+            raise WeightsError("the senders' shares do not add up to the tensors that this process needs")
         place = self._device if seat.backend != "gloo" and self._device is not None else "cpu"
         if (manifest, kept, place) != (self._manifest, self._kept, self._place) or not self._buffers:
             self._allocate(manifest, kept, place)
@@ -193,7 +193,7 @@ class Staging:
             raise RuntimeError("the group was left")
         base, self._complete = self._complete, None
         if event.get("delta") and base != event["base"]:
-            raise RuntimeError(f"a delta came for version {event['base']}, and {base} is what is staged here")
+            raise RuntimeError(f"received a delta for version {event['base']}, but version {base} is staged here")
         self._leave_to_the_engine(bool(event.get("delta")))
         if self._parts:
             prints = self._receive_flows()

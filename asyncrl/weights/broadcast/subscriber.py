@@ -191,13 +191,13 @@ class BroadcastSubscriber(SubscriberThread):
         number = 1
         while not self._closed.is_set():
             if self._receiver.changed():
-                log.info("weights: the engine's processes are others than before; joining anew")
+                log.info("weights: the engine has new processes; joining again")
                 self._fingerprint = ""
                 return True
             key = f"{seat.epoch}/event/{number}"
             event = pushed(store, key, _SILENCE_S, self._closed)
             if event is None and store.add(forgotten_key(seat.epoch), 0) >= number:
-                log.warning("weights: epoch %d went on without this worker, which joins anew", seat.epoch)
+                log.warning("weights: epoch %d continued without this worker, which joins again", seat.epoch)
                 return True
             if event is None or event["kind"] == "tick":
                 if self._look(wait_s=0.0):

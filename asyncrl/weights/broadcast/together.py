@@ -103,7 +103,7 @@ class OtherSenders:
             if not wait_key(self._store, _accept_key(epoch, rank), max(deadline - time.monotonic(), 0.0)):
                 post(self._store, f"{epoch}/go", False)
                 raise WeightsError(
-                    f"{name} did not come to send its share within weights.timeout_s={self._timeout_s:g}: see its log"
+                    f"{name} did not start to send its share within weights.timeout_s={self._timeout_s:g}: see its log"
                 )
 
     def formed(self, epoch: int, snapshot: Snapshot) -> None:
@@ -112,7 +112,7 @@ class OtherSenders:
         own = _digest(snapshot) if self._peers else ""
         for (name, _), digest in zip(self._peers, self._collect(epoch, 0), strict=True):
             if digest != own:
-                raise RuntimeError(f"{name} has made another plan of who sends what. {RANK0}")
+                raise RuntimeError(f"{name} has a different plan of which rank sends what. {RANK0}")
 
     def send(self, epoch: int, event: int, policy_version: int) -> None:
         self._order({"kind": "send", "epoch": epoch, "event": event, "policy_version": policy_version})
@@ -226,7 +226,7 @@ class ShareSender:
                     self._number += 1
                     return order
         except dist.DistError as error:
-            log.warning("weights: rank 0, which conducts, is gone: %s", str(error).splitlines()[0])
+            log.warning("weights: rank 0, which coordinates the senders, is gone: %s", str(error).splitlines()[0])
             self._over = True
         return None
 

@@ -122,7 +122,7 @@ def _gloo_device(where: Mapping[str, str]) -> Any:
     missing = unknown_interfaces(where.get("interface", ""))
     if missing:
         raise ConfigError(
-            f"weights.interface (or GLOO_SOCKET_IFNAME) names {missing[0]}, which is no network interface of "
+            f"weights.interface (or GLOO_SOCKET_IFNAME) names {missing[0]}, which is not a network interface of "
             f"{socket.gethostname()}. It has {interfaces_here()}. Name one of those, or leave it empty"
         )
     return dist.ProcessGroupGloo.create_device(**where)
@@ -159,7 +159,7 @@ class NcclWire:
 
     def __init__(self, place: Place) -> None:
         if place.device is None or place.device.index is None:
-            raise RuntimeError(f"nccl needs the number of its GPU, and was given {place.device}")
+            raise RuntimeError(f"nccl needs the number of its GPU, but was given {place.device}")
         self._group: Any = None
         self._left = False
         self._calls = Calls("weights-nccl")
@@ -187,7 +187,7 @@ class NcclWire:
         try:
             last.ask(group.abort, _ABORT_S, "to abort")
         except RuntimeError as error:
-            log.warning("weights: a communicator is left behind: %s", error)
+            log.warning("weights: a communicator could not be closed: %s", error)
         last.end()
 
     def _form(self, place: Place) -> None:
@@ -227,7 +227,7 @@ class Calls:
         try:
             return answer.result(seconds)
         except FutureTimeout:
-            raise RuntimeError(f"waited {seconds:.1f} s for nccl {what}, and a member is gone or silent") from None
+            raise RuntimeError(f"waited {seconds:.1f} s for nccl {what}: a member is gone or silent") from None
 
     def end(self) -> None:
         """End the thread after the calls requested so far; does not wait for it."""
@@ -253,7 +253,7 @@ def _completed(work: Any, deadline: float) -> None:
     """Poll until the peers' GPUs are done, since nccl only enqueues. Raises the error of `work`."""
     while not work.is_completed():
         if time.monotonic() >= deadline:
-            raise RuntimeError("a broadcast of nccl was not through in time")
+            raise RuntimeError("a broadcast of nccl did not finish in time")
         time.sleep(0.0005)
     work.wait()
 

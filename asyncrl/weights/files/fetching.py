@@ -71,7 +71,7 @@ class HttpSource:
                     raise UnreachableError(f"{self._url}/{item.name}: {answer.status_code} {answer.reason_phrase}")
                 at = start if answer.headers.get("Content-Range", "").startswith(f"bytes {start}-") else 0
                 if answer.status_code == httpx.codes.PARTIAL_CONTENT and at != start:
-                    raise AlteredError(f"{self._url} answered with other bytes of {item.name} than were asked for")
+                    raise AlteredError(f"{self._url} sent other bytes of {item.name} than were requested")
                 for block in answer.iter_raw(_BLOCK):
                     yield at, block
                     at += len(block)
@@ -94,7 +94,9 @@ class FsspecSource:
         try:
             self._files, root = fsspec.core.url_to_fs(url)
         except (ValueError, ImportError) as error:
-            raise WeightsError(f"weights lie at {url}, which fsspec cannot open on this machine: {error}") from error
+            raise WeightsError(
+                f"the weights are at {url}, which fsspec cannot open on this machine: {error}"
+            ) from error
         self._root = root.rstrip("/")
 
     def blocks(self, item: Item, start: int) -> Iterator[tuple[int, bytes]]:
@@ -108,8 +110,9 @@ class FsspecSource:
                     block = came.get(timeout=self._timeout_s)
                 except queue.Empty:
                     raise WeightsError(
-                        f"{self._url} gave no byte of {item.name} for weights.timeout_s={self._timeout_s:g} s, nor an "
-                        "error. This worker ends: the call cannot be ended otherwise"
+                        f"{self._url} sent no byte of {item.name} and no error for "
+                        f"weights.timeout_s={self._timeout_s:g} s. This worker ends, because the call cannot be ended "
+                        "otherwise"
                     ) from None
                 if block is None:
                     return
@@ -192,15 +195,15 @@ class Fetcher:
         if size != item.nbytes or found != item.digest:
             self.end()
             raise AlteredError(
-                f"{item.name} came with {size:,} bytes of {item.nbytes:,} and sha256 {found[:12]}, "
-                f"not {item.digest[:12]}"
+                f"{item.name} arrived with {size:,} bytes of {item.nbytes:,} and sha256 {found[:12]}, not "
+                f"{item.digest[:12]}"
             )
         return f"/proc/self/fd/{file.fileno()}"
 
     def _receive(self, item: Item, file: BinaryIO) -> None:
         for at, block in self._source.blocks(item, file.tell()):
             if self._stopped():
-                raise UnreachableError("the worker ends")
+                raise UnreachableError("the worker is ending")
             if at != file.tell():  # the other end starts from the beginning
                 self._begin_again(file)
             if file.tell() + len(block) > item.nbytes:

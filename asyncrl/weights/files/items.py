@@ -37,7 +37,9 @@ class Item:
         """Raises WeightsError: not the name of a published file; it could point outside the folder."""
         item = cls(**{key: wire[key] for key in ("name", "nbytes", "digest", "fingerprint", "base")})
         if not is_name(item.name) or item.nbytes < 0:
-            raise WeightsError(f"{item.name!r} of {item.nbytes} bytes was announced: not a published file of weights")
+            raise WeightsError(
+                f"{item.name!r} of {item.nbytes} bytes was announced, which is not a published file of weights"
+            )
         return item
 
 

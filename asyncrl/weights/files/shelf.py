@@ -110,10 +110,10 @@ class UrlShelf:
             except Exception as error:  # seam: each file system has its own errors
                 if time.monotonic() >= deadline:
                     raise WeightsError(
-                        f"weights could not be put to {self._url} for {self._within_s:.0f} s: {error}. See that the "
-                        "learner's machine may write there (weights.url)"
+                        f"weights could not be written to {self._url} for {self._within_s:.0f} s: {error}. Check that "
+                        "the learner's machine may write there (weights.url)"
                     ) from error
-                log.warning("weights: %s could not be put to %s (%s); trying again", path.name, self._url, error)
+                log.warning("weights: %s could not be written to %s (%s); trying again", path.name, self._url, error)
             time.sleep(_AGAIN_S)
         path.unlink()
 

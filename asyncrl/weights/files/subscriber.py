@@ -62,14 +62,14 @@ class Staged:
     def _fill(self, file: Any, layout: str) -> None:
         header = (file.metadata() or {}).get(MANIFEST, "")
         if chain([header]) != layout:
-            raise AlteredError("its header is another one than was announced")
+            raise AlteredError("its header is not the one that was announced")
         manifest = Manifest.from_wire(json.loads(header))
         if manifest != self._manifest or not self._buffers:
             self._buffers = []  # freed before others are allocated
             self._manifest, self._buffers = manifest, manifest.allocate()
         views = manifest.views(self._buffers)
         if set(views) != set(file.keys()):
-            raise AlteredError("its tensors are others than its header names")
+            raise AlteredError("its tensors are not those that its header names")
         for name, view in views.items():
             tensor = file.get_tensor(name)
             if (tensor.shape, tensor.dtype) != (view.shape, view.dtype):
@@ -172,7 +172,7 @@ class FilesSubscriber(SubscriberThread):
             self._fetcher.end()
         if self._staged.fingerprint() != fingerprint:
             self._staged.have = ""
-            raise AlteredError(f"version {announced['policy_version']} is damaged: its fingerprint is another one")
+            raise AlteredError(f"version {announced['policy_version']} is damaged: its fingerprint does not match")
 
     def _path(self, announced: Mapping[str, Any], item: Item) -> str | Path:
         if "directory" in announced:
@@ -203,6 +203,6 @@ class FilesSubscriber(SubscriberThread):
             self._altered_since = fingerprint, time.monotonic()
         elif time.monotonic() - since > self._timeout_s:
             raise WeightsError(
-                f"version {version} came altered for weights.timeout_s={self._timeout_s:g} s, however often it was "
-                f"asked for: {error}. What lies between learner and worker changes it: a proxy, a cache, a disk"
+                f"version {version} arrived altered at every try for weights.timeout_s={self._timeout_s:g} s: {error}. "
+                "Something between learner and worker changes it: a proxy, a cache or a disk"
             ) from error

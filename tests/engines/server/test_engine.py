@@ -303,7 +303,7 @@ def test_what_a_server_answers_that_is_nothing_ends_no_look_at_the_others(folder
     engine = made(folder, *pair)
     load(engine, 0)
     pair[0].instead["/weight_info"] = ["no", "vLLM"]
-    wait_until(lambda: "no answer of vLLM" in engine._servers[pair[0].url].why)
+    wait_until(lambda: "did not answer as vLLM does" in engine._servers[pair[0].url].why)
     pair[0].stop()
     wait_until(lambda: engine.stats()["servers"] == 1)
     pair[0].start()  # that it is back is seen by the same looks

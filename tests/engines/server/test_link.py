@@ -83,7 +83,7 @@ def test_one_that_is_no_vllm_or_not_there_is_gone():
 @pytest.mark.parametrize("body", [b"[]", b"null", b'"x"', b'{"vllm": 1}'])
 def test_json_of_something_else_is_no_answer(body):
     with answering(200, body) as url:
-        with pytest.raises(ServerGoneError, match="no answer of vLLM, one without 'version'"):
+        with pytest.raises(ServerGoneError, match="did not answer as vLLM does: 'version' is missing"):
             asyncio.run(link(url).get("/version", "version"))
         with pytest.raises(ServerGoneError, match="without 'results'"):
             asyncio.run(link(url).call_workers("asyncrl_poll", ()))

@@ -45,7 +45,7 @@ def test_a_server_as_the_page_says_is_taken():
 @pytest.mark.parametrize(
     ("facts", "said"),
     [
-        (VllmFacts(version="0.33.0", settings=SETTINGS), "runs vLLM 0.33.0, and only 0.32"),
+        (VllmFacts(version="0.33.0", settings=SETTINGS), "runs vLLM 0.33.0, but only 0.32"),
         (changed("weight_transfer_config", to=None), "cannot take weights from asyncrl (backend None"),
         (changed("parallel_config", "worker_extension_cls", to=""), "--worker-extension-cls"),
         (changed("model_config", "logprobs_mode", to="raw_logprobs"), "--logprobs-mode processed_logprobs"),
@@ -66,10 +66,10 @@ def test_another_model_and_another_asyncrl_are_told_apart():
     ours = shape_of(config) | {"seat": ["host", "port"]}
     assert list(differences(ours, [ours | {"protocol": PROTOCOL}])) == []
     (why,) = differences(ours, [ours | {"protocol": PROTOCOL, "vocab_size": 384}])
-    assert "vocab_size=384, and model.path has 320" in why
+    assert "vocab_size=384, but model.path has 320" in why
     for answer in (None, {}, ours | {"protocol": PROTOCOL + 1}, ours | {"protocol": PROTOCOL, "seat": ["host"]}):
         (why,) = differences(ours, [answer])
-        assert "of another version" in why
+        assert "another version of asyncrl" in why
 
 
 def test_what_was_judged_is_what_is_connected_to():
