@@ -107,7 +107,7 @@ class Conversation:
             EpisodeError: the value is not finite.
         """
         if not math.isfinite(value):
-            raise EpisodeError(f"the reward of a turn is a finite number; {value} came")
+            raise EpisodeError(f"the reward of a turn must be a finite number; got {value}")
         self._bonuses[name] = self._bonuses.get(name, 0.0) + float(value)
         if self._transcript is not None:
             self._transcript.reward(value)
@@ -143,7 +143,7 @@ class Conversation:
         if self._transcript is None or self._last is None:
             return self._chat.render(self.messages, self.specs), []
         if not self._new and not self._inserted:
-            raise ValueError("add a message before the next reply: two turns of the policy in a row are one")
+            raise ValueError("add a message before the next reply: two turns of the policy in a row would be one")
         prompt, completion = self._last
         before = [*completion.token_ids.tolist(), *self._inserted]
         try:

@@ -95,7 +95,7 @@ class EpisodeEnvironment(ABC, Generic[R]):
 
     async def run(self, prompt: Prompt, size: int, tools: EpisodeTools) -> Episodes:
         if tools.chat is None:
-            raise EpisodeError("there is no chat: the tokenizer was not given one")
+            raise EpisodeError("there is no chat: EpisodeTools was made without one")
         engine = Together(tools.generate)
         try:
             async with asyncio.TaskGroup() as together:
@@ -118,7 +118,7 @@ class EpisodeEnvironment(ABC, Generic[R]):
             async with asyncio.timeout(tools.timeout_s or None):
                 score, over = await self._episode(chat, dict(prompt.columns))
         except TimeoutError:
-            return EpisodeError(f"the episode took longer than {tools.timeout_s:g} s, or something that it waited for")
+            return EpisodeError(f"the episode, or something that it waited for, took longer than {tools.timeout_s:g} s")
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():

@@ -29,17 +29,17 @@ def find_fault(episodes: object, prompt: Prompt, size: int, vocabulary: int) -> 
         return f"run() returned {episodes!r:.80}, not Episodes"
     for name in ("trajectories", "texts", "failures"):
         if not isinstance(getattr(episodes, name), tuple | list):
-            return f"{name} must be a tuple; a {type(getattr(episodes, name)).__name__} came"
+            return f"{name} must be a tuple; got a {type(getattr(episodes, name)).__name__}"
     made, failures = episodes.trajectories, episodes.failures
     branches = sum(isinstance(trajectory, Trajectory) and trajectory.branch for trajectory in made)
     if len(made) - branches + len(failures) != size:
-        came = f"{len(made) - branches} trajectories and {len(failures)} failures came"
-        return f"{came}, and {size} episodes were asked for"
+        came = f"got {len(made) - branches} trajectories and {len(failures)} failures"
+        return f"{came}, but {size} episodes were asked for"
     if len(episodes.texts) != len(made) or not all(isinstance(text, str) for text in episodes.texts):
-        return f"texts has one str per trajectory; {len(episodes.texts)} for {len(made)}, or other than str, came"
+        return f"texts must have one str per trajectory; got {len(episodes.texts)} for {len(made)}, or other types"
     for failure in failures:
         if not isinstance(failure, FAILURES):
-            return f"a failure is a GenerationError, RewardError or EpisodeError; {failure!r:.80} came"
+            return f"a failure must be a GenerationError, RewardError or EpisodeError; got {failure!r:.80}"
     for place, trajectory in enumerate(made):
         fault = trajectory_fault(trajectory, None if episodes.own_prompts else prompt.token_ids, vocabulary)
         if fault:
@@ -54,32 +54,37 @@ def trajectory_fault(trajectory: object, prompt: NDArray[np.int32] | None, vocab
         prompt: tokens that it must start with; None if the environment decides.
     """
     if not isinstance(trajectory, Trajectory):
-        return f"{trajectory!r:.80} came, not a Trajectory"
+        return f"got {trajectory!r:.80} instead of a Trajectory"
     ids = trajectory.token_ids
     for name, dtype in DTYPES.items():
         array = getattr(trajectory, name)
         if not isinstance(array, np.ndarray):
-            return f"{name} must be a numpy array of {dtype}; a {type(array).__name__} came"
+            return f"{name} must be a numpy array of {dtype}; got a {type(array).__name__}"
         if array.dtype != dtype or array.shape != np.shape(ids) or array.ndim != 1:
-            return f"{name} must be {dtype}[{np.size(ids)}]; {array.dtype}{list(array.shape)} came"
+            return f"{name} must be {dtype}[{np.size(ids)}]; got {array.dtype}{list(array.shape)}"
     start = 1 if prompt is None else len(prompt)
     if trajectory.loss_mask[:1].any() or (prompt is not None and not begins_with(trajectory, prompt)):
         return f"it must begin with the prompt's {start} tokens, none of them in the loss mask"
     if not trajectory.loss_mask.any():
         return "its loss mask is empty: no token of it was sampled by the policy"
     if ids.min() < 0 or ids.max() >= vocabulary:
-        return f"token ids must be in [0, {vocabulary}), the model's vocabulary; {ids.min()} to {ids.max()} came"
+        return f"token ids must be in [0, {vocabulary}), the model's vocabulary; got {ids.min()} to {ids.max()}"
     if (np.diff(trajectory.policy_versions[trajectory.loss_mask]) < 0).any():
-        return "policy_versions of sampled tokens went down: each turn is made by the weights of the last, or newer"
+        return (
+            "policy_versions of sampled tokens went down: each turn must be sampled with the weights of the turn "
+            "before, or newer ones"
+        )
     if trajectory.finish_reason not in FINISHED:
-        return f"finish_reason must be stop or length; {trajectory.finish_reason!r:.40} came"
+        return f"finish_reason must be stop or length; got {trajectory.finish_reason!r:.40}"
     earned = trajectory.turn_rewards
     if not isinstance(earned, tuple) or (earned and len(earned) != turns_in(trajectory.loss_mask)):
-        return f"turn_rewards is a tuple, empty or with one number per turn ({turns_in(trajectory.loss_mask)} here)"
+        return (
+            f"turn_rewards must be a tuple, empty or with one number per turn ({turns_in(trajectory.loss_mask)} here)"
+        )
     if not isinstance(trajectory.extras, Mapping) or not isinstance(trajectory.rewards, Mapping):
         return "extras and rewards must be dictionaries"
     if not all(isinstance(name, str) for name in trajectory.rewards):
-        return f"rewards must be named by strings; {list(trajectory.rewards)!r:.80} came"
+        return f"rewards must be named by strings; got {list(trajectory.rewards)!r:.80}"
     return ""
 
 

@@ -107,7 +107,7 @@ class GuardedEnvironment:
         # Logged for the 1st, 10th, 100th ...: an environment that always fails stalls the run and must be seen, without
         # filling a disk.
         if str(self._failures).strip("0") == "1":
-            said = "environment failure %d, its group is not made: %s: %.500s"
+            said = "environment failure %d, so its group is not made: %s: %.500s"
             log.warning(said, self._failures, self._name, why, exc_info=error)
         return EpisodeError(f"environment.name={self._name}: {why}")
 

@@ -72,8 +72,8 @@ def _check_args(name: str, factory: Callable[..., Any], args: Mapping[str, Any])
         signature.bind(**args)
     except TypeError as error:
         raise ConfigError(
-            f"{SETTING}={name} cannot be made: {error}. It is made as {name.rpartition(':')[2]}{signature}, with what "
-            "environment.args names"
+            f"{SETTING}={name} cannot be created: {error}. It is called as {name.rpartition(':')[2]}{signature}, with "
+            "the arguments in environment.args"
         ) from error
 
 
@@ -101,7 +101,7 @@ def make_environment(
         raise
     except Exception as error:  # user code at a process boundary: any exception refuses one setting
         why = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{SETTING}={config.name}: making the environment failed: {why}") from error
+        raise ConfigError(f"{SETTING}={config.name}: creating the environment failed: {why}") from error
     if is_stepped(made) and not hasattr(made, "run"):
         made = Stepped(factory, config.args)
     _check_run(config.name, made)
@@ -131,15 +131,15 @@ def refuse_chat(name: str, asked: Asked, chat: Able) -> None:
     """Raises ConfigError for an environment of several turns with a chat of one turn; or of tool calls with a chat
     without them."""
     if asked.several and chat.why_single:
-        raise ConfigError(f"{SETTING}={name} talks in several turns, and {chat.why_single}")
+        raise ConfigError(f"{SETTING}={name} has several turns, but {chat.why_single}")
     if asked.calls and (why := chat.why_no_calls(told=asked.told)):
-        raise ConfigError(f"{SETTING}={name} waits for calls in the form of the chat template, and {why}")
+        raise ConfigError(f"{SETTING}={name} needs calls in the form of the chat template, but {why}")
 
 
 def _check_run(name: str, environment: Any) -> None:
     if not callable(getattr(environment, "run", None)):
         what = environment.__name__ if inspect.isclass(environment) else f"the {type(environment).__name__} it made"
         raise ConfigError(
-            f"{SETTING}={name}: {what} has no run. Give it `async def run(self, prompt, size, tools) -> Episodes`, or "
-            "`reset(self, row)` and `step(self, text)`"
+            f"{SETTING}={name}: {what} has no run(). Give it `async def run(self, prompt, size, tools) -> Episodes`, "
+            "or `reset(self, row)` and `step(self, text)`"
         )

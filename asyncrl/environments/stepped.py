@@ -64,8 +64,8 @@ def _step(answer: Any) -> tuple[Any, float, bool]:
         observation, reward, done = answer[0], answer[1], answer[2] or answer[3]
     else:
         raise EpisodeError(
-            "step() returns (observation, reward, done), or (observation, reward, terminated, truncated, info); "
-            f"{answer!r:.80} came"
+            "step() must return (observation, reward, done), or (observation, reward, terminated, truncated, info); "
+            f"got {answer!r:.80}"
         )
     return observation, float(reward), bool(done)
 
@@ -81,8 +81,8 @@ def _messages(observation: Any) -> list[Message]:
         messages = [dict(observation)] if isinstance(observation, Mapping) else observation
         if not all(isinstance(each, Mapping) and {"role", "content"} <= set(each) for each in messages):
             raise EpisodeError(
-                "reset() and step() give the policy a text, messages with `role` and `content`, or None to read; "
-                f"{observation!r:.80} came"
+                "reset() and step() must give the policy a text, messages with `role` and `content`, or None to read; "
+                f"got {observation!r:.80}"
             )
         return messages
     return [{"role": "user", "content": str(observation)}]

@@ -46,8 +46,8 @@ class Transcript:
         """Add a sampled turn. Raises ValueError if the learner could not compute its log-probs."""
         if not completion.trainable:
             raise ValueError(
-                "this completion was sampled at another temperature than the run's, and the learner's log-probs are "
-                "those at rollout.temperature: it cannot be trained on. Add its token_ids as an observation"
+                "this completion was sampled at another temperature than rollout.temperature, at which the learner "
+                "computes log-probs, so it cannot be trained on. Add its token_ids as an observation"
             )
         self._ids.append(completion.token_ids)
         self._completions.append(completion)
@@ -56,7 +56,7 @@ class Transcript:
         """Add [N] tokens that the policy reads and is not trained on. Raises ValueError if they are not token ids."""
         ids = np.asarray(token_ids)
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-            raise ValueError(f"an observation is token ids [N]; {ids.dtype}{list(ids.shape)} came")
+            raise ValueError(f"an observation must be token ids [N]; got {ids.dtype}{list(ids.shape)}")
         self._ids.append(ids.astype(np.int32))
         self._completions.append(None)
 

@@ -103,7 +103,7 @@ async def test_a_reward_is_its_turn_s_and_what_nobody_gave_a_turn_is_the_last_on
 
 
 @pytest.mark.parametrize(
-    ("turns", "says"), [((1.0, 0.0, -0.5), ""), ((1.0,), "`turns` for 1 turns, and the environment")]
+    ("turns", "says"), [((1.0, 0.0, -0.5), ""), ((1.0,), "`turns` for 1 turns, but the environment")]
 )
 async def test_a_reward_function_is_given_every_turn_and_says_what_each_earned(turns: Any, says: str) -> None:
     asked: list[Any] = []
@@ -140,7 +140,7 @@ async def test_the_end_of_the_context_is_an_outcome_with_a_reward() -> None:
     assert len(cut.trajectories[0].token_ids) <= 300
     none, _ = await play(environment, None, prompt="more " * 200, engine=engine, max_tokens=300)
     (failure,) = none.failures
-    assert "without a reply that can be trained on: the episode has" in str(failure) and "300 is the most" in str(
+    assert "without a reply that can be trained on: the episode has" in str(failure) and "allow at most 300" in str(
         failure
     )
 
@@ -260,7 +260,7 @@ def test_a_model_whose_template_is_unknown_is_refused_at_start(tmp_path: Any, mo
     (tmp_path / "own.py").write_text(OWN)
     config = EnvironmentConfig(name=f"{tmp_path}/own.py:Own", args={"turns": 2})
     strange = open_chat(tokenizer("<|im_end|>", "{% for m in messages %}{{ m.content }}{% endfor %}"), str(tmp_path))
-    with pytest.raises(ConfigError, match=r"talks in several turns.*model\.renderer=default"):
+    with pytest.raises(ConfigError, match=r"has several turns, but.*model\.renderer=default"):
         make_environment(config, chat=strange)
     make_environment(config, chat=CHAT)
     for args, says in (

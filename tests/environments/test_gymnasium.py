@@ -143,28 +143,31 @@ async def test_a_reward_that_is_no_number_fails_its_episode_alone(reward: float,
     monkeypatch.setattr(Game, "step", lambda game, action: ("", reward if next(played) else 1.0, True, False))
     episodes, _ = await play(Gymnasium(env=DIG), lambda text: dig(1), size=2)
     assert [each.reward for each in episodes.trajectories] == [1.0]
-    assert "the reward of a turn is a finite number" in str(episodes.failures[0])
+    assert "the reward of a turn must be a finite number" in str(episodes.failures[0])
 
 
 async def test_a_row_that_is_none_fails_by_its_name() -> None:
-    for columns, says in (({"seed": -1}, "seed is an integer"), ({"options": [1]}, "options are a dictionary")):
+    for columns, says in (
+        ({"seed": -1}, "seed must be an integer"),
+        ({"options": [1]}, "options must be a dictionary"),
+    ):
         episodes, _ = await play(Gymnasium(env=f"{FILE}:Dig"), lambda text: dig(1), columns=columns)
         assert says in str(episodes.failures[0])
 
 
 REFUSED = [
     ({}, "has no game. Name one"),
-    ({"env": "Chess-v7"}, "cannot be made: NameNotFound: Environment `Chess` doesn't exist"),
-    ({"env": DIG, "args": {"pits": 3}}, "cannot be made: TypeError"),
+    ({"env": "Chess-v7"}, "cannot be created: NameNotFound: Environment `Chess` doesn't exist"),
+    ({"env": DIG, "args": {"pits": 3}}, "cannot be created: TypeError"),
     ({"env": f"{FILE}:Chess"}, "has no 'Chess'. It defines: Dig, Pictures, no_game"),
-    ({"env": f"{FILE}:no_game"}, "made a object without reset: no gymnasium.Env"),
-    ({"env": f"{FILE}:Pictures"}, "observations must be texts (spaces.Text), and are Box"),
+    ({"env": f"{FILE}:no_game"}, "returned a object without reset, so it is not a gymnasium.Env"),
+    ({"env": f"{FILE}:Pictures"}, "observations must be texts (spaces.Text); got Box"),
     ({"env": "FrozenLake-v1"}, "add environment.args.args.render_mode=ansi"),
     ({"env": "MountainCarContinuous-v0"}, "actions must be texts or numbers"),
-    ({"env": f"{FILE}:Dig", "actions": ["dig"]}, "names 1 actions, and there are those of Text"),
-    ({"env": f"{FILE}:Dig", "actions": "dig"}, "environment.args.actions is a list"),
+    ({"env": f"{FILE}:Dig", "actions": ["dig"]}, "names 1 actions, but those of the game are Text"),
+    ({"env": f"{FILE}:Dig", "actions": "dig"}, "environment.args.actions must be a list"),
     ({"env": f"{FILE}:Dig", "max_turns": 0}, "environment.args.max_turns must be above 0"),
-    ({"env": f"{FILE}:Dig", "tag": "<a>"}, "environment.args.tag is a word"),
+    ({"env": f"{FILE}:Dig", "tag": "<a>"}, "environment.args.tag must be a word"),
 ]
 
 

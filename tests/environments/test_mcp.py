@@ -41,5 +41,5 @@ async def test_a_server_s_tools_are_called_and_its_refusals_are_told() -> None:
 
 @pytest.mark.slow
 def test_a_server_that_does_not_come_up_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"did not come up: [A-Za-z]+Error: "):
+    with pytest.raises(ConfigError, match=r"did not start: [A-Za-z]+Error: "):
         Tools(mcp=[f"{sys.executable} -c pass"])

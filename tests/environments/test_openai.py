@@ -113,7 +113,7 @@ async def test_calls_that_go_on_from_one_another_are_turns_with_rewards_of_their
     assert told == [[said] * 2]
     episodes, _ = await play(agent("chooses"), None, engine=numbered(), score=score)
     (failure,) = episodes.failures
-    assert "for 1 turns, and the environment tells of 0" in str(failure)
+    assert "for 1 turns, but the environment reported 0" in str(failure)
     assert told[-1] is None, "answers side by side are no sequence"
 
 
@@ -216,7 +216,7 @@ async def test_what_is_not_supported_is_refused_as_openai_would(agent: Make) -> 
         "unknown": (openai.BadRequestError, "beam=3 is refused: it is not supported"),
         "n": (openai.BadRequestError, "n is a whole number of 1 to 64; got 0"),
         "last": (openai.BadRequestError, "the last message is the assistant's"),
-        "image": (openai.BadRequestError, "image_url came"),
+        "image": (openai.BadRequestError, "got image_url"),
         "empty": (openai.BadRequestError, "at least one message"),
         "place": (openai.NotFoundError, "/v1/embeddings: Not Found"),
     }
@@ -238,7 +238,7 @@ USER = {"role": "user", "content": "hi"}
     ],
 )
 def test_values_that_none_would_send_are_refused_as_any(given: dict[str, Any]) -> None:
-    with pytest.raises(Refused, match=r"tool_calls is a list|temperature is a number"):
+    with pytest.raises(Refused, match=r"tool_calls must be a list|temperature must be a number"):
         read_call(given, model="policy")
 
 
@@ -254,7 +254,7 @@ async def test_lists_in_lists_without_end_are_no_json() -> None:
         with endpoint.serving(calls) as key:
             async with httpx.AsyncClient(headers={"authorization": f"Bearer {key}"}) as client:
                 answer = await client.post(f"{endpoint.url}/chat/completions", content=deep)
-        assert answer.status_code == 400 and "not JSON that can be read" in answer.text
+        assert answer.status_code == 400 and "the body is not valid JSON" in answer.text
     finally:
         await endpoint.close()
 
@@ -343,7 +343,7 @@ async def test_what_fails_is_one_member(agent: Make, how: str) -> None:
         "raises": "KeyError: 'a bug'",
         "engine": "no token",
         "number": "without a reply",
-        "answer": "the agent's answer is a text; 3 came",
+        "answer": "the agent's answer must be a text; got 3",
         "list": r"returned [1]",
     }
     if how == "number":

@@ -97,7 +97,7 @@ def test_a_transcript_keeps_every_turn_in_step() -> None:
 def test_an_observation_that_is_no_token_ids_is_refused(ids: Any) -> None:
     transcript = Transcript(PROMPT)
     transcript.add_observation([])
-    with pytest.raises(ValueError, match=r"an observation is token ids \[N\]"):
+    with pytest.raises(ValueError, match=r"an observation must be token ids \[N\]"):
         transcript.add_observation(ids)
     assert transcript.token_ids.tolist() == [97, 62]
 
@@ -113,20 +113,20 @@ def test_what_is_sound_passes_as_it_is() -> None:
 WRONG: dict[str, tuple[Any, str]] = {
     "no episodes": ({"trajectories": []}, r"returned {'trajectories': \[\]}, not Episodes"),
     "nothing": (None, "returned None, not Episodes"),
-    "a generator": (Episodes(trajectories=(x for x in ()), texts=()), "trajectories must be a tuple; a generator came"),
-    "too few": (episodes(), "0 trajectories and 0 failures came, and 1 episodes were asked for"),
-    "too many": (episodes(sound(), sound()), "2 trajectories and 0 failures came"),
-    "no text": (episodes(sound(), texts=()), "texts has one str per trajectory"),
-    "a strange failure": (episodes(failures=(KeyError("x"),)), r"a failure is a .*KeyError\('x'\) came"),
-    "no trajectory": (episodes("abc"), "trajectory 0: 'abc' came, not a Trajectory"),
+    "a generator": (Episodes(trajectories=(x for x in ()), texts=()), "trajectories must be a tuple; got a generator"),
+    "too few": (episodes(), "got 0 trajectories and 0 failures, but 1 episodes were asked for"),
+    "too many": (episodes(sound(), sound()), "got 2 trajectories and 0 failures"),
+    "no text": (episodes(sound(), texts=()), "texts must have one str per trajectory"),
+    "a strange failure": (episodes(failures=(KeyError("x"),)), r"a failure must be a .*got KeyError\('x'\)"),
+    "no trajectory": (episodes("abc"), "trajectory 0: got 'abc' instead of a Trajectory"),
     "a list": (episodes(replace(sound(), loss_mask=[True])), "loss_mask must be a numpy array of bool; a list"),
     "wrong dtype": (
         episodes(replace(sound(), token_ids=sound().token_ids.astype(np.int64))),
-        r"token_ids must be int32\[7\]; int64\[7\] came",
+        r"token_ids must be int32\[7\]; got int64\[7\]",
     ),
     "wrong length": (
         episodes(replace(sound(), behavior_logprobs=np.zeros(3, np.float32))),
-        r"behavior_logprobs must be float32\[7\]; float32\[3\] came",
+        r"behavior_logprobs must be float32\[7\]; got float32\[3\]",
     ),
     "another prompt": (
         episodes(replace(sound(), token_ids=sound().token_ids[::-1].copy())),
@@ -136,7 +136,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "only a prompt": (episodes(Transcript(PROMPT).trajectory(1.0)), "its loss mask is empty"),
     "unknown ids": (
         episodes(replace(sound(), token_ids=np.array([97, 62, 98, 99, 264, 101, 258], np.int32))),
-        r"token ids must be in \[0, 264\), the model's vocabulary; 62 to 264 came",
+        r"token ids must be in \[0, 264\), the model's vocabulary; got 62 to 264",
     ),
     "time runs backwards": (
         episodes(replace(sound(), policy_versions=-sound().policy_versions)),

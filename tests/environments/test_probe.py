@@ -105,7 +105,9 @@ class Game:
 def test_several_turns_without_a_known_renderer_are_refused_before_a_start(tmp_path: Path) -> None:
     model = chat_model(tmp_path)
     for name in ("Talks", "Game"):
-        with pytest.raises(ConfigError, match=r"talks in several turns, and the chat template .* Name model.renderer="):
+        with pytest.raises(
+            ConfigError, match=r"has several turns, but no renderer writes the chat template .* Set model.renderer="
+        ):
             check_environment(own(tmp_path, TALKS, name), model)
     for name in ("Once", "Decides"):  # the objects of the second say so themselves: its worker asks them
         check_environment(own(tmp_path, TALKS, name), model)

@@ -151,4 +151,4 @@ def test_a_machine_without_namespaces_is_refused_with_the_way_out(monkeypatch: p
 def test_little_isolation_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         Python(isolation="rlimits")
-    assert "run as you, with your files and network" in caplog.text
+    assert "run as your user, with access to your files and network" in caplog.text

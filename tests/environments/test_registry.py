@@ -72,8 +72,8 @@ def test_a_module_s_class_is_found_and_ours_is_not_guarded() -> None:
     [
         ("Nobody", r"has no 'Nobody'. It defines: Broken, Needy, NoRun, Sound, factory, wrong_factory"),
         ("number", "is a int, not a function"),
-        ("NoRun", r"NoRun has no run. Give it `async def run\(self, prompt, size, tools\) -> Episodes`"),
-        ("Needy", r"cannot be made: .*level.*It is made as Needy\("),
+        ("NoRun", r"NoRun has no run\(\). Give it `async def run\(self, prompt, size, tools\) -> Episodes`"),
+        ("Needy", r"cannot be created: .*level.*It is called as Needy\("),
     ],
 )
 def test_a_name_that_is_no_environment_is_refused_before_a_start(own: Path, name: str, says: str) -> None:

@@ -228,7 +228,7 @@ async def test_an_answer_that_is_none_is_a_failure_and_no_passage(said: Any, mon
 
     monkeypatch.setattr(search.retriever._asking, "post", answered)
     episodes, _ = await play(search, lambda _: "<search>elbe</search>")
-    assert "answered what is no list of passages" in str(episodes.failures[0])
+    assert "did not answer with a list of passages" in str(episodes.failures[0])
 
 
 def test_before_a_start_the_retriever_is_asked_or_the_corpus_opened(url: str, corpus: Path, tmp_path: Path) -> None:
@@ -243,8 +243,8 @@ def test_before_a_start_the_retriever_is_asked_or_the_corpus_opened(url: str, co
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ({}, r"needs environment\.args\.url, where a retriever answers, or environment\.args\.corpus"),
-        ({"url": "http://x", "corpus": "y"}, "one of them; got url='http://x' and corpus='y'"),
+        ({}, r"needs either environment\.args\.url, the address of a retriever, or environment\.args\.corpus"),
+        ({"url": "http://x", "corpus": "y"}, "a JSONL file of passages; got url='http://x' and corpus='y'"),
         ({"url": "localhost:8000"}, "url must begin with http://"),
         ({"url": "http://x", "topk": 0}, "topk must be above 0"),
         ({"url": "http://x", "call": "shout"}, "call must be one of tag, tool"),
@@ -258,7 +258,7 @@ def test_settings_that_cannot_work_are_refused(args: dict[str, Any], says: str) 
 def test_a_line_that_is_no_passage_is_named(tmp_path: Path) -> None:
     (tmp_path / "c.jsonl").write_text('{"contents": "a"}\n\n{"body": "b"}\n')
     with pytest.raises(
-        DataError, match=r"c\.jsonl:3 is no passage: give `contents`, or `title` and `text`. It has: body"
+        DataError, match=r"c\.jsonl:3 is not a passage: give `contents`, or `title` and `text`. It has: body"
     ):
         Retriever(Corpus(tmp_path / "c.jsonl"))
 
@@ -271,5 +271,5 @@ def test_a_worker_s_own_retriever_answers_and_ends_with_it(corpus: Path, tmp_pat
         search.close()
     assert search.retriever._process.returncode is not None
     (tmp_path / "c.jsonl").write_text('{"contents": "a"}\n{"body": "b"}\n')
-    with pytest.raises(ConfigError, match=r"environment\.args\.corpus=.*c\.jsonl:2 is no passage"):
+    with pytest.raises(ConfigError, match=r"environment\.args\.corpus=.*c\.jsonl:2 is not a passage"):
         Search(corpus=str(tmp_path / "c.jsonl"))

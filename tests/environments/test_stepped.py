@@ -101,7 +101,7 @@ async def test_what_the_policy_cannot_read_fails_its_episode_and_is_not_told_as_
 
 async def test_what_is_no_step_fails_its_episode_with_the_form(game: Any) -> None:
     episodes, _ = await play(game("Wrong"), ["x"], columns={"first": 1})
-    assert "step() returns (observation, reward, done)" in str(episodes.failures[0])
+    assert "step() must return (observation, reward, done)" in str(episodes.failures[0])
 
 
 def test_it_is_found_by_its_methods(game: Any) -> None:

@@ -69,7 +69,7 @@ def test_what_the_policy_is_told_is_made_of_types_and_docstrings() -> None:
         ("untyped", "parameter a has no type. Write one"),
         ("silent", "has no docstring"),
         ("starred", "takes \\*numbers"),
-        ("strange", "has a type that no policy can be told of"),
+        ("strange", "has a type that cannot be described to the policy"),
         ("nothing", "has no 'nothing'"),
     ],
 )

@@ -56,9 +56,11 @@ class Gymnasium(ChatEnvironment):
             )
         check_positive(max_turns=max_turns)
         if isinstance(actions, str):
-            raise ConfigError(f"environment.args.actions is a list: environment.args.actions=[...]; got {actions!r}")
+            raise ConfigError(
+                f"environment.args.actions must be a list: environment.args.actions=[...]; got {actions!r}"
+            )
         if not re.fullmatch(r"\w*", tag):
-            raise ConfigError(f"environment.args.tag is a word; got {tag!r}")
+            raise ConfigError(f"environment.args.tag must be a word; got {tag!r}")
         needs = "environment.name=gymnasium needs the package gymnasium"
         self._room: Any = late_import("games.made", needs, "gymnasium")
         self._make = self._room.maker(env, dict(args or {}))
@@ -94,7 +96,7 @@ class Gymnasium(ChatEnvironment):
             chat.system(self._system)
         options = row.get("options")
         if options is not None and not isinstance(options, Mapping):
-            raise EpisodeError(f"the row's options are a dictionary; {options!r:.80} came")
+            raise EpisodeError(f"the row's options must be a dictionary; got {options!r:.80}")
         chat.user(chat.spell(await self._threaded(partial(game.begin, seed_of(row), options))))
         for _ in range(self._max_turns):
             try:
@@ -129,5 +131,5 @@ def seed_of(row: Mapping[str, Any]) -> int:
     if seed is None:
         return zlib.crc32(json.dumps(row, sort_keys=True, default=str).encode())
     if type(seed) is not int or seed < 0:
-        raise EpisodeError(f"the row's seed is an integer of 0 or more; {seed!r:.80} came")
+        raise EpisodeError(f"the row's seed must be an integer of 0 or more; got {seed!r:.80}")
     return seed

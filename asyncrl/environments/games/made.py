@@ -53,17 +53,19 @@ def made_once(env: str, make: Callable[[], Any], actions: Sequence[str]) -> Game
     try:
         inner = make()
     except Exception as error:  # gymnasium's own, the user's, and those of their imports
-        raise ConfigError(f"{SETTING}={env}: it cannot be made: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{SETTING}={env}: it cannot be created: {type(error).__name__}: {error}") from error
     lacking = [name for name in ("reset", "step", "action_space", "observation_space") if not hasattr(inner, name)]
     if lacking:
-        raise ConfigError(f"{SETTING}={env} made a {type(inner).__name__} without {lacking[0]}: no gymnasium.Env")
+        raise ConfigError(
+            f"{SETTING}={env} returned a {type(inner).__name__} without {lacking[0]}, so it is not a gymnasium.Env"
+        )
     game = Game(inner, actions)
     try:
         fault = game.fault
         if not fault:
             game.begin(0, None)
     except Exception as error:  # as above
-        fault = f"it cannot be begun: {type(error).__name__}: {error}"
+        fault = f"it cannot be started: {type(error).__name__}: {error}"
     finally:
         game.close()
     if fault:
@@ -91,13 +93,13 @@ class Game:
         """Why it is not a text game; empty if it is one."""
         space = self._space
         if not isinstance(space, spaces.Text | spaces.Discrete):
-            return f"actions must be texts or numbers (spaces.Text, spaces.Discrete), and are {space}"
+            return f"actions must be texts or numbers (spaces.Text, spaces.Discrete); got {space}"
         if self._names and (not isinstance(space, spaces.Discrete) or len(self._names) != space.n):
-            return f"environment.args.actions names {len(self._names)} actions, and there are those of {space}"
+            return f"environment.args.actions names {len(self._names)} actions, but those of the game are {space}"
         if not self._tells and getattr(self._inner, "render_mode", None) != "ansi":
             return (
-                f"observations must be texts (spaces.Text), and are {self._inner.observation_space}. Where the game "
-                "can be rendered as text add environment.args.args.render_mode=ansi"
+                f"observations must be texts (spaces.Text); got {self._inner.observation_space}. If the game can be "
+                "rendered as text, add environment.args.args.render_mode=ansi"
             )
         return ""
 

@@ -66,6 +66,6 @@ def outcome_of(said: Any) -> Outcome:
         return Outcome(reward=said)
     answer = said.get("answer")
     if "answer" in said and not isinstance(answer, str):
-        raise EpisodeError(f"the agent's answer is a text; {answer!r:.80} came")
+        raise EpisodeError(f"the agent's answer must be a text; got {answer!r:.80}")
     numbers = {str(name): float(value) for name, value in said.items() if isinstance(value, int | float)}
     return Outcome(answer=answer, parts=numbers)

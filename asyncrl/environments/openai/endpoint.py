@@ -142,7 +142,7 @@ class Endpoint:
         except ClientDisconnect:  # its agent was cancelled or died: there is nobody to answer
             return Response(status_code=499)
         except (ValueError, RecursionError) as error:
-            raise Refused(400, f"the body is not JSON that can be read: {error}") from error
+            raise Refused(400, f"the body is not valid JSON: {error}") from error
         try:
             turns = await calls.ask(call)
         except AsyncRLError as error:

@@ -43,7 +43,7 @@ class AgentEpisodes(EpisodeEnvironment[Calls]):
     ) -> None:
         check_positive(max_calls=max_calls)
         if isinstance(ignore, str) or not all(isinstance(each, str) for each in ignore):
-            raise ConfigError(f"environment.args.ignore is a list: environment.args.ignore=[...]; got {ignore!r}")
+            raise ConfigError(f"environment.args.ignore must be a list: environment.args.ignore=[...]; got {ignore!r}")
         self.several_turns = max_calls > 1
         self.reward_when_over = reward_when_over
         self._agent, self._args, self._max_calls, self._model = agent, dict(args or {}), max_calls, model

@@ -82,13 +82,13 @@ def read_call(body: Any, *, model: str, ignore: Collection[str] = (), once: str 
         Refused: 400 or 404, with the reason.
     """
     if not isinstance(body, dict):
-        raise Refused(400, f"the body is a JSON object; a {type(body).__name__} came")
+        raise Refused(400, f"the body must be a JSON object; got a {type(body).__name__}")
     given = {name: value for name, value in body.items() if name not in ignore and value is not None}
     if given.get("model", model) != model:
         raise Refused(
             404,
             f"there is no model {given['model']!r:.80}; the policy is {model!r}, which the agent is given as `model`. "
-            "environment.args.ignore=[model] takes any name",
+            "environment.args.ignore=[model] accepts any name",
             "model_not_found",
             "model",
         )
@@ -118,15 +118,15 @@ def digest(value: Any) -> str:
 def _unsupported(name: str, value: Any) -> Refused:
     why = "it is not supported"
     if name in BIASED:
-        why = "the policy is trained on what it samples, from its own distribution alone, and this changes it"
+        why = "the policy is trained on samples from its own distribution, which this would change"
     elif name == "logprobs":
-        why = "log-probs are recorded for the training and not told"
+        why = "log-probs are recorded for training and are not returned"
     elif name in ("tool_choice", "response_format"):
-        why = "nothing constrains what the policy samples"
+        why = "the policy samples without constraints"
     said = f"{name}={json.dumps(value, default=str):.80}"
     return Refused(
         400,
-        f"{said} is refused: {why}. Leave it out, or have it left out for you: environment.args.ignore=[{name}]",
+        f"{said} is refused: {why}. Leave it out, or set environment.args.ignore=[{name}] to have it ignored",
         "unsupported_parameter",
         name,
     )
@@ -138,7 +138,7 @@ def _number(given: Mapping[str, Any], name: str, least: int, most: int | None = 
         return None
     if type(value) is not int or value < least or (most is not None and value > most):
         bound = f"{least} or more" if most is None else f"{least} to {most}"
-        raise Refused(400, f"{name} is a whole number of {bound}; got {value!r:.40}", "invalid_value", name)
+        raise Refused(400, f"{name} must be a whole number of {bound}; got {value!r:.40}", "invalid_value", name)
     return value
 
 
@@ -146,7 +146,9 @@ def _temperature(value: Any) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
-        raise Refused(400, f"temperature is a number of 0 or more; got {value!r:.40}", "invalid_value", "temperature")
+        raise Refused(
+            400, (f"temperature must be a number of 0 or more; got {value!r:.40}"), "invalid_value", "temperature"
+        )
     return float(value)
 
 
@@ -154,7 +156,7 @@ def _stops(value: Any) -> tuple[str, ...]:
     stops = (value,) if isinstance(value, str) else value
     if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) and stop for stop in stops):
         raise Refused(
-            400, f"stop is a text, or a list of texts, none empty; got {value!r:.80}", "invalid_value", "stop"
+            400, f"stop must be a text, or a list of texts, none empty; got {value!r:.80}", "invalid_value", "stop"
         )
     return tuple(stops)
 
@@ -165,8 +167,8 @@ def _tools(value: Any) -> list[ToolSpec]:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise Refused(
                 400,
-                'tools is a list of {"type": "function", "function": {"name", "description", "parameters"}}; '
-                f"{tool!r:.120} came",
+                'tools must be a list of {"type": "function", "function": {"name", "description", '
+                f'"parameters"}}}}; got {tool!r:.120}',
                 "invalid_value",
                 "tools",
             )
@@ -176,14 +178,14 @@ def _tools(value: Any) -> list[ToolSpec]:
 def read_messages(value: Any) -> list[Message]:
     """Parse messages. Raises Refused."""
     if not isinstance(value, list) or not value:
-        raise Refused(400, "messages is a list of at least one message", "invalid_value", "messages")
+        raise Refused(400, "messages must be a list of at least one message", "invalid_value", "messages")
     names: dict[str, str] = {}
     messages = [_message(each, place, names) for place, each in enumerate(value)]
     if messages[-1]["role"] == "assistant":
         raise Refused(
             400,
-            "the last message is the assistant's: the policy's turn cannot be begun for it, since the beginning would "
-            "be text that it did not sample. End with a message of the user or a tool",
+            "the last message is the assistant's: it would begin the policy's turn with text that the policy did not "
+            "sample. End with a message of the user or of a tool",
             "invalid_value",
             f"messages[{len(messages) - 1}]",
         )
@@ -199,7 +201,7 @@ def _message(value: Any, place: int, names: dict[str, str]) -> Message:
     param = f"messages[{place}]"
     if not isinstance(value, dict) or value.get("role") not in ROLES:
         role = value.get("role") if isinstance(value, dict) else value
-        raise Refused(400, f"{param}: role is one of {', '.join(ROLES)}; got {role!r:.40}", "invalid_value", param)
+        raise Refused(400, f"{param}: role must be one of {', '.join(ROLES)}; got {role!r:.40}", "invalid_value", param)
     role = "system" if value["role"] == "developer" else value["role"]
     message: Message = {"role": role, "content": _text(value.get("content"), param)}
     if role == "tool":
@@ -207,7 +209,7 @@ def _message(value: Any, place: int, names: dict[str, str]) -> Message:
         message |= {"tool_call_id": call, "name": str(value.get("name") or names.get(call, ""))}
     if role == "assistant" and value.get("tool_calls"):
         if not isinstance(value["tool_calls"], list):
-            raise Refused(400, f"{param}: tool_calls is a list of calls", "invalid_value", param)
+            raise Refused(400, f"{param}: tool_calls must be a list of calls", "invalid_value", param)
         message["tool_calls"] = [_tool_call(call, param) for call in value["tool_calls"]]
         names |= {call["id"]: call["function"]["name"] for call in message["tool_calls"]}
     return message
@@ -220,7 +222,7 @@ def _text(content: Any, param: str) -> str:
     if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
         kinds = sorted({str(part.get("type")) if isinstance(part, dict) else type(part).__name__ for part in parts})
         raise Refused(
-            400, f"{param}: content is text, or parts of type text; {', '.join(kinds)} came", "invalid_value", param
+            400, f"{param}: content must be text, or parts of type text; got {', '.join(kinds)}", "invalid_value", param
         )
     return "".join(part["text"] for part in parts)
 
@@ -228,7 +230,7 @@ def _text(content: Any, param: str) -> str:
 def _tool_call(call: Any, param: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise Refused(400, f"{param}: a tool call has a function with a name", "invalid_value", param)
+        raise Refused(400, f"{param}: a tool call must have a function with a name", "invalid_value", param)
     made = {"name": function["name"], "arguments": arguments_of(function.get("arguments", {}))}
     return {"id": str(call.get("id", "")), "type": "function", "function": made}
 

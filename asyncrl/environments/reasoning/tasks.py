@@ -55,4 +55,4 @@ def _dataset(task: str, seed: int, size: int, config: str) -> Any:
         return create_dataset(task, seed=seed, size=size, **json.loads(config))
     # Each task checks its own settings, with assertions and errors of many kinds.
     except Exception as error:
-        raise ConfigError(f"reasoning-gym's task {task} cannot be made with {config}: {error}") from error
+        raise ConfigError(f"reasoning-gym's task {task} cannot be created with {config}: {error}") from error

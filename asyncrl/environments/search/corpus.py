@@ -42,7 +42,7 @@ class Corpus:
         text = "\n".join(part for part in passage(row) if part)
         if not text:
             raise DataError(
-                f"{self._rows.where(place)} is no passage: give `contents`, or `title` and `text`. It has: "
+                f"{self._rows.where(place)} is not a passage: give `contents`, or `title` and `text`. It has: "
                 f"{', '.join(row) or 'nothing'}"
             )
         return text

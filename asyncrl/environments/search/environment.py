@@ -124,8 +124,8 @@ def check_source(url: str, corpus: str) -> None:
     """Raises ConfigError unless exactly one of them is given."""
     if bool(url) == bool(corpus):
         raise ConfigError(
-            "environment.name=search needs environment.args.url, where a retriever answers, or "
-            f"environment.args.corpus, a JSONL file of passages: one of them; got url={url!r} and corpus={corpus!r}"
+            "environment.name=search needs either environment.args.url, the address of a retriever, or "
+            f"environment.args.corpus, a JSONL file of passages; got url={url!r} and corpus={corpus!r}"
         )
 
 

@@ -81,7 +81,7 @@ class Retriever:
             passages = [passage(each.get("document", each)) for each in results]
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise EpisodeError(
-                f"the retriever at {self._asking.url} answered what is no list of passages: {said!r:.200}"
+                f"the retriever at {self._asking.url} did not answer with a list of passages: {said!r:.200}"
             ) from error
         told = [f"[{place}] " + "\n".join(filter(None, one)) for place, one in enumerate(passages[: self._topk], 1)]
         return "\n".join(told) or "[nothing was found]"
@@ -118,7 +118,7 @@ class OwnRetriever(Retriever):
         deadline, said = time.monotonic() + START_S, b""
         while not said.endswith(b"\n"):
             if not select.select([self._process.stdout], [], [], max(deadline - time.monotonic(), 0.0))[0]:
-                raise ConfigError(f"environment.args.corpus={corpus}: no index was made within {START_S:g} s")
+                raise ConfigError(f"environment.args.corpus={corpus}: the index was not ready within {START_S:g} s")
             if not (more := os.read(self._process.stdout.fileno(), 1 << 12)):
                 break
             said += more

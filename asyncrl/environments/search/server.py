@@ -48,10 +48,10 @@ class Retriever:
     def answer(self, asked: Any) -> dict[str, Any]:
         """Answer a request. Raises ValueError for an invalid one."""
         if not isinstance(asked, dict):
-            raise ValueError("a request is a JSON object with `queries`")
+            raise ValueError("a request must be a JSON object with `queries`")
         queries, most = asked.get("queries"), asked.get("topk") or 3
         if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
-            raise ValueError("`queries` is a list of texts")
+            raise ValueError("`queries` must be a list of texts")
         if not isinstance(most, int) or not 0 < most <= MOST_RESULTS or len(queries) > MOST_QUERIES:
             raise ValueError(f"at most {MOST_QUERIES} queries, and `topk` from 1 to {MOST_RESULTS}")
         scored = bool(asked.get("return_scores"))
@@ -95,12 +95,12 @@ class Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if not (length.isdecimal() and len(length) < 10) or int(length) > MOST_BYTES:
             self.close_connection = True  # the body is not read
-            return self._say(413, {"error": f"a request has a Content-Length of at most {MOST_BYTES}"})
+            return self._say(413, {"error": f"a request must have a Content-Length of at most {MOST_BYTES}"})
         body = self.rfile.read(int(length))
         if self.server.is_local and not is_own_name(self.headers.get("Host", ""), self.server.name):
-            return self._say(403, {"error": "ask for it by its address or as localhost"})
+            return self._say(403, {"error": "request it by its address or as localhost"})
         if self.path != PATH:
-            return self._say(404, {"error": f"there is {PATH} alone"})
+            return self._say(404, {"error": f"only {PATH} exists here"})
         try:
             said = self.server.retriever.answer(json.loads(body))
         except (ValueError, RecursionError) as error:
@@ -134,7 +134,7 @@ def serve(corpus: str, host: str, port: int) -> int:
     held = Corpus(corpus)
     with Server(Retriever(held), host, port) as server:
         if not is_loopback(host):
-            print(f"whoever reaches {host} can read the corpus: no key is asked for", file=sys.stderr)
+            print(f"anyone who can reach {host} can read the corpus: no key is needed", file=sys.stderr)
         print(f"{READY}{len(held)} passages at {server.url}", flush=True)
         server.serve_forever()
     return 0

@@ -99,8 +99,8 @@ class Calling(ChatEnvironment):
         """Raises EpisodeError: the row has tools of its own, which cannot be called here."""
         if tools_of(row, "the row"):
             raise EpisodeError(
-                f"the row's own `{TOOLS}` cannot be called: the policy is told of the environment's. Leave the column "
-                "out, or have the calls written and scored alone, environment.name=single_turn"
+                f"the row's own `{TOOLS}` cannot be called: the policy is shown the environment's tools. Leave the "
+                "column out, or use environment.name=single_turn, where calls are only written and scored"
             )
 
     async def episode(self, chat: Conversation, row: dict[str, Any]) -> None:

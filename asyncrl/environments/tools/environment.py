@@ -76,4 +76,4 @@ def check_lists(functions: Sequence[str], mcp: Sequence[str]) -> None:
         )
     for key, value in (("functions", functions), ("mcp", mcp)):
         if isinstance(value, str) or not all(isinstance(each, str) for each in value):
-            raise ConfigError(f"environment.args.{key} is a list: environment.args.{key}=[...]; got {value!r}")
+            raise ConfigError(f"environment.args.{key} must be a list: environment.args.{key}=[...]; got {value!r}")

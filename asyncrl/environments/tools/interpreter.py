@@ -117,7 +117,10 @@ class Python(Calling):
         )
         level = chosen_level(isolation, "environment.name=python", "environment.args.isolation")
         if level is Level.RLIMITS:
-            log.warning("isolation=rlimits: programs that the model writes run as you, with your files and network")
+            log.warning(
+                "isolation=rlimits: programs that the model writes run as your user, with access to your files and "
+                "network"
+            )
         limits = Limits(wall_s=timeout_s, cpu_s=math.ceil(timeout_s), memory_mb=memory_mb)
         style, said = STYLES[call]
         super().__init__(

@@ -133,7 +133,7 @@ class _Server:
                     error = error.exceptions[0]
                 known = error if isinstance(error, ConfigError) else None
                 why = f"{type(error).__name__}: {error}"
-                up.set_exception(known or ConfigError(f"environment.args.mcp: {self.command!r} did not come up: {why}"))
+                up.set_exception(known or ConfigError(f"environment.args.mcp: {self.command!r} did not start: {why}"))
         finally:
             if self._session is session:  # not that of a server started since
                 self._session = None

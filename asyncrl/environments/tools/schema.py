@@ -65,11 +65,11 @@ def tool_of(function: Callable[..., Any], where: str, *, method: bool = False) -
     described = _described(function)
     for parameter in list(inspect.signature(function).parameters.values())[int(method) :]:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise ConfigError(f"{said} takes {parameter}, which no policy can be told of. Name its parameters")
+            raise ConfigError(f"{said} takes {parameter}, which cannot be described to the policy. Name its parameters")
         if parameter.name not in hints:
             raise ConfigError(
-                f"{said}: parameter {parameter.name} has no type. Write one, as in `{parameter.name}: str`: what the "
-                "policy is told is made of it"
+                f"{said}: parameter {parameter.name} has no type. Write one, as in `{parameter.name}: str`: the policy "
+                "is shown a description made from it"
             )
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[parameter.name] = (
@@ -81,10 +81,12 @@ def tool_of(function: Callable[..., Any], where: str, *, method: bool = False) -
         schema = model.model_json_schema()
     except (PydanticSchemaGenerationError, PydanticUserError, ValueError) as error:
         first = str(error).splitlines()[0]
-        raise ConfigError(f"{said} has a type that no policy can be told of: {first}. Use JSON's types") from error
+        raise ConfigError(
+            f"{said} has a type that cannot be described to the policy: {first}. Use JSON's types"
+        ) from error
     summary = _summary(function)
     if not summary:
-        raise ConfigError(f"{said} has no docstring. Say in a sentence what it is for: the policy is told that")
+        raise ConfigError(f"{said} has no docstring. Write a sentence about what it is for: the policy is shown it")
     spec = {"name": name, "description": summary, "parameters": _plain(schema)}
     return Tool(name, function, model, {"type": "function", "function": spec})
 
@@ -102,7 +104,7 @@ def tools_of_class(kind: type, where: str) -> list[Tool]:
         inspect.signature(kind).bind()
     except TypeError as error:
         raise ConfigError(
-            f"{where}: {kind.__name__} is made anew for each episode, without arguments: {error}"
+            f"{where}: {kind.__name__} is created again for each episode, without arguments: {error}"
         ) from error
     return [tool_of(method, where, method=True) for method in methods]
 

@@ -89,7 +89,9 @@ class ToolHost:
                 try:
                     await asyncio.to_thread(self.start)
                 except ConfigError as error:
-                    raise EpisodeError(f"the process of the tools was lost and cannot be had again: {error}") from error
+                    raise EpisodeError(
+                        f"the process of the tools was lost and cannot be started again: {error}"
+                    ) from error
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -129,7 +131,9 @@ class Session:
                 (self._pid,) = await self._frame()
         except (TimeoutError, ConnectionError, WireError) as error:
             self.kill()
-            raise EpisodeError(f"no process for tools: {type(error).__name__}: {error}") from error
+            raise EpisodeError(
+                f"the process of the tools cannot be started: {type(error).__name__}: {error}"
+            ) from error
 
     async def call(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> tuple[bool, str]:
         """Return whether the call succeeded, and the text that the policy reads. A call past the deadline is killed."""

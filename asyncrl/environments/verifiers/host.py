@@ -66,7 +66,7 @@ def built(settings: Mapping[str, Any]) -> vf.Env:
     if not isinstance(env, vf.SingleAgentEnv):
         raise ConfigError(
             f"environment.args.taskset={settings['taskset']} is an environment of several agents "
-            f"({type(env).__name__}); one is trained here. Give a taskset that one agent plays"
+            f"({type(env).__name__}), but only one is trained here. Give a taskset for one agent"
         )
     return env
 

@@ -88,7 +88,7 @@ class Hosted:
             except BaseException as error:  # also if the episode is given up meanwhile: nobody else would end it
                 self._process.kill()
                 if isinstance(error, TimeoutError):
-                    raise EpisodeError(f"verifiers did not come up within {START_S:g} s") from None
+                    raise EpisodeError(f"verifiers did not start within {START_S:g} s") from None
                 raise
             said = json.loads(line) if line else {}
             if "ready" not in said:
@@ -106,7 +106,7 @@ class Hosted:
                 if answer is not None and not answer.done():
                     answer.set_result(said)
         except ValueError as error:  # a line too long or invalid: the rest has no meaning
-            log.warning("verifiers said what is no answer, and is ended: %s", error)
+            log.warning("verifiers sent an invalid answer, and is ended: %s", error)
             process.kill()
         why = f"the process of verifiers ended ({describe_exit(await process.wait())})"
         for answer in self._open.values():

@@ -24,7 +24,7 @@ def rows(taskset: vf.Taskset, take: int | None) -> Iterator[dict[str, Any]]:
     """Yield the first `take` tasks, or all if it is None. Raises ConfigError if all of an unbounded taskset are
     requested."""
     if take is None and not taskset.bounded:
-        raise ConfigError("this taskset has no end: say how many, --take N")
+        raise ConfigError("this taskset has no end. Give the number of tasks: --take N")
     for task in itertools.islice(taskset, take):
         data = task.data.model_dump(mode="json", exclude_none=True)
         asked = task.data.prompt_text or f"task {task.data.idx}"
