@@ -94,7 +94,7 @@ def test_a_checkpoint_of_another_run_and_damaged_settings_are_refused_by_name_an
     origin.write_text(origin.read_text().replace("first", "other"))
     for step in ([], ["--step", "1"]):
         assert main(["export", str(run), *step]) == 2
-        assert "ckpt/step_1 was saved by run first, and this folder is of run other" in capsys.readouterr().err
+        assert "ckpt/step_1 was saved by run first, but this folder belongs to run other" in capsys.readouterr().err
     origin.unlink()
     settings = run / "config.yaml"
     settings.write_text(settings.read_text().replace("seed: 0", "seed: 1"))

@@ -181,9 +181,9 @@ def reference_of(plan: StepPlan, members: Sequence[Member], chosen: Sequence[Tra
         if fault:
             group = plan.groups[g]
             raise EpisodeError(
-                f"step {plan.step}: trajectory {t} of group {group.group_id}, made by {group.worker}: {fault}. The "
-                "learner was told reference.path=rollout: start the workers with the same settings (a rerun: take a "
-                "run of such workers), or give reference.path=MODEL"
+                f"step {plan.step}: trajectory {t} of group {group.group_id}, made by {group.worker}: {fault}. "
+                "reference.path=rollout needs them. Start the workers with the learner's settings (for a rerun, take "
+                "a run of such workers), or set reference.path=MODEL"
             )
     return [trajectory.extras[REF_LOGPROBS] for trajectory in chosen]
 

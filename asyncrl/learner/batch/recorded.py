@@ -36,8 +36,8 @@ def topk_of(
             group = plan.groups[g]
             raise EpisodeError(
                 f"step {plan.step}: trajectory {t} of group {group.group_id}, made by {group.worker}: {fault}. "
-                "loss.centering needs them: start the workers with engine.record_topk (a rerun: take a run that had "
-                "it); an environment that makes trajectories by itself attaches Completion.recorded"
+                "loss.centering needs them. Start the workers with engine.record_topk (for a rerun, take a run that "
+                "had it); an environment that makes trajectories by itself must attach Completion.recorded"
             )
         width = trajectory.extras[TOPK_IDS].shape[1]
     ids, logprobs = ([trajectory.extras[name] for trajectory in chosen] for name in (TOPK_IDS, TOPK_LOGPROBS))
@@ -61,8 +61,8 @@ def routing_of(
             group = plan.groups[g]
             raise EpisodeError(
                 f"step {plan.step}: trajectory {t} of group {group.group_id}, made by {group.worker}: {fault}. "
-                "learner.router_replay=true needs them, and workers with the same settings record them (a rerun, a "
-                "resume: of groups that were made without, set learner.router_replay=false)"
+                "learner.router_replay=true needs them. Start the workers with the same settings; for a rerun or "
+                "resume with groups made without them, set learner.router_replay=false"
             )
         given = trajectory.extras.get(ROUTED_EXPERTS)
         if given is not None:

@@ -158,7 +158,7 @@ class Checkpoints:
         try:
             self._under_way.finish(within_s)
         except (AsyncRLError, OSError) as error:
-            log.warning("the last checkpoint is not whole, a resume goes on from the one before: %s", error)
+            log.warning("the last checkpoint is incomplete; a resume continues from the one before: %s", error)
 
     def timings(self) -> dict[str, float]:
         """`checkpoint/*` metrics since the last call."""
@@ -248,7 +248,7 @@ class Checkpoints:
             return
         (path, resume, start), self._branch = self._branch, None
         for name, aside in begin_branch(self._folder, path, resume, start, self._patience):
-            log.warning("%s is of the line that this branch leaves: kept as %s, until you delete it", name, aside)
+            log.warning("%s is on the line that this branch leaves: it is kept as %s until you delete it", name, aside)
         self._best.begin()
 
     def newest(self) -> Path | None:
@@ -267,8 +267,7 @@ class Checkpoints:
         refuse_stranger(
             path,
             self._run,
-            "they have other groups and other versions. To begin with its weights all the same give "
-            f"resume={path}; or delete it",
+            f"its groups and versions are others. To begin with its weights anyway, give resume={path}; or delete it",
         )
         for line in put_aside(self._folder, damaged, path, self._patience):
             log.error("%s", line)
@@ -300,8 +299,8 @@ class Checkpoints:
         now = origin_of(self._folder.parent)
         if now != self._run:
             raise RunFolderError(
-                f"{self._folder.parent} was of run {self._run or 'nobody'} when this learner began, and is of run "
-                f"{now or 'nobody'} now: it was deleted and begun anew (overwrite=true). This learner ends"
+                f"{self._folder.parent} was of run {self._run or 'no run'} when this learner began, and is of run "
+                f"{now or 'no run'} now: it was deleted and started again (overwrite=true). This learner ends"
             )
 
     def _verify(self, path: Path, device: torch.device) -> None:
@@ -325,7 +324,7 @@ class Checkpoints:
             sealed.move_into_place(aside, target)
             self._patience.through(self._folder / LATEST, 0, lambda: sealed.point(self._folder / LATEST, target))
             if self._best.saved(int(target.name.removeprefix("step_"))):
-                log.info("the best checkpoint is %s now", target.name)
+                log.info("the best checkpoint is now %s", target.name)
         self._errands.saved(target, int(target.name.removeprefix("step_")))
         self._remove_old()
 

@@ -139,7 +139,7 @@ class Errands:
         for older in [each for each in self._open[1:] if each.kind == errand.kind == "copies"]:
             self._open.remove(older)
             self._counts["checkpoint/copies_failed"] += 1
-            log.error("%s is left out: a newer one is due, and %s is still under way", older.what, self._open[0].what)
+            log.error("%s is skipped: a newer one is due, and %s is still running", older.what, self._open[0].what)
 
     def _turn_of(self, errand: Errand) -> int:
         """Copies before exports that wait: a model can be exported later, a checkpoint is gone with its disk."""
@@ -154,8 +154,8 @@ class Errands:
         if many >= self._told_at:
             self._told_at = 2 * many
             log.warning(
-                "%d exports wait for each other, and each keeps its checkpoint: they take longer than "
-                "learner.export_every steps do. A larger one keeps fewer",
+                "%d exports are waiting, and each keeps its checkpoint: an export takes longer than "
+                "learner.export_every steps. Raise it to keep fewer",
                 many,
             )
 

@@ -77,8 +77,8 @@ def begin(
         state, snapshot = checkpoints.load(resume_from, roles)
         if snapshot.get("schema") == SUPERVISED:
             raise CheckpointMismatchError(
-                f"{resume_from} was saved by asyncrl sft, which has no groups to go on with. To begin with its weights "
-                f"start a new run with model.path={resume_from.parent.parent / 'hf'}"
+                f"{resume_from} was saved by asyncrl sft, which has no groups to continue with. To begin with its "
+                f"weights, start a new run with model.path={resume_from.parent.parent / 'hf'}"
             )
         step, version, skipped = state.step, state.policy_version, state.skipped_steps
     numbers = torch.zeros(2, dtype=torch.int64, device=device)
@@ -96,8 +96,8 @@ def begin(
         if fresh <= known_version:
             fresh = known_version + 2  # the next one may have been published without being written down anywhere
             log.warning(
-                "the run folder names policy_version %d and the replay knows of none above %d, so its journal is gone: "
-                "going on with %d, for a version is never used twice",
+                "the run folder has policy_version %d but the replay knows of none above %d, so its journal is gone. "
+                "Continuing with %d, because no version is used twice",
                 *(known_version, restored.next_version - 1, fresh),
             )
         numbers = torch.tensor([restored.next_step, fresh], device=device)

@@ -54,7 +54,7 @@ def refuse_unshared(folder: Path, rank: int, device: torch.device, *, within_s: 
             probe.unlink(missing_ok=True)
     if blind:
         raise RunFolderError(
-            f"{', '.join(blind)} did not see within {within_s:g} s a file that rank 0 wrote into its run folder: "
+            f"{', '.join(blind)} did not see a file that rank 0 wrote into its run folder within {within_s:g} s: "
             f"{ONE_FOLDER}"
         )
 
@@ -107,7 +107,7 @@ def _missing(folder: Path, entries: Mapping[str, sealed.Entry], within_s: float)
     for name, entry in sorted(entries.items()):
         left = max(0.0, until - time.monotonic())
         if not _in_time(lambda name=name, entry=entry: _size(folder / name) == entry["bytes"], left):
-            return f"{folder / name} was written by another rank and rank 0 does not see it: {ONE_FOLDER}"
+            return f"{folder / name} was written by another rank, but rank 0 does not see it: {ONE_FOLDER}"
     return ""
 
 

@@ -52,5 +52,5 @@ def refuse_stranger(checkpoint: Path, run: str, way_out: str) -> None:
     saved_by = read_state(checkpoint / STATE_FILE).run
     if saved_by and run and saved_by != run:
         raise CheckpointMismatchError(
-            f"{checkpoint} was saved by run {saved_by}, and this folder is of run {run}: {way_out}"
+            f"{checkpoint} was saved by run {saved_by}, but this folder belongs to run {run}: {way_out}"
         )

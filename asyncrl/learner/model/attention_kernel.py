@@ -55,15 +55,15 @@ class Kernel:
 def choose(there: There, dtype: torch.dtype, width: int) -> Kernel:
     """Choose the kernel for attention in `dtype` with heads of at most `width`."""
     if there.device != "cuda":
-        return Kernel(BLOCKS, f"scaled_dot_product_attention on rows of like length: the device is {there.device}")
-    at, said = ".".join(map(str, there.capability)), "scaled_dot_product_attention on rows of like length: "
+        return Kernel(BLOCKS, f"scaled_dot_product_attention on rows of similar length: the device is {there.device}")
+    at, said = ".".join(map(str, there.capability)), "scaled_dot_product_attention on rows of similar length: "
     if dtype not in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
-        return Kernel(BLOCKS, f"{said}flash kernels know half precision, and model.dtype is {name}")
+        return Kernel(BLOCKS, f"{said}flash kernels need half precision, and model.dtype is {name}")
     if there.capability < FLASH_FROM:
         return Kernel(BLOCKS, f"{said}flash kernels need compute capability 8.0, and this GPU has {at}")
     if width > WIDEST:
-        return Kernel(BLOCKS, f"{said}flash kernels know heads of up to {WIDEST}, and these have {width}")
+        return Kernel(BLOCKS, f"{said}flash kernels support heads of up to {WIDEST}, and these have {width}")
     if there.capability[0] == FLASH3_ON and there.flash3 and not there.broken:
         return Kernel(FLASH3, f"FlashAttention-3 through torch's varlen_attn: {FLASH3_MODULE} is installed")
     flash = "FlashAttention-2 through torch's varlen_attn"

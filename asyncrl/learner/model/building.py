@@ -99,7 +99,7 @@ def _held(
     agree_on_layout(read, build.setting, "float32", longest, backend.mesh)
     if read.sequence is not None and read.layout is not Layout.PACKED:
         raise ConfigError(
-            f"{build.setting} runs unpacked, and ranks share packs alone. Set learner.sequence_parallel=1"
+            f"{build.setting} runs unpacked, but ranks can share only packed sequences. Set learner.sequence_parallel=1"
         )
     model = build.make(prepare(build.recipe.blank(), settings))
     use_layout(model, read.layout)
@@ -184,7 +184,7 @@ def said_of_attention(model: PackedModel, settings: ModelConfig) -> str:
     if model.layout is not Layout.PACKED:
         return "transformers' own, each sequence in a row"
     if model.hf.config._attn_implementation == EXACT_PACKED_ATTENTION:
-        return "the kernels of engine.exact on rows of like length"
+        return "the kernels of engine.exact on rows of similar length"
     width = widest_head(model.hf.config.get_text_config(decoder=True))
     return kernel_of(model.device, compute_dtype(settings.dtype, model.device), width).why
 

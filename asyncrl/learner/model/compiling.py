@@ -55,8 +55,8 @@ def compile_layers(model: PackedModel, setting: str) -> None:
     """
     if model.layout is not Layout.PACKED:
         raise ConfigError(
-            f"{setting} runs unpacked, and model.compile=true compiles for packs alone: rows have other lengths in "
-            "every micro-batch. Set model.compile=false"
+            f"{setting} runs unpacked, but model.compile=true needs packed sequences: unpacked rows have other lengths "
+            "in every micro-batch. Set model.compile=false"
         )
     torch._dynamo.config.recompile_limit = VARIANTS
     # Sizes that happen to be equal in the first pack may differ in the next; torch 2.11 would then recompile

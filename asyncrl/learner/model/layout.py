@@ -167,8 +167,8 @@ def choose_layout(model: Probed, name: str, dtype: str, longest: int) -> Layout:
         model.settle()
     if any(np.isnan(each).any() for each in alone):
         raise ConfigError(
-            f"{name}: the scores that transformers itself gives a sequence are nan. Its weights are damaged, or those "
-            "of a run that diverged: give another checkpoint"
+            f"{name}: the scores that transformers itself gives a sequence are nan. Its weights are damaged, or come "
+            "from a run that diverged. Give another checkpoint"
         )
     canary = Canary(sequences=probes, logprobs=alone, learner_dtype=dtype, wire_dtype=dtype)
     reason = unpackable(model, canary, longest)
@@ -182,13 +182,13 @@ def choose_layout(model: Probed, name: str, dtype: str, longest: int) -> Layout:
     if not fits(found, dtype):
         raise ConfigError(
             f"{name}: the learner does not compute what transformers does with a {kind}: scores of single sequences "
-            f"differ by up to {found.max:.3g}, packed or not. Its logits are more than lm_head(hidden), or it draws at "
-            f"random while it trains. {WAY_OUT}"
+            f"differ by up to {found.max:.3g}, packed or not. Its logits are more than lm_head(hidden), or its "
+            f"training mode is random (dropout, for example). {WAY_OUT}"
         )
     log.log(
         logging.WARNING if is_first() else logging.DEBUG,  # every rank has the same result
-        "%s: sequences of a %s cannot be packed: %s. Each runs in a row of its own, which is right and costs more: a "
-        "prompt is computed once per completion instead of once per group, and rows are padded to the longest of "
+        "%s: sequences of a %s cannot be packed: %s. Each runs in a row of its own, which is correct but costs more: "
+        "a prompt is computed once per completion instead of once per group, and rows are padded to the longest of "
         "their micro-batch",
         *(name, kind, reason),
     )
@@ -219,11 +219,11 @@ def unpackable(model: Probed, canary: Canary, longest: int) -> str:
     try:
         found = apart(model, Layout.PACKED, canary, windows.add)
     except UnpackedCall:
-        return f"{_carriers(model.hf)} is not told where they begin"
+        return f"{_carriers(model.hf)} does not know where they begin"
     except ConfigError:
         raise
     except BROKEN as error:
-        return f"a pack fails in it ({type(error).__name__}: {str(error)[:120]})"
+        return f"it fails on a pack ({type(error).__name__}: {str(error)[:120]})"
     if not fits(found, canary.learner_dtype):
         return (
             f"{_carriers(model.hf)} sees across their borders (scores packed and alone are up to {found.max:.3g} apart)"

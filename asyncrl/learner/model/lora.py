@@ -212,7 +212,7 @@ def check_base(folder: Path, adapters: Adapters | None) -> None:
         if adapters is not None or file.is_file():
             has, want = ("adapters", "0") if file.is_file() else ("a full model", str(adapters and adapters.rank))
             raise CheckpointMismatchError(
-                f"{folder} holds {has} and model.lora_rank={want}. Resume with the settings it had"
+                f"{folder} holds {has}, but model.lora_rank={want}. Resume with the settings that it was saved with"
             )
         return
     saved, ours = read_object(file), adapters.identity()

@@ -306,6 +306,6 @@ def _refuse_untied(model: PreTrainedModel) -> None:
     for name, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if model.get_parameter(name) is not model.get_parameter(other):
             raise ValueError(
-                f"its config.json says tie_word_embeddings, and its {name} is another than its {other}. Write "
+                f"its config.json sets tie_word_embeddings, but its {name} differs from its {other}. Write "
                 '"tie_word_embeddings": false there, or leave one of the two out'
             )

@@ -196,10 +196,10 @@ def _stacks(hf: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> dict[
             if any(each not in shapes for expert in sources for each in expert):
                 continue  # stored under its own name, or refused later
             if not _only_stacks(rule) or len(rest) != 2:
-                raise Unreadable(f"{name} is made of others at a load")
+                raise Unreadable(f"{name} is computed from other tensors at load")
             found[name] = [piece for e, expert in enumerate(sources) for piece in _of_expert(e, expert, shapes)]
             if found[name][-1].region[1][1] != rest[0]:
-                raise Unreadable(f"the experts of {name} are of other shapes")
+                raise Unreadable(f"the experts of {name} have other shapes")
     return found
 
 

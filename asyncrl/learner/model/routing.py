@@ -33,7 +33,9 @@ class RouterReplay:
     def __init__(self, model: PackedModel, name: str) -> None:
         problem = not_replayed(model.hf.config.to_dict())
         if model.layout is not Layout.PACKED:
-            problem = problem or "it runs unpacked, and learner.router_replay=true follows packs alone. Set it to false"
+            problem = problem or (
+                "it runs unpacked, but learner.router_replay=true needs packed sequences. Set it to false"
+            )
         if problem:
             raise ConfigError(f"{name}: {problem}")
         self.routers = routers_of(model.hf)

@@ -66,8 +66,8 @@ def heed_note(config: Config, run_dir: Path, rank: int, device: torch.device) ->
         return
     halved = max(1, noted // 2)
     log.warning(
-        "a step with learner.max_tokens_per_microbatch=%d did not fit the memory of a rank: going on with %d. Delete "
-        "%s to try the whole again",
+        "a step with learner.max_tokens_per_microbatch=%d did not fit the memory of a rank: continuing with %d. "
+        "Delete %s to try the full size again",
         *(noted, halved, _note(run_dir)),
     )
     config.learner.max_tokens_per_microbatch = halved
@@ -109,9 +109,9 @@ def lowers_most(config: Config) -> str:
     if not config.model.activation_checkpointing:
         return "model.activation_checkpointing=true keeps the activations of one layer instead of all"
     if config.model.checkpoint_every > 1:
-        return "model.checkpoint_every=1 computes every layer again and keeps the activations of none but one"
+        return "model.checkpoint_every=1 recomputes every layer and keeps the activations of only one"
     if config.model.checkpoint_keep != "nothing":
-        return "model.checkpoint_keep=nothing keeps the input of a layer alone"
+        return "model.checkpoint_keep=nothing keeps only the input of a layer"
     if budget > config.data.max_prompt_tokens + config.rollout.max_new_tokens:
         return f"learner.max_tokens_per_microbatch={budget // 2}"
     if config.learner.offload != "all":

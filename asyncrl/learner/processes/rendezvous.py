@@ -174,7 +174,7 @@ def make_rendezvous(parameters: RendezvousParameters) -> BoundRendezvous:
             "needs the backend c10d, which listens on every interface and unpickles (SECURITY.md)"
         )
     if nodes > 1 and port == 0:
-        raise ValueError(f"rendezvous endpoint {parameters.endpoint!r} has no port, by which {nodes} nodes could meet")
+        raise ValueError(f"rendezvous endpoint {parameters.endpoint!r} has no port, but {nodes} nodes need one to meet")
     if not 0 <= node < nodes:
         raise ValueError(f"rank={node} must be the number of this node, from 0 to {nodes - 1}")
     timeout_s = float(parameters.get_as_int("timeout", 600) or 600)

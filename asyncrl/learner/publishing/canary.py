@@ -56,8 +56,8 @@ class ProvingPublisher:
         self._look = "bfloat16" in (*self._dtypes, chosen.engine.dtype)
         self._probes = agreed_probes(config, model, device, tokenizer)
         self._way_out = (
-            f"The last optimizer step made it so. Lower learner.lr (it is {config.learner.lr:g}) and go on from the "
-            "last checkpoint with resume=auto"
+            f"The last optimizer step caused this. Lower learner.lr (it is {config.learner.lr:g}) and continue from "
+            "the last checkpoint with resume=auto"
         )
         self._stats: dict[str, float] = {}
 
@@ -69,8 +69,8 @@ class ProvingPublisher:
             canary = canary_of(self._model, self._probes, self._device, *self._dtypes, with_noise=self._look)
             if any(np.isnan(logprobs).any() for logprobs in canary.logprobs):
                 raise NonFiniteError(
-                    f"version {policy_version} of the policy gives log-probs that are no numbers (nan), and no engine "
-                    f"gets it. {self._way_out if policy_version else 'The model that the run begins with is broken'}"
+                    f"log-probs of version {policy_version} of the policy are not numbers (nan), so no engine gets it. "
+                    f"{self._way_out if policy_version else 'The model that the run begins with is broken'}"
                 )
         middle = time.perf_counter()
         stats = self._publisher.publish(policy_version, tensors, canary)

@@ -59,7 +59,7 @@ def probes_of_run(config: Config, model: PolicyModel, tokenizer: PromptRenderer 
     except (AsyncRLError, OSError, ValueError) as error:  # the last: a tokenizer's file
         return probes_of(model, config.seed), str(error)
     if max(int(ids.max()) for ids in pieces) >= vocabulary:
-        return probes_of(model, config.seed), f"prompts have tokens that the model, with {vocabulary}, has not"
+        return probes_of(model, config.seed), f"the prompts have tokens outside the model's vocabulary of {vocabulary}"
     missing = max(PROBES * PROBE_TOKENS - sum(map(len, pieces)), 0)
     return (*pieces, *random_probes(vocabulary, config.seed, count=-(-missing // longest), length=longest)), ""
 

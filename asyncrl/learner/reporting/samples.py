@@ -83,7 +83,9 @@ class Samples:
                 self._seam = Seam(AutoTokenizer.from_pretrained(self._model, trust_remote_code=False))
             except Exception as error:  # the libraries have no narrower type (they raise a KeyError, a bare Exception)
                 self._missing = True
-                log.warning("samples.jsonl cannot say which parts were learned: no tokenizer here: %s", error)
+                log.warning(
+                    "samples.jsonl cannot say which parts were learned, because there is no tokenizer here: %s", error
+                )
         return "" if self._seam is None else self._seam.decode(ids.tolist(), special=True)
 
 

@@ -80,7 +80,7 @@ def tell_best(
         found.append((trained, row[best.metric], (version, version)))
     for step, value, versions in found:
         if best.told(step, value, versions):
-            log.info("the best checkpoint is that of step %d now: %s %g", step, best.metric, value)
+            log.info("the best checkpoint is now that of step %d: %s %g", step, best.metric, value)
 
 
 def step_row(

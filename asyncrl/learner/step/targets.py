@@ -229,9 +229,9 @@ def against_turns(plan: StepPlan, rows: Rows, config: AdvantageConfig) -> Table:
     headers = [trajectory for group in plan.groups for trajectory in group.trajectories]
     if not all(trajectory.turn_rewards for trajectory in headers):
         raise RewardError(
-            f"advantage.estimator={config.estimator} needs what each turn earned, and there are trajectories that do "
-            "not say: they were made under another advantage. Start the workers with the learner's settings (a rerun: "
-            "take a run of that advantage)"
+            f"advantage.estimator={config.estimator} needs the reward of each turn, but some trajectories do not have "
+            "it: they were made under another advantage. Start the workers with the learner's settings (for a rerun, "
+            "take a run with that advantage)"
         )
     earned, there = earned_by_turn(headers)
     sizes = torch.tensor([len(group.trajectories) for group in plan.groups])
@@ -340,9 +340,9 @@ def greedy_rewards(headers: Sequence[TrajectoryHeader]) -> Float[Tensor, " N"]:
     """ReMax's baseline of each trajectory (2310.10505): the reward of the greedy completion of its prompt."""
     if not all(GREEDY_REWARD in trajectory.rewards for trajectory in headers):
         raise RewardError(
-            "advantage.baseline=greedy needs the reward of a greedy completion per group, and there are groups without "
-            "one: they were made under another advantage. Start the workers with the learner's settings (a rerun: take "
-            "a run of that advantage)"
+            "advantage.baseline=greedy needs the reward of a greedy completion per group, but some groups have none: "
+            "they were made under another advantage. Start the workers with the learner's settings (for a rerun, take "
+            "a run with that advantage)"
         )
     return torch.tensor([trajectory.rewards[GREEDY_REWARD] for trajectory in headers], dtype=torch.float64)
 

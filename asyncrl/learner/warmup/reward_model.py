@@ -55,8 +55,8 @@ def train(model: PreTrainedModel, recipe: RewardRecipe, rng: random.Random) -> f
     accuracy = ((logits > 0) == (labels > 0.5)).float().mean().item()
     if accuracy < recipe.min_accuracy:
         raise SystemExit(
-            f"after {recipe.steps} steps the reward model judges {accuracy:.1%} of the answers rightly, fewer than "
-            f"{recipe.min_accuracy:.0%}. Raise steps"
+            f"after {recipe.steps} steps the reward model judges only {accuracy:.1%} of the answers correctly, fewer "
+            f"than {recipe.min_accuracy:.0%}. Raise steps"
         )
     return accuracy
 
@@ -71,7 +71,7 @@ def main(base: str, folder: str, recipe_json: str) -> None:
     target = Path(folder)
     model.save_pretrained(target)
     save_byte_tokenizer(target)
-    print(f"reward model: {accuracy:.1%} of new answers judged rightly, after {recipe.steps} steps")
+    print(f"reward model: {accuracy:.1%} of new answers judged correctly, after {recipe.steps} steps")
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def train(model: Qwen2ForCausalLM, answers: Sequence[int], steps: int, ways: Way
     readable = min(share_readable(model, answers, *way) for way in ways)
     print(f"{readable:.0%} of the samples are answers")
     if readable < MIN_READABLE:
-        raise SystemExit(f"after {steps} steps that are too few of the smoke model's samples. Train it for longer")
+        raise SystemExit(f"after {steps} steps too few of the smoke model's samples are answers. Train it for longer")
 
 
 @torch.no_grad()

@@ -99,7 +99,7 @@ def test_a_checkpoint_of_another_run_is_refused_unless_it_is_named(tmp_path: Pat
         mine.save(state(5), roles, SNAPSHOT)
     theirs = Checkpoints(tmp_path / "ckpt", rank=0, keep=2)
     for restarted, resume in ((False, "auto"), (True, "never")):
-        with pytest.raises(CheckpointMismatchError, match="saved by run first, and this folder is of run other"):
+        with pytest.raises(CheckpointMismatchError, match="saved by run first, but this folder belongs to run other"):
             theirs.choose(resume, restarted=restarted)
     assert theirs.choose(str(saved), restarted=False) == saved
 
@@ -132,7 +132,7 @@ def test_a_run_that_was_copied_by_what_follows_links_goes_on_and_saves(tmp_path:
     shutil.copytree(tmp_path / "run", tmp_path / "copy")  # `latest` is a folder there, as after `scp -r`
     copy = Checkpoints(tmp_path / "copy", rank=0, keep=1)
     found, said = newest(tmp_path / "copy")
-    assert found == tmp_path / "copy" / "step_2" and "latest is no link" in said
+    assert found == tmp_path / "copy" / "step_2" and "latest is not a link" in said
     copy.save(state(2), learner(0), {})
     assert (tmp_path / "copy" / "latest").readlink() == Path("step_3")
     assert (tmp_path / "copy" / "latest.copied" / "state.json").exists()
@@ -348,7 +348,7 @@ def test_a_branch_is_what_restarts_go_on_from_and_what_is_kept(tmp_path: Path, c
     assert mine.choose(resume, restarted=False) == folder / "step_50"
     assert mine.newest() == folder / "step_150" and len(list(folder.glob("step_*"))) == 3, "not loaded yet"
     mine.begin_branch()
-    assert "step_150 is of the line that this branch leaves: kept as left_step_150" in caplog.text
+    assert "step_150 is on the line that this branch leaves: it is kept as left_step_150" in caplog.text
     assert mine.choose(resume, restarted=True) == mine.newest() == folder / "step_50", "killed before it saved"
     assert {path.name for path in folder.glob("*step_*")} == {"step_50", "left_step_100", "left_step_150"}
     mine.save(state(59), roles, {})
@@ -403,7 +403,7 @@ def test_where_the_newest_is_damaged_the_one_before_it_is_taken_and_that_is_said
         weights.write_bytes(weights.read_bytes()[:-1])
     assert saves.choose("auto", restarted=False) == first
     said = caplog.text
-    assert f"{third} IS DAMAGED" in said and f"{second} IS DAMAGED" in said and "Going on from step_1" in said
+    assert f"{third} IS DAMAGED" in said and f"{second} IS DAMAGED" in said and "Continuing from step_1" in said
     assert (tmp_path / "latest").readlink() == Path("step_1") and (tmp_path / "damaged_step_3").is_dir()
     caplog.clear()
     assert saves.choose("never", restarted=True) == first and not caplog.text, "a death before the next save"

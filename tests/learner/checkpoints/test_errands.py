@@ -92,7 +92,7 @@ def test_exports_that_pile_up_are_said(tmp_path: Path, caplog):
     assert not caplog.text
     errands.send([each] * 7)
     errands.finish(120.0)
-    assert caplog.text.count("wait for each other, and each keeps its checkpoint") == 1
+    assert caplog.text.count("exports are waiting, and each keeps its checkpoint") == 1
     assert "learner.export_every" in caplog.text
 
 

@@ -71,6 +71,6 @@ def test_the_widest_head_is_that_of_queries_keys_or_values():
 def test_a_model_on_a_cpu_says_that_rows_of_like_length_go_together(tmp_path: Path):
     config = Config(model=ModelConfig(path=str(tiny_checkpoint(tmp_path))))
     model = build_model(config, torch.device("cpu"), None)
-    assert "rows of like length: the device is cpu" in said_of_attention(model, config.model)
+    assert "rows of similar length: the device is cpu" in said_of_attention(model, config.model)
     model.layout = Layout.ROWS
     assert "transformers' own" in said_of_attention(model, config.model)

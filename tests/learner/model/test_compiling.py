@@ -115,7 +115,7 @@ def test_a_model_that_cannot_be_packed_is_refused(tmp_path: Path):
     tiny_family("Mamba").save_pretrained(tmp_path)
     config = settings_for(tmp_path)
     config.model.compile = True
-    with pytest.raises(ConfigError, match=r"runs unpacked, and model\.compile=true .* Set model\.compile=false"):
+    with pytest.raises(ConfigError, match=r"runs unpacked, but model\.compile=true .* Set model\.compile=false"):
         build_model(config, CPU, None)
 
 

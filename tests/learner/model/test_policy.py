@@ -75,7 +75,7 @@ def test_a_head_of_its_own_in_a_model_that_ties_it_is_refused_with_both_names(tm
         if fine:
             build_model(config_for(tmp_path), CPU, None)
             continue
-        with pytest.raises(ConfigError, match=r"lm_head\.weight is another than its model\.embed_tokens\.weight"):
+        with pytest.raises(ConfigError, match=r"lm_head\.weight differs from its model\.embed_tokens\.weight"):
             build_model(config_for(tmp_path), CPU, None)
     settings = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": False}))

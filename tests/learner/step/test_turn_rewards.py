@@ -134,7 +134,7 @@ def test_all_of_the_reward_at_the_last_turn_is_the_same_as_no_word_of_turns(conf
 
 def test_a_trajectory_that_does_not_say_what_its_turns_earned_is_never_taken_for_zero() -> None:
     lease = turned_step(0, told=0.5)
-    with pytest.raises(RewardError, match="needs what each turn earned"):
+    with pytest.raises(RewardError, match="needs the reward of each turn"):
         with_targets(lease.plan, scored(lease, 80), SETTINGS["turns"], 0.0, CPU)
 
 
