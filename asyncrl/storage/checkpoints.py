@@ -258,7 +258,7 @@ def refuse_bare_fork(folder: Path) -> None:
         return
     raise RunFolderError(
         f"{folder.parent} was begun from {begins} and ended before it saved a checkpoint of its own: resume=auto would "
-        f"begin at step 0, with the model itself. Go on with resume={begins}; begin anew with overwrite=true"
+        f"begin at step 0, with the model itself. Continue with resume={begins}, or start again with overwrite=true"
     )
 
 

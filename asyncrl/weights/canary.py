@@ -140,7 +140,7 @@ class Canary:
             largest_logit = float(wire.get("largest_logit", math.inf))
             noise = float(wire.get("noise", math.inf))
         except (KeyError, TypeError, ValueError) as error:
-            raise WeightsError(f"a canary came damaged: {error!r}") from error
+            raise WeightsError(f"a canary arrived damaged: {error!r}") from error
         fits = [len(ids) == len(values) + 1 for ids, values in zip(sequences, logprobs, strict=False)]
         if len(sequences) != len(logprobs) or not fits or not all(fits) or len(fits) > MAX_PROBES:
             raise WeightsError(f"a canary has {len(sequences)} probes and {len(logprobs)} results that do not fit them")

@@ -130,7 +130,9 @@ def test_a_plan_of_a_resume_says_from_which_checkpoint_and_refuses_what_the_star
     shutil.rmtree(newest.parent)
     begin_branch(newest.parent, tmp_path / "other" / "step_8", "other/step_8", "start")
     for command in ("local", "learner"):
-        with pytest.raises(RunFolderError, match="Go on with resume=other/step_8; begin anew with overwrite=true"):
+        with pytest.raises(
+            RunFolderError, match="Continue with resume=other/step_8, or start again with overwrite=true"
+        ):
             resume_lines(auto, command)
     assert newest_proven(newest.parents[1], print) is None, "whoever only looks is told of none"
 

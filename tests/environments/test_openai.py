@@ -212,7 +212,7 @@ async def test_what_is_not_supported_is_refused_as_openai_would(agent: Make) -> 
         "model": (openai.NotFoundError, "no model 'gpt-5'"),
         "top_p": (openai.BadRequestError, r"top_p=0.9 is refused.*ignore=\[top_p\]"),
         "logprobs": (openai.BadRequestError, "not told"),
-        "tool_choice": (openai.BadRequestError, "nothing constrains"),
+        "tool_choice": (openai.BadRequestError, "the policy samples without constraints"),
         "unknown": (openai.BadRequestError, "beam=3 is refused: it is not supported"),
         "n": (openai.BadRequestError, "n is a whole number of 1 to 64; got 0"),
         "last": (openai.BadRequestError, "the last message is the assistant's"),
@@ -366,7 +366,7 @@ async def test_an_agent_that_exits_costs_its_episode(agent: Make) -> None:
         ({"agent": "tests.environments.agents:of_nothing"}, r"It is called as of_nothing\(base_url=\.\.\., api_key"),
         ({"agent": "tests.environments.agents:fails"}, "missing a required argument: 'how'"),
         ({"agent": "tests.environments.agents:branches", "max_calls": 0}, "max_calls must be above 0"),
-        ({"agent": "tests.environments.agents:branches", "ignore": "model"}, "ignore is a list"),
+        ({"agent": "tests.environments.agents:branches", "ignore": "model"}, "ignore must be a list"),
         ({"turns": 3}, "unexpected keyword argument 'turns'"),
     ],
 )

@@ -142,14 +142,14 @@ def test_tools_whose_calls_nobody_reads_or_of_which_the_policy_is_not_told_are_r
     """Such a run trained on replies that never called anything, without a word."""
     model = replace(chat_model(tmp_path), renderer="default")
     tools = EnvironmentConfig(name="tools", args={"functions": CALCULATOR})
-    with pytest.raises(ConfigError, match=r"renderer=default reads none: .*model\.chat\.tool_parser"):
+    with pytest.raises(ConfigError, match=r"renderer=default reads no tool calls: .*model\.chat\.tool_parser"):
         check_environment(tools, model)
     reads = replace(model, chat={"tool_parser": "qwen3"})
     with pytest.raises(ConfigError, match=r"no place for `tools`.* environment\.args\.tell=false"):
         check_environment(tools, reads)
     check_environment(EnvironmentConfig(name="tools", args={"functions": CALCULATOR, "tell": False}), reads)
     tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=False)
-    with pytest.raises(ConfigError, match="renderer=default reads none"):
+    with pytest.raises(ConfigError, match="renderer=default reads no tool calls"):
         make_environment(tools, chat=open_chat(tokenizer, model.path, "default"))
     other = tmp_path / "model" / "additional_chat_templates" / "tool_use.jinja"
     other.parent.mkdir()

@@ -37,9 +37,9 @@ class VllmLink(ServerLink):
         said = await self.get("/server_info?config_format=json", "vllm_config")  # the first call takes seconds
         facts = VllmFacts(version=await self.get("/version", "version", LOOK_TIMEOUT_S), settings=said)
         try:
-            why = next(problems(facts, dtype), "") or (
-                "" if facts.max_length and facts.width else ("it has no room for a sequence")
-            )
+            why = next(problems(facts, dtype), "")
+            if not why and not (facts.max_length and facts.width):
+                why = "it has no room for a sequence"
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             why = f"its /server_info is not that of vLLM 0.32 ({type(error).__name__}: {error}). Start that version"
         if not why:

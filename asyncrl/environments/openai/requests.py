@@ -147,7 +147,7 @@ def _temperature(value: Any) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
         raise Refused(
-            400, (f"temperature must be a number of 0 or more; got {value!r:.40}"), "invalid_value", "temperature"
+            400, f"temperature must be a number of 0 or more; got {value!r:.40}", "invalid_value", "temperature"
         )
     return float(value)
 

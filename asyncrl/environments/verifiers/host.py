@@ -142,7 +142,7 @@ def outcome_of(episode: Episode) -> dict[str, Any]:
     """Return the reward, its unweighted parts and metrics; or why there is none."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok or len(episode.traces) != 1:
-        last = f"{errors[-1].type}: {errors[-1].message}" if errors else "it says nothing"
+        last = f"{errors[-1].type}: {errors[-1].message}" if errors else "it gave no error"
         return {"error": f"the episode of verifiers failed: {last}"}
     (trace,) = episode.traces
     lacking = [name for name, reward in trace.rewards.items() if reward is None]

@@ -68,8 +68,8 @@ def packed_attention(
     if packing is None or attention_mask is not None or refused:
         cause = ", ".join(refused) or ("an attention mask" if packing is not None else "a forward without packing")
         raise (ConfigError if refused else UnpackedCall)(
-            f"packed attention does not support {cause}, which {type(module).__name__} asks for; "
-            "use a plain causal decoder (Llama, Qwen2, Qwen3, Mistral)"
+            f"packed attention does not support {cause}, which {type(module).__name__} uses; use a plain causal "
+            "decoder (Llama, Qwen2, Qwen3, Mistral)"
         )
     if packing.note_window is not None:
         packing.note_window(sliding_window)

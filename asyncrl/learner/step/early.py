@@ -167,9 +167,7 @@ def still_of(
     Collective."""
     if begun is None or everywhere(bool(minibatches) and begun.is_of(plan, minibatches[0]), device):
         return begun
-    give_up_gradients(
-        roles, lease, device, (f"step {plan.step} was sealed with other groups than it was expected to begin with")
-    )
+    give_up_gradients(roles, lease, device, f"step {plan.step} was sealed with other groups than it began with")
     return None
 
 
@@ -183,12 +181,7 @@ def same_advantages(
     same = len(equal) == len(pairs) and bool(torch.stack(equal).all())
     if everywhere(same, device):
         return True
-    give_up_gradients(
-        roles,
-        lease,
-        device,
-        (f"step {begun.plan.step} has other advantages than were computed from its first groups alone"),
-    )
+    give_up_gradients(roles, lease, device, f"step {begun.plan.step} has other advantages than its first groups alone")
     return False
 
 

@@ -41,6 +41,6 @@ class Absent:
             log.warning(
                 "weights: %s is known to the replay server, but has not come here for weights, to %s, for %.0f s. "
                 "weights.host must be an address of the learner that its machine can reach, with an open port "
-                "(weights.port sets it). Its log says what went wrong",
+                "(weights.port sets it). The log of the worker says what went wrong",
                 worker, self._where, TOLD_S,
             )  # fmt: skip

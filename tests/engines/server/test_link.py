@@ -56,7 +56,7 @@ def streamed(url: str) -> list[object]:
     ("status", "error", "said"),
     [
         (401, ConfigError, "engine.key_env=NAME"),
-        (307, ConfigError, "sends elsewhere"),
+        (307, ConfigError, "redirects to an address"),
         (404, ConfigError, "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out"),
         (500, ServerGoneError, "status 500"),
         (400, GenerationError, "status 400"),

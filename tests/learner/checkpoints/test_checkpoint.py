@@ -373,7 +373,7 @@ def test_a_branch_from_another_folder_leaves_all_that_is_here(tmp_path: Path):
     assert mine.choose(str(path), restarted=False) == path == mine.choose(str(path), restarted=True)
     mine.begin_branch()
     assert mine.newest() is None
-    with pytest.raises(RunFolderError, match=f"was begun from {path} .* Go on with resume={path};"):
+    with pytest.raises(RunFolderError, match=f"was begun from {path} .* Continue with resume={path},"):
         mine.choose("auto", restarted=False)
     own = mine.save(state(9), roles, {})
     assert mine.choose(str(path), restarted=True) == own == mine.choose("auto", restarted=False)

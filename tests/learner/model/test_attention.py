@@ -83,7 +83,7 @@ def test_blocks_never_pad_a_short_row_to_a_long_one():
 def test_score_capping_is_refused_by_name():
     q = torch.randn(1, 2, 3, 8)
     packing = plan_packing(np.arange(3), np.array([3]), 3)
-    with pytest.raises(ConfigError, match=r"does not support attention sinks \(s_aux\), which Identity asks for"):
+    with pytest.raises(ConfigError, match=r"does not support attention sinks \(s_aux\), which Identity uses"):
         packed_attention(torch.nn.Identity(), q, q, q, None, packing=packing, s_aux=q)
     with pytest.raises(ConfigError, match="softcap"):
         packed_attention(torch.nn.Identity(), q, q, q, None, packing=packing, softcap=30.0)

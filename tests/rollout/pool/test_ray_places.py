@@ -111,5 +111,5 @@ def test_a_worker_without_a_place_is_named_with_what_it_asks_for_and_given_up_wh
         (found,) = ends(host, 1)
     finally:
         host.close()
-    assert found.code == EXIT_REFUSED and "asks for 8 GPUs" in found.how and "replay.wait_timeout_s" in found.how
+    assert found.code == EXIT_REFUSED and "needs 8 GPUs" in found.how and "replay.wait_timeout_s" in found.how
     assert "worker rollout-0: Ray has found no place for it in" in capsys.readouterr().err
