@@ -180,6 +180,6 @@ def _too_long(given: SftConfig) -> Problems:
     positions = positions_of(given.model.path) if Path(given.model.path).is_dir() else None
     if positions is not None and given.data.max_tokens > positions:
         yield (
-            f"data.max_tokens={given.data.max_tokens} is more than the model of model.path has positions "
-            f"({positions}). Set data.max_tokens={positions} or less"
+            f"data.max_tokens={given.data.max_tokens} is more than the {positions} positions of the model of "
+            f"model.path. Set data.max_tokens={positions} or less"
         )

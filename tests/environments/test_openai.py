@@ -211,7 +211,7 @@ async def test_what_is_not_supported_is_refused_as_openai_would(agent: Make) -> 
         "key": (openai.AuthenticationError, "api_key that the agent was given"),
         "model": (openai.NotFoundError, "no model 'gpt-5'"),
         "top_p": (openai.BadRequestError, r"top_p=0.9 is refused.*ignore=\[top_p\]"),
-        "logprobs": (openai.BadRequestError, "not told"),
+        "logprobs": (openai.BadRequestError, "not returned"),
         "tool_choice": (openai.BadRequestError, "the policy samples without constraints"),
         "unknown": (openai.BadRequestError, "beam=3 is refused: it is not supported"),
         "n": (openai.BadRequestError, "n is a whole number of 1 to 64; got 0"),

@@ -119,7 +119,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no text": (episodes(sound(), texts=()), "texts must have one str per trajectory"),
     "a strange failure": (episodes(failures=(KeyError("x"),)), r"a failure must be a .*got KeyError\('x'\)"),
     "no trajectory": (episodes("abc"), "trajectory 0: got 'abc' instead of a Trajectory"),
-    "a list": (episodes(replace(sound(), loss_mask=[True])), "loss_mask must be a numpy array of bool; a list"),
+    "a list": (episodes(replace(sound(), loss_mask=[True])), "loss_mask must be a numpy array of bool; got a list"),
     "wrong dtype": (
         episodes(replace(sound(), token_ids=sound().token_ids.astype(np.int64))),
         r"token_ids must be int32\[7\]; got int64\[7\]",
@@ -144,7 +144,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "another ending": (
         episodes(replace(sound(), finish_reason="done")),
-        "finish_reason must be stop or length; 'done'",
+        "finish_reason must be stop or length; got 'done'",
     ),
     "no reward": (episodes(replace(sound(), reward=float("nan"))), "reward must be a finite number"),
     "not scored": (
@@ -152,7 +152,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         "behavior_logprobs of loss tokens must be finite",
     ),
     "an extra of objects": (episodes(replace(sound(), extras={"x": np.array([None])})), "dtype"),
-    "rewards by number": (episodes(replace(sound(), rewards={1: 0.5})), r"rewards must be named by strings; \[1\]"),
+    "rewards by number": (episodes(replace(sound(), rewards={1: 0.5})), r"rewards must be named by strings; got \[1\]"),
     "a reward beyond all bounds": (episodes(replace(sound(), reward=10**400)), "OverflowError"),
     "an ending of several words": (episodes(replace(sound(), finish_reason=np.array(["a", "b"]))), "ValueError"),
     "a text that is none": (episodes(sound(), texts=("\ud800",)), "cannot be sent: .*surrogates"),

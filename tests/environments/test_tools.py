@@ -226,7 +226,7 @@ async def test_a_host_that_was_lost_is_started_anew() -> None:
     ("args", "says"),
     [
         ({}, "has no tools. Name functions"),
-        ({"functions": "a.py:b"}, "functions is a list"),
+        ({"functions": "a.py:b"}, "functions must be a list"),
         ({"functions": ["a.py:b"], "max_turns": 0}, "max_turns must be above 0"),
     ],
 )

@@ -165,7 +165,7 @@ def test_conversations_without_an_assistant_or_in_another_form_than_the_first_ar
         ("learner.keep_best=eval/heldout/loss", "Give eval.path=FILE"),
         (
             "eval.path=x learner.keep_best=eval/heldout/acc",
-            "there is eval/heldout/loss and eval/heldout/token_accuracy",
+            "The evaluation measures eval/heldout/loss and eval/heldout/token_accuracy",
         ),
         ("rollout.group_size=4", "there is no setting `rollout.group_size`"),
         ("learner.batch_size=4", "Did you mean `learner.rows_per_step`"),

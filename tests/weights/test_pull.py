@@ -321,5 +321,5 @@ def test_an_upload_that_fails_for_too_long_says_where(tmp_path):
     learner = Learner(Board(), tmp_path / "weights", f"file://{tmp_path}/file/below")
     learner.publisher.publish(0, [("w", torch.ones(4))])
     wait(lambda: learner.publisher._failure is not None)
-    with pytest.raises(WeightsError, match=r"could not be put to file://.*file/below"):
+    with pytest.raises(WeightsError, match=r"could not be written to file://.*file/below"):
         learner.publisher.publish(1, [("w", torch.ones(4))])

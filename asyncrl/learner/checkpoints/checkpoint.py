@@ -299,8 +299,8 @@ class Checkpoints:
         now = origin_of(self._folder.parent)
         if now != self._run:
             raise RunFolderError(
-                f"{self._folder.parent} was of run {self._run or 'no run'} when this learner began, and is of run "
-                f"{now or 'no run'} now: it was deleted and started again (overwrite=true). This learner ends"
+                f"{self._folder.parent} belonged to run {self._run or '(none)'} when this learner began, and now "
+                f"belongs to run {now or '(none)'}: it was deleted and begun again (overwrite=true). This learner ends"
             )
 
     def _verify(self, path: Path, device: torch.device) -> None:

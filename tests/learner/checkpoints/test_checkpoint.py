@@ -95,7 +95,9 @@ def test_a_checkpoint_of_another_run_is_refused_unless_it_is_named(tmp_path: Pat
     assert mine.choose("auto", restarted=False) == saved
     assert mine.load(saved, learner(1))[0].run == "first"
     (tmp_path / "run.json").write_text('{"run_id": "other", "origin": "other"}')
-    with pytest.raises(RunFolderError, match="was of run first when this learner began, and is of run other now"):
+    with pytest.raises(
+        RunFolderError, match="belonged to run first when this learner began, and now belongs to run other"
+    ):
         mine.save(state(5), roles, SNAPSHOT)
     theirs = Checkpoints(tmp_path / "ckpt", rank=0, keep=2)
     for restarted, resume in ((False, "auto"), (True, "never")):

@@ -95,7 +95,7 @@ def test_an_environment_that_fails_costs_its_groups_and_not_the_worker(tmp_path:
     assert len(failed) == len(replay.failed) == 9
     for index, (reason, detail) in failed.items():
         assert reason is DropReason.FAILED_ENVIRONMENT
-        why = f"KeyError: 'prompt {index}'" if index % 2 else "3 trajectories and 0 failures came, and 4 episodes"
+        why = f"KeyError: 'prompt {index}'" if index % 2 else "got 3 trajectories and 0 failures, but 4 episodes"
         assert detail.startswith(f"environment.name=wrong.py:Wrong: {why}")
     assert guarded.stats() == {"environment_failures": 9.0}
 
