@@ -214,7 +214,7 @@ async def test_what_is_not_supported_is_refused_as_openai_would(agent: Make) -> 
         "logprobs": (openai.BadRequestError, "not returned"),
         "tool_choice": (openai.BadRequestError, "the policy samples without constraints"),
         "unknown": (openai.BadRequestError, "beam=3 is refused: it is not supported"),
-        "n": (openai.BadRequestError, "n is a whole number of 1 to 64; got 0"),
+        "n": (openai.BadRequestError, "n must be a whole number of 1 to 64; got 0"),
         "last": (openai.BadRequestError, "the last message is the assistant's"),
         "image": (openai.BadRequestError, "got image_url"),
         "empty": (openai.BadRequestError, "at least one message"),
