@@ -81,7 +81,7 @@ def test_a_copy_goes_before_exports_that_wait_and_one_whose_turn_never_came_is_s
     go.write_text("")
     errands.finish(120.0)
     assert done.read_text().split() == ["export-1", "copy-3", "export-2", "export-3"]
-    assert "copy-2 is left out: a newer one is due, and export-1 is still under way" in caplog.text
+    assert "copy-2 is skipped: a newer one is due, and export-1 is still running" in caplog.text
     assert errands.counts()["checkpoint/copies_failed"] == 1.0
 
 
