@@ -82,6 +82,7 @@ def test_messages_have_one_form_however_they_were_written(tmp_path):
     parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?", "image": None}]
     given = [{"role": "user", "content": parts, "tool_calls": None}, {"role": "assistant", "content": None}]
     given[1]["tool_calls"] = [{"function": {"name": "add", "arguments": {}}}]
+    given.append({"role": "tool", "content": "4"})
     (row,) = opened(write(tmp_path, json.dumps({"prompt": given}))).scan(["prompt"])
     rows = opened(write(tmp_path, json.dumps({"prompt": given})))
     rows.check()
@@ -89,6 +90,7 @@ def test_messages_have_one_form_however_they_were_written(tmp_path):
     assert rows[0]["prompt"] == [
         {"role": "user", "content": "2+2?"},
         {"role": "assistant", "content": "", "tool_calls": given[1]["tool_calls"]},
+        {"role": "tool", "content": "4"},
     ]
 
 
