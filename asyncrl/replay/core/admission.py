@@ -1,6 +1,6 @@
-"""The two gates. Admission: may one more group be started? Consumption: may this token still be trained?
+"""The two gates. Admission: may one more group be started? Consumption: may this token still be trained on?
 
-Admission alone bounds only the average staleness (one slow group is enough to pass it); the consumption gate is the
+Admission alone bounds only the average staleness (one slow group can exceed it); the consumption gate is the
 guarantee. Everything here is a pure function of numbers, so both gates can be read, tested and simulated alone.
 """
 
@@ -17,12 +17,12 @@ from asyncrl.schema import Config, DataConfig
 from asyncrl.types import GroupHeader, StalePolicy, TrajectoryHeader
 
 SAMPLE_ORDERS = ("fifo", "freshest", "uniform")
-"""Those of `replay.order` that look at no rewards: siblings have them apart."""
+"""Values of `replay.order` that do not depend on rewards: by sample, the rewards of a group are spread over entries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionSettings:
-    """What the gates need to know of the run. Refuses at construction what would deadlock."""
+    """The run's settings that the gates need. The constructor rejects settings that would deadlock."""
 
     groups_per_step: int
     group_size: int
@@ -34,19 +34,19 @@ class AdmissionSettings:
     max_attempts: int = 3
     order: str = "fifo"
     window: int = 0
-    """Groups from the oldest open one on that may be trained; 0: all."""
+    """Length of the window of groups, from the oldest open one on, that may be trained; 0: all."""
     max_times_sampled: int = 1
     group_timeout_s: float = 0.0
-    """After so long an order is given to another worker; 0: never."""
+    """Seconds after which an assignment is reissued to another worker; 0: never."""
     min_group_size: int = 0
-    """Members that are enough when the others have failed for good; 0: all of them."""
+    """Members that suffice if the others have failed permanently; 0: all of them."""
     by_sample: bool = False
     """New groups are admitted member by member."""
     curriculum: Curriculum | None = None
-    """How prompts are chosen by what was measured; None: each at its turn."""
+    """How prompts are chosen by measured pass rate; None: in their order."""
     most_in_flight: int = 0
-    """With `rollout.autotune` the run's `rollout.max_in_flight`; `pipeline_depth` and `max_in_flight` are then what is
-    in force just now. 0: nothing moves them."""
+    """With `rollout.autotune`, the run's `rollout.max_in_flight`; `pipeline_depth` and `max_in_flight` are then the
+    values currently in force. 0: they do not change."""
 
     def __post_init__(self) -> None:
         for name in ("groups_per_step", "group_size", "max_in_flight", "max_attempts", "max_times_sampled"):
@@ -75,7 +75,7 @@ class AdmissionSettings:
 
     @classmethod
     def from_config(cls, config: Config) -> AdmissionSettings:
-        """The settings of a checked run configuration."""
+        """Build the settings from a checked run configuration."""
         return cls(
             groups_per_step=config.learner.groups_per_step,
             group_size=config.rollout.group_size,
@@ -96,15 +96,15 @@ class AdmissionSettings:
         )
 
     def plain(self) -> dict[str, Any]:
-        """As a journal keeps them."""
+        """Return the settings as plain values, for the journal."""
         values = {**asdict(self), "stale_policy": self.stale_policy.value}
         if self.curriculum is not None:
             values["curriculum"]["weights"] = list(self.curriculum.weights)
         return values
 
     def as_tuned(self, before: Mapping[str, Any]) -> AdmissionSettings:
-        """These, with the depth and the groups in flight that autotune had found before the server was restarted, as
-        far as they are still allowed. `before` are `plain` ones, perhaps of an older version."""
+        """Return these settings with the depth and groups in flight that autotune had reached before the server was
+        restarted, as far as they are still allowed. `before`: from `plain`, perhaps of an older version."""
         if not self.most_in_flight or not before.get("most_in_flight"):
             return self
         return replace(
@@ -119,22 +119,22 @@ class AdmissionSettings:
 
     @property
     def orders_per_group(self) -> int:
-        """How many orders to workers a new group takes, each with a slot and a place of its own."""
+        """The number of assignments that a new group takes, each with its own slot and place."""
         return self.group_size if self.by_sample else 1
 
     @property
     def bypass_steps(self) -> int:
-        """By how many steps the younger groups that pass one can put off its training: see `order.within_window`."""
+        """The most steps by which younger groups that pass a group can delay it: see `order.within_window`."""
         return -(-max(0, self.window - 1) // self.groups_per_step)
 
     @property
     def max_lag(self) -> int:
-        """How far behind the newest version a worker may serve and still get assignments."""
+        """The largest lag behind the newest version at which a worker still gets assignments, in versions."""
         return self.max_staleness - self.pipeline_depth - self.bypass_steps
 
 
 def curriculum_of(data: DataConfig) -> Curriculum | None:
-    """Of checked settings."""
+    """Build the curriculum from checked settings; None if there is none."""
     if not data.curriculum:
         return None
     low, high = data.curriculum_window
@@ -149,18 +149,18 @@ def curriculum_of(data: DataConfig) -> Curriculum | None:
 
 
 def may_admit(settings: AdmissionSettings, *, untrained: int, in_flight: int) -> bool:
-    """May one more group be started?
+    """Return whether one more group may be started.
 
-    With `max_times_sampled` above 1 a group that may be trained again counts as untrained: the rollouts slow down to
-    what the learner takes up.
+    With `max_times_sampled` above 1 a group that may be trained again counts as untrained, which slows the rollouts
+    down to the rate at which the learner consumes groups.
 
     `untrained` = admitted - dropped - trained, so `untrained < (1 + depth) * B` is the production gate
-    `admitted - dropped < (trained_steps + 1 + depth) * B` with the trained batches taken off both sides. The caller
-    leaves out groups that a restore has planned for steps beyond the window; counting them could stop admission
+    `admitted - dropped < (trained_steps + 1 + depth) * B` with the trained batches subtracted from both sides. The
+    caller leaves out groups that a restore has planned for steps beyond the window; counting them could stop admission
     while the next step is short of a group.
 
-    By sample both are counts of members, and a group is begun when there is room for all of its own: begun in part it
-    could wait for room that is free only once it is trained.
+    By sample, both are counts of members, and a group is begun only if there is room for all its members: begun in
+    part, it could wait for room that becomes free only once it is trained.
     """
     orders = settings.orders_per_group
     window = (1 + settings.pipeline_depth) * settings.groups_per_step
@@ -169,13 +169,13 @@ def may_admit(settings: AdmissionSettings, *, untrained: int, in_flight: int) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """One group judged at the moment it would be trained."""
+    """The judgement of one group at the time when it would be trained."""
 
     fresh_tokens: int
     """Loss tokens within the bound."""
     stale_tokens: int
     staleness: int
-    """Of its oldest loss token."""
+    """Staleness of its oldest loss token, in versions."""
 
 
 def judge(header: GroupHeader, staleness: Mapping[int, int], bound: int) -> Verdict:
@@ -194,18 +194,18 @@ def judge(header: GroupHeader, staleness: Mapping[int, int], bound: int) -> Verd
 
 
 def may_train(verdict: Verdict, policy: StalePolicy) -> bool:
-    """Does the group go into the batch (its over-age tokens masked), or is it dropped as stale?"""
+    """Return whether the group goes into the batch (its over-age tokens masked); otherwise it is dropped as stale."""
     if policy is StalePolicy.DROP:
         return verdict.stale_tokens == 0
     return verdict.fresh_tokens > 0
 
 
 def over_committed(slacks: Iterable[int], groups_per_step: int) -> int | None:
-    """Policy `wait`: is the learner about to leave behind more groups than the coming steps can train in time?
+    """For the policy `wait`: check whether the batch leaves out more groups than the coming steps can train in time.
 
     `slacks` are those of the groups left out of the batch: how many further steps each can wait and still be within
     the bound. At most `j * B` of them may have a slack of `j` or less. Returns the smallest `j` that is violated, or
-    None when the batch may be sealed. Negative slacks (only a rollback makes them) are past saving and not counted.
+    None if the batch may be sealed. Negative slacks (only a rollback causes them) cannot be helped and are not counted.
     """
     counts: dict[int, int] = {}
     for slack in slacks:
@@ -220,7 +220,7 @@ def over_committed(slacks: Iterable[int], groups_per_step: int) -> int | None:
 
 
 def stale_by_quartile(trajectory: TrajectoryHeader, staleness: Mapping[int, int], bound: int) -> list[int]:
-    """`[4]` over-age loss tokens by their place in the trajectory: first quarter of its loss tokens, second..."""
+    """Count over-age loss tokens by their position in the trajectory, `[4]`: first quarter of its loss tokens, ..."""
     total = trajectory.loss_tokens
     edges = [total * quarter // 4 for quarter in range(5)]
     result = [0, 0, 0, 0]

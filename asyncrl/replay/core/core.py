@@ -1,18 +1,18 @@
-"""The replay without sockets, threads or files: requests in, decisions out, time from a clock that is passed in.
+"""The replay without sockets, threads or files: takes requests, returns decisions, reads time from a clock argument.
 
     worker:   hello · survey · heartbeat · acquire → insert | fail · served · report_evaluation · goodbye
     learner:  restore · publish · certain · lease → trained → commit · evaluate · announce · snapshot · finish
-    host:     expire (now and then)
+    host:     expire (periodically)
 
-No call waits. What cannot be answered yet returns None or an empty reply, and the host (`server/loop.py`) asks again
-after the next event. All durable changes go through `Run.record`, where a journal listens.
+No call blocks. A request that cannot be answered yet returns None or an empty reply, and the host (`server/loop.py`)
+asks again after the next event. All durable changes go through `Run.record`, which passes them to the journal.
 
-    requests/   what workers and the learner ask: `rollouts` and `steps`, above `retries` and `space`
+    requests/   requests of workers and the learner: `rollouts` and `steps`, above `retries` and `space`
     tuning/     how far rollouts run ahead
     batches/    which groups make up a step
-    run         settings, clock, durable state, live workers: what all of these share
-    live/       workers and evaluations as they are now
-    durable/    what survives a restart
+    run         settings, clock, durable state and live workers, shared by all of these
+    live/       current workers and evaluations
+    durable/    state that survives a restart
     admission   the two gates
 """
 
@@ -33,8 +33,8 @@ from asyncrl.replay.protocol import Board
 
 
 class ReplayCore:
-    """`journal` is called with every event before it is applied. `clock` counts seconds from anywhere. `state` is what
-    a journal remembers; without one the core begins empty."""
+    """`journal` is called with every event before it is applied. `clock` returns seconds from an arbitrary origin.
+    `state` is the state recovered from a journal; without it the core starts empty."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class ReplayCore:
         self.steps = Steps(run, retries, self.space)
         rollouts, steps, space = self.rollouts, self.steps, self.space
 
-        # What a worker asks, or is said of one.
+        # Requests of a worker, or about one.
         self.hello = rollouts.hello
         self.heartbeat = rollouts.heartbeat
         self.goodbye = rollouts.goodbye
@@ -75,7 +75,7 @@ class ReplayCore:
         self.take_over = rollouts.take_over
         self.settle_s = rollouts.settle_s
 
-        # What the learner asks.
+        # Requests of the learner.
         self.hello_learner = steps.hello_learner
         self.check_rank = steps.check_rank
         self.check_learner = steps.check_learner
@@ -95,12 +95,12 @@ class ReplayCore:
         self.explain = steps.explain
         self.explain_evaluation = steps.explain_evaluation
 
-        # What the host asks for both.
+        # Requests of the host, on behalf of both.
         self.credit = space.credit
         self.bring_back = space.bring_back
 
     def configure(self, settings: dict[str, Any]) -> None:
-        """This server goes on with a run that had other settings of admission so far."""
+        """Record new admission settings for a run that had others so far."""
         self.run.record(ev.Configured(settings))
 
     @property
@@ -109,7 +109,7 @@ class ReplayCore:
 
     @property
     def paused(self) -> str:
-        """Why no new group may be started just now; the host sets it."""
+        """The reason why no new group may be started at present; set by the host."""
         return self.run.paused
 
     @paused.setter
@@ -117,6 +117,6 @@ class ReplayCore:
         self.run.paused = why
 
     def finish(self) -> None:
-        """Drop what is open and tell workers to stop. Repeating it is harmless."""
+        """Drop open groups and tell workers to stop. Idempotent."""
         self.rollouts.wait_for_no_resume()
         self.steps.finish()

@@ -1,4 +1,4 @@
-"""What a run is to the core: its settings and clock, its durable state, the workers that are there."""
+"""The run as the core sees it: settings, clock, durable state and live workers."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from asyncrl.replay.core.live.workers import FAILED, Workers
 from asyncrl.types import DropReason
 
 MAX_AGE = 64
-"""Groups of `replay/inserted_age_<age>` that are older are in the last of them."""
+"""The largest age of `replay/inserted_age_<age>`, in versions; older groups are counted there."""
 
 
 class Flight:
-    """Seconds so far by how many groups were in flight."""
+    """Accumulated seconds by the number of groups in flight."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
         self._count, self._since = 0, 0.0
 
     def note(self, now: float, count: int) -> None:
-        """From here on so many are in flight."""
+        """Record that `count` groups are in flight from `now` on."""
         self._seconds[self._count] = self._seconds.get(self._count, 0.0) + now - self._since
         self._count, self._since = count, now
 
@@ -39,7 +39,7 @@ class Flight:
 
 
 class Run:
-    """The parts of `ReplayCore` share one. `record` is the one way in which the durable state changes."""
+    """Shared by the parts of `ReplayCore`. The durable state changes only through `record`."""
 
     def __init__(
         self,
@@ -57,9 +57,9 @@ class Run:
         self.meter = Meter(clock())
         self.flight = Flight()
         self.paused = ""
-        """Why no new group may be started just now, whatever the gates say; empty when nothing is wrong."""
+        """The reason why no new group may be started at present, regardless of the gates; empty if there is none."""
         self.shards_paused = ""
-        """Likewise, of the shards."""
+        """The same, for the shards."""
         self.on_stale: Callable[[Entry, DropReason], None] = lambda entry, reason: None
         """Called before a group is dropped for its age."""
         self._journal = journal
@@ -69,7 +69,7 @@ class Run:
         return "; ".join(why for why in (self.paused, self.shards_paused) if why)
 
     def record(self, event: ev.Event) -> None:
-        """Every durable change passes here, before it is carried out."""
+        """Write an event to the journal, then apply it. Every durable change goes through here."""
         if self._journal is not None:
             self._journal(event)
         self.state.apply(event)
@@ -77,11 +77,11 @@ class Run:
             self.flight.note(self.clock(), self.state.in_flight)
 
     def allow(self, *, pipeline_depth: int, max_in_flight: int) -> None:
-        """From here on admission goes by these; a journal keeps them."""
+        """Apply these bounds to admission from now on, and record them in the journal."""
         settings = replace(self.settings, pipeline_depth=pipeline_depth, max_in_flight=max_in_flight)
         self.record(ev.Configured(settings.plain()))
         self.settings = settings
-        self.workers.revision += 1  # every worker's share of the window is another one
+        self.workers.revision += 1  # every worker's share of the window changes
 
     def refuse_replaced(self, peer: str, incarnation: str) -> None:
         """Raises FencedError when a newer incarnation of this peer has said hello."""
@@ -92,7 +92,7 @@ class Run:
             )
 
     def counts(self) -> dict[str, float]:
-        """Of this moment: the states of groups, what was dropped, the queue by age. Asking changes nothing."""
+        """Current counts: groups by state, drops by reason, the queue by age. Has no side effects."""
         ledger = self.state.ledger
         row = {f"replay/{state.value}": float(count) for state, count in ledger.counts.items()}
         row |= {f"replay/dropped_{name}": float(count) for name, count in ledger.dropped_by_name().items()}
@@ -105,7 +105,7 @@ class Run:
         return row | self._queue_by_age()
 
     def metrics(self) -> dict[str, float]:
-        """Ledger counts, costs and rates; the rates are since the last call."""
+        """Return ledger counts, costs and rates; the rates are since the last call."""
         row = self.counts()
         row |= {"data/overlong": self.workers.total("overlong_prompts")}
         row |= self._of_draws()
@@ -123,13 +123,13 @@ class Run:
         )
 
     def _queue_by_age(self) -> dict[str, float]:
-        """Of the groups that wait to be trained, by versions since they were begun."""
+        """Count groups waiting to be trained, by their age in versions since they were begun."""
         now = self.state.version
         ages = Counter(min(MAX_AGE, max(0, now - each.served_version)) for each in self.state.buffer.waiting.values())
         return {f"replay/inserted_age_{age}": float(count) for age, count in sorted(ages.items())}
 
     def _of_draws(self) -> dict[str, float]:
-        """What is known of the rows, where prompts are drawn by it."""
+        """Metrics of the measured pass rates, if prompts are drawn by them (`data.curriculum`)."""
         draws, wanted = self.state.draws, self.settings.curriculum
         if draws is None or wanted is None:
             return {}
