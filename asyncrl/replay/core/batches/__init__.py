@@ -1,1 +1,1 @@
-"""Which groups make up a step, in which order, and which learner rank trains them. Pure: nothing is recorded here."""
+"""Choose the groups of a step, their order, and the learner rank that trains each. Pure: nothing is recorded here."""

@@ -1,7 +1,7 @@
-"""Split a batch over learner ranks so that each computes about equally long, and siblings stay together: on one rank
-they share the tokens of their prompt.
+"""Split a batch over learner ranks so that each computes for about the same time and siblings stay together: on one
+rank they share the tokens of their prompt.
 
-Nothing of it is kept: a plan is split anew for whoever leases it, from its headers, to the same shards.
+The shards are not stored: each lease of a plan computes them again from its headers, with the same result.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ Place = tuple[int, int]
 """`(group position, trajectory position)` in a StepPlan."""
 
 UPDATES = "updates_per_batch"
-"""Under which name the learner announces it on the board, which the journal keeps."""
+"""Key under which the learner announces this setting on the board, which the journal keeps."""
 EARLY = "early_groups"
-"""The same of the groups that are balanced together, for `begin_step`."""
+"""Key for the number of groups that are balanced together, for `begin_step`."""
 EQUAL_AT = 40_000
-"""Tokens of a sequence in which attention takes as long as all the rest: 12 widths of the model, by operations (24 w^2
-and 2 w L per token and layer). That of a 7 B: the replay does not know the model."""
+"""Sequence length in tokens at which attention takes as long as all the rest: 12 widths of the model, by operations
+(24 w^2 and 2 w L per token and layer). The value for a 7 B model: the replay does not know the model."""
 SLACK = (1.02, 1.03, 1.05, 1.08, 1.1, 1.12, 1.14, 1.16, 1.18, 1.25, 1.35, 1.5, 1.75)
-"""How far the fullest rank may be over what no split can go below; the first that can be had is taken."""
+"""Factors by which the fullest rank may exceed the lower bound of any split; the first that is feasible is used."""
 
 
 def shard_step(plan: StepPlan, world: int, updates: int = 1, together: int = 0) -> tuple[tuple[Place, ...], ...]:
-    """Per rank, the places that it trains, ascending; a trajectory without a fresh token is in no shard.
+    """Return the places that each rank trains, ascending; a trajectory without a fresh token is in no shard.
 
     Args:
-        updates: optimizer steps of the batch: each is balanced of its own, for the ranks meet in it.
-        together: and in each of them every so many groups; 0: all of them together.
+        updates: optimizer steps of the batch: each is balanced separately, since the ranks synchronize in it.
+        together: number of groups of an optimizer step that are balanced together; 0: all of them.
     """
     if world == 1:
         return (tuple((group, position) for group in range(len(plan.groups)) for position in _fresh(plan, group)),)
@@ -46,25 +46,25 @@ def shard_step(plan: StepPlan, world: int, updates: int = 1, together: int = 0) 
 
 
 def parts_of(groups: Sequence[int], together: int) -> list[Sequence[int]]:
-    """Every `together` of the groups of an optimizer step, in turn: which they are depends on no group behind them."""
+    """Split the groups of an optimizer step into runs of `together`: no run depends on the groups after it."""
     return [groups[i : i + together] for i in range(0, len(groups), together)] if together else [groups]
 
 
 def begin_step(
     plan: StepPlan, world: int, *, first: int, together: int, after: int = 0, upto: int = 0
 ) -> StepPlan | None:
-    """The groups with which training can begin before the others of the batch are known: whole parts of its first
-    optimizer step but the last, with which the ranks meet.
+    """Plan the groups with which training can begin before the rest of the batch is known: whole parts of its first
+    optimizer step except the last part, in which the ranks synchronize.
 
     Args:
         plan: with the groups that the batch begins with, or all of them.
-        first: groups of the first optimizer step.
+        first: number of groups in the first optimizer step.
         together: see `shard_step`.
-        after: groups that were given out before.
-        upto: how many are then, and no others; 0: as many as there are.
+        after: number of groups given out before.
+        upto: exact number of groups given out afterwards; 0: as many as are available.
 
     Returns:
-        The plan of the groups from `after` on alone, counted from 0 and with shards; None if there are none.
+        A plan of the groups from `after` on only, counted from 0 and with shards; None if there are none.
     """
     useful = [place for place, group in enumerate(plan.groups) if any(map(plan.fresh_tokens, group.trajectories))]
     whole = min(len(useful), max(0, first - 1)) // together * together
@@ -76,7 +76,7 @@ def begin_step(
 
 
 def minibatches(plan: StepPlan, updates: int) -> list[tuple[int, ...]]:
-    """Positions of the groups of each optimizer step, at most `updates`; groups without a fresh token are in none."""
+    """Group positions of each of at most `updates` optimizer steps; groups without a fresh token are in none."""
     useful = [place for place, group in enumerate(plan.groups) if any(map(plan.fresh_tokens, group.trajectories))]
     count = min(max(1, updates), len(useful))
     size, longer = divmod(len(useful), count) if count else (0, 0)
@@ -92,7 +92,7 @@ def _fresh(plan: StepPlan, group: int) -> dict[int, TrajectoryHeader]:
 
 
 def cost(siblings: Iterable[TrajectoryHeader]) -> int:
-    """What it takes to train siblings on one rank, in tokens of it times `EQUAL_AT`."""
+    """The cost of training siblings on one rank, in tokens times `EQUAL_AT`."""
     tokens, pairs, prompts = 0, 0, set()
     for header in siblings:
         tokens += header.length - header.prompt_length
@@ -114,11 +114,11 @@ class _Piece:
 
 
 def balance(groups: Sequence[dict[int, TrajectoryHeader]], world: int) -> list[list[Place]]:
-    """`[world]` lists of places, ascending; `groups[g][t]` is the header at the place `(g, t)`.
+    """Return `[world]` lists of places, ascending; `groups[g][t]` is the header at the place `(g, t)`.
 
-    Whole groups, the costliest first to the rank that has least (LPT). Where that lifts a rank over the others, as
-    little above the lower bound as can be had: what would be too much for a rank is split, and only that. Ranks may be
-    left empty. The same for the same headers, always.
+    Whole groups go, the costliest first, to the least loaded rank (LPT). A group that would lift a rank above the cap
+    is split, and only such groups are; the cap is the lowest multiple of the lower bound in `SLACK` that is feasible.
+    Ranks may be left empty. Deterministic: the same headers always give the same result.
     """
     pieces = [_piece(group, members, groups) for group, members in enumerate(groups) if members]
     if world == 1 or not pieces:
@@ -134,7 +134,8 @@ def balance(groups: Sequence[dict[int, TrajectoryHeader]], world: int) -> list[l
 
 
 def lower_bound(groups: Sequence[dict[int, TrajectoryHeader]], world: int) -> int:
-    """What the fullest rank has at least: an even share of the cheapest way, or the costliest single trajectory."""
+    """Lower bound on the load of the fullest rank: an even share of the total cost with whole groups, or the costliest
+    single trajectory."""
     total = sum(cost(members.values()) for members in groups)
     single = max((cost([header]) for members in groups for header in members.values()), default=0)
     return max(-(-total // world), single)
@@ -149,7 +150,7 @@ def _piece(group: int, members: Iterable[int], groups: Sequence[dict[int, Trajec
 def _filled(
     pieces: Sequence[_Piece], groups: Sequence[dict[int, TrajectoryHeader]], world: int, cap: int | None
 ) -> list[list[Place]] | None:
-    """The shards with no rank above `cap`; None if they were not found."""
+    """Return shards with no rank above `cap`; None if none were found."""
     shards: list[list[Place]] = [[] for _ in range(world)]
     ranks = [(0, 0, rank) for rank in range(world)]
     queue = [(piece.order, piece) for piece in pieces]
@@ -169,7 +170,7 @@ def _filled(
 
 
 def _split(piece: _Piece, groups: Sequence[dict[int, TrajectoryHeader]], room: int) -> tuple[_Piece | None, _Piece]:
-    """As much of `piece` as fits, longest first, and what is left."""
+    """Return the part of `piece` that fits into `room`, longest first, and the rest."""
     group = piece.members[0][0]
     taken: list[int] = []
     left: list[int] = []
@@ -177,7 +178,7 @@ def _split(piece: _Piece, groups: Sequence[dict[int, TrajectoryHeader]], room: i
     for _, position in piece.members:
         header = groups[group][position]
         alone = cost([header])
-        # Counted on: `cost` of all that is taken, for each that may be, takes seconds of the server for 4096 siblings.
+        # Updated incrementally: `cost` of all taken siblings for each candidate takes seconds for 4096 siblings.
         more = alone - header.prompt_length * EQUAL_AT if header.prompt_length in prompts else alone
         if more <= room:
             room -= more

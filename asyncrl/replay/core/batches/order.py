@@ -1,8 +1,8 @@
-"""In which order waiting groups are trained: one pure function per word of `replay.order`; and the window
-(`replay.window`) that keeps any of them near the order of admission.
+"""The order in which waiting groups are trained: one pure function per value of `replay.order`; and the window
+(`replay.window`) that keeps any such order close to the order of admission.
 
-An order decides anything only while more groups wait than a batch needs, that is with `pipeline_depth` > 0. Whatever it
-says, groups over the staleness bound are out before, and ties go to the group that came first.
+The order matters only while more groups wait than a batch needs, that is with `pipeline_depth` > 0. For every order,
+groups over the staleness bound are removed first, and ties go to the group that came first.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ class Waiting:
 
     entry: Entry
     staleness: int
-    """Of its oldest loss token, at the moment of training."""
+    """Staleness of its oldest loss token at the time of training, in versions."""
     slack: int
-    """Steps it can still wait and be within the bound."""
+    """Steps that it can still wait and be within the bound."""
 
 
 class Selector(Protocol):
     def __call__(self, waiting: Sequence[Waiting], *, seed: int, step: int) -> list[Waiting]:
-        """The groups in the order they should be trained. A function of its arguments alone: asked again after a
-        restart it must answer the same."""
+        """Return the groups in the order in which they should be trained. Must depend on its arguments only: a call
+        repeated after a restart must return the same order."""
         ...
 
 
@@ -41,7 +41,7 @@ def fifo(waiting: Sequence[Waiting], *, seed: int, step: int) -> list[Waiting]:
 
 
 def freshest(waiting: Sequence[Waiting], *, seed: int, step: int) -> list[Waiting]:
-    """Least stale first. What is passed over ages until it is dropped as stale: less bias, more waste."""
+    """Least stale first. Groups that are passed over age until they are dropped as stale: less bias, more waste."""
     return sorted(waiting, key=lambda group: group.staleness)
 
 
@@ -56,13 +56,13 @@ def uniform(waiting: Sequence[Waiting], *, seed: int, step: int) -> list[Waiting
 
 
 def most_effective(waiting: Sequence[Waiting], *, seed: int, step: int) -> list[Waiting]:
-    """Those not trained yet, then the largest effective sample size: the share of a group's tokens that its importance
-    weights leave, as the learner measured it when it trained the group last (`asyncrl/learner/step/group_ess.py`)."""
+    """Untrained groups first, then the largest effective sample size: the share of a group's tokens that its importance
+    weights leave, as the learner measured it when it last trained the group (`asyncrl/learner/step/group_ess.py`)."""
     return sorted(waiting, key=lambda group: -group.entry.ess if group.entry.trained else -1.0)
 
 
 def most_urgent(waiting: Sequence[Waiting], *, seed: int, step: int) -> list[Waiting]:
-    """By how many steps a group can still wait. What `stale_policy=wait` relies on, whatever `replay.order` says."""
+    """Least slack first. `stale_policy=wait` uses this order, whatever `replay.order` is."""
     return sorted(waiting, key=lambda group: group.slack)
 
 
@@ -76,21 +76,21 @@ SELECTORS: dict[str, Selector] = {
 
 
 def within_window(order: Sequence[Waiting], unfinished: Iterable[int], window: int) -> list[Waiting]:
-    """Those of `order` that may be trained now, in turn: always the first that is among the `window` group ids from the
-    oldest open group on. `unfinished`: ids of the open groups that do not wait.
+    """Return the groups of `order` that may be trained now: repeatedly the first that lies in the window, which is
+    `window` group ids from the oldest open group on. `unfinished`: ids of the open groups that are not waiting.
 
     Taking a younger group does not move the window, so at most `W - 1` pass any group (windowed FIFO: section 6.2.4 of
     arXiv 2605.26494; the bound follows torchtitan's `experiments/rl/docs/windowed_fifo.md`). When a group is given to a
-    worker at version v, at most `A - 1` others are untrained, `A = (1 + depth) * B`, the older ones among them. Before
-    its batch of B groups are trained at most those and the W - 1 that pass it, hence
+    worker at version v, at most `A - 1` others are untrained, `A = (1 + depth) * B`, the older ones included. Before
+    its batch of B groups, at most these and the W - 1 that pass it are trained, hence
 
         staleness <= lag + floor((A - 1 + W - 1) / B) = lag + depth + ceil((W - 1) / B)
 
-    with the worker's `lag` behind v, for which `AdmissionSettings.max_lag` leaves what is missing to the bound. Nothing
-    gets stuck: once no group is unfinished, all are in.
+    with the worker's `lag` behind v, which `AdmissionSettings.max_lag` limits to what is left of the bound. No group
+    gets stuck: once no group is unfinished, all are returned.
     """
     rank = {group.entry.group_id: place for place, group in enumerate(order)}
-    ids = sorted([*rank, *unfinished], reverse=True)  # popped from the end: the next to come into the window
+    ids = sorted([*rank, *unfinished], reverse=True)  # taken from the end: the next to enter the window
     ready: list[int] = []
     taken: set[int] = set()
     result: list[Waiting] = []
@@ -111,8 +111,8 @@ def within_window(order: Sequence[Waiting], unfinished: Iterable[int], window: i
 
 
 def advantage_spread(header: GroupHeader | None) -> float:
-    """Mean absolute deviation of a group's rewards, `sum_i |r_i - mean(r)| / G`: the mean size of its advantages with a
-    mean baseline, hence of its policy gradient before the scores. 0 when all rewards are the same."""
+    """Mean absolute deviation of a group's rewards, `sum_i |r_i - mean(r)| / G`: the mean magnitude of its advantages
+    with a mean baseline, hence of its policy gradient before the scores. 0 if all rewards are equal."""
     if header is None:
         return 0.0
     rewards = [header.trajectories[place].reward for place in members_of(header.trajectories)]

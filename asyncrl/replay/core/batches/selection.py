@@ -1,4 +1,4 @@
-"""The consumption gate at work: which waiting groups make up a step, which are dropped, and what to wait for.
+"""Apply the consumption gate: which waiting groups make up a step, which are dropped, and what to wait for.
 
 Reads the state and decides; changes nothing.
 """
@@ -18,18 +18,18 @@ from asyncrl.types import NO_VERSION, StalePolicy
 @dataclass(slots=True, kw_only=True)
 class Choice:
     batch: list[Entry] | None = None
-    """The members in order; None: not yet."""
+    """The members in order; None: the step cannot be sealed yet."""
     stale: list[Group] = field(default_factory=list)
-    """To be dropped (retired, if trained before), whether or not there is a batch."""
+    """Groups to be dropped (retired, if trained before), whether or not there is a batch."""
     short: list[Group] = field(default_factory=list)
-    """Likewise, as incomplete: too many of their members were lost."""
+    """Groups to be dropped as incomplete, likewise: too many of their members were lost."""
     waiting_for: str = ""
     """`generation`: too few groups. `stale_wait`: policy `wait`, or the window, holds the learner for groups still in
     flight."""
 
 
 class _Ages:
-    """Staleness of versions at the moment the step would be trained, each computed once."""
+    """Staleness of versions at the time when the step would be trained, each computed once."""
 
     def __init__(self, state: ReplayState, ahead: int) -> None:
         self._tree, self._version, self._ahead = state.tree, state.version, ahead
@@ -43,7 +43,7 @@ class _Ages:
 
 
 def choose_batch(state: ReplayState, settings: AdmissionSettings, *, step: int, ahead: int, seed: int = 0) -> Choice:
-    """The batch of `step`, to be trained `ahead` publications after the current version."""
+    """Choose the batch of `step`, which will be trained `ahead` publications after the current version."""
     if state.version == NO_VERSION:
         return Choice(waiting_for="publication")
     if len(state.buffer.waiting) < settings.groups_per_step:
@@ -80,8 +80,8 @@ def choose_batch(state: ReplayState, settings: AdmissionSettings, *, step: int, 
 
 
 def certain_members(state: ReplayState, settings: AdmissionSettings) -> list[Entry]:
-    """Whom the batch of the next step begins with, whatever comes in before it is sealed: in the order of arrival
-    nobody passes those that wait, and until the step is trained they get no older. Empty with any other order."""
+    """Return the members that the batch of the next step begins with, whatever arrives before it is sealed. With FIFO
+    order no group passes those that wait, and they get no older until the step is trained. Empty for other orders."""
     in_turn = settings.order == "fifo" and not settings.window and settings.stale_policy is not StalePolicy.WAIT
     if not in_turn or state.version == NO_VERSION:
         return []
@@ -94,17 +94,17 @@ def _waiting(state: ReplayState) -> tuple[list[Group], list[Group]]:
 
 
 class _Judged:
-    """Groups that are whole, in their order: which may be trained, and why the others may not."""
+    """Whole groups, in order, sorted into those that may be trained and those that may not, by reason."""
 
     def __init__(self, whole: list[Group], settings: AdmissionSettings, ages: _Ages) -> None:
         self.verdicts: dict[int, Verdict] = {}
-        """By what the members of a group have in common."""
+        """Verdicts by `Entry.whose`."""
         self.fresh: list[Group] = []
         self.stale: list[Group] = []
         self.short: list[Group] = []
         for group in whole:
             verdict = self.verdicts[group[0].whose] = _judge(group, ages, settings.max_staleness)
-            # A run that is resumed with a lower limit may have groups waiting that have reached it.
+            # A run resumed with a lower limit may have waiting groups that have already reached it.
             usable = group[0].trained < settings.max_times_sampled
             if is_short(group, settings.group_size - settings.fewest_members):
                 self.short.append(group)
@@ -115,7 +115,7 @@ class _Judged:
 
 
 def _judge(group: Group, ages: _Ages, bound: int) -> Verdict:
-    """Of all its members together: it is one group for both gates."""
+    """Judge all members of a group together: it is one group for both gates."""
     verdicts = [judge(entry.header, ages, bound) for entry in group if entry.header is not None]  # type: ignore[arg-type]
     if len(verdicts) == 1:
         return verdicts[0]
@@ -127,7 +127,7 @@ def _judge(group: Group, ages: _Ages, bound: int) -> Verdict:
 
 
 def _slacks_in_flight(state: ReplayState, parts: list[Group], ages: _Ages, bound: int) -> list[int]:
-    """Of each group that is not whole and has tokens already, perhaps: how many steps its oldest can still wait."""
+    """For each group that is not whole but may have tokens: the number of steps its oldest token can still wait."""
     slacks: dict[int, int] = {}
     for entry in state.held.values():
         slack = bound - ages[entry.served_version]
@@ -139,9 +139,9 @@ def _slacks_in_flight(state: ReplayState, parts: list[Group], ages: _Ages, bound
 
 
 def _must_wait(left: list[int], in_flight: list[int], groups_per_step: int) -> bool:
-    """Sealing now would make some group over-age, and waiting for one still in flight can prevent it.
+    """Return whether sealing now would make some group over-age and waiting for one still in flight can prevent it.
 
-    Where every urgent group is here already (possible only after a rollback), waiting would never end.
+    If every urgent group is here already (possible only after a rollback), waiting would never end.
     """
     violated = over_committed([*left, *in_flight], groups_per_step)
     return violated is not None and any(0 <= slack <= violated for slack in in_flight)
