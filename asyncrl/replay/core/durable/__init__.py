@@ -1,2 +1,2 @@
-"""State that survives a restart of the server: events, what they change, and its form on disk. It knows no clock, no
-settings and no worker that is connected now."""
+"""State that survives a restart of the server: events, the state they change, and its form on disk. Independent of the
+clock, the settings and the connected workers."""

@@ -1,4 +1,4 @@
-"""Stored groups: those waiting to be sealed, in order, and the sealed steps with their payloads until commit."""
+"""Stores groups: those waiting to be sealed, in order, and the sealed steps with their payloads until commit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Step:
 
 
 class InJournal:
-    """Payload of a group that was given up for memory and is read back from the journal when it is needed."""
+    """Placeholder for a payload that was released to free memory and is read from the journal when needed."""
 
 
 IN_JOURNAL = InJournal()
@@ -30,12 +30,12 @@ IN_JOURNAL = InJournal()
 class Buffer:
     """Payload bytes are held from insert until drop, or until the commit of the last step that the group was in.
 
-    A group is in one of three places: `waiting` to be sealed, `leased` while a sealed step with it is to be trained,
-    `done` once it was trained and is not to be used again.
+    A group is in one of three places: `waiting` to be sealed, `leased` while a sealed step that contains it is still to
+    be trained, `done` once it was trained and is not to be used again.
     """
 
     waiting: dict[int, Entry] = field(default_factory=dict)
-    """In order of insertion; a group that is used again stands last."""
+    """In order of insertion; a group that is used again goes to the end."""
     leased: dict[int, Entry] = field(default_factory=dict)
     done: dict[int, Entry] = field(default_factory=dict)
     untrained: dict[int, Step] = field(default_factory=dict)
@@ -48,15 +48,15 @@ class Buffer:
         self.nbytes += entry.header.nbytes if entry.header else 0
 
     def stand_last(self, first: int, siblings: int) -> None:
-        """What waits of these ids goes behind all that waits: a group stands where it became whole, and this one did by
-        losing a member."""
+        """Move the waiting entries among these ids to the end: a group is ordered by the time when it became whole, and
+        this one became whole by losing a member."""
         for group_id in range(first, first + siblings):
             entry = self.waiting.pop(group_id, None)
             if entry is not None:
                 self.waiting[group_id] = entry
 
     def forget(self, entry: Entry) -> None:
-        """Give up a group that was never trained, wherever it is."""
+        """Remove a group that was never trained, wherever it is."""
         self._take_out(entry)
         self._free(entry)
 
@@ -79,11 +79,11 @@ class Buffer:
         return sealed
 
     def reuse(self, entry: Entry) -> None:
-        """A group that is done waits again."""
+        """Move a group from `done` back to `waiting`."""
         self.waiting[entry.group_id] = self.done.pop(entry.group_id)
 
     def retire(self, entry: Entry) -> bool:
-        """A group that was trained is used no more. True when no uncommitted step needs it: it is forgotten."""
+        """Stop using a trained group. Returns True if no uncommitted step needs it: it is then forgotten."""
         self._take_out(entry)
         if all(self.trained[step].evicted for step in entry.kept):
             self._free(entry)
@@ -92,14 +92,14 @@ class Buffer:
         return not entry.kept
 
     def evict(self, step: int) -> None:
-        """Give up the payloads of a trained step, as far as no other step needs them."""
+        """Release the payloads of a trained step that no other step needs."""
         self.trained[step].evicted = True
         for entry in self.trained[step].members:
             if entry.group_id in self.done and all(self.trained[kept].evicted for kept in entry.kept):
                 self._free(entry)
 
     def commit(self, step: int) -> list[Entry]:
-        """Forget a trained step; returns those of its members that nothing needs any more."""
+        """Forget a trained step. Returns those of its members that are no longer needed."""
         over: list[Entry] = []
         for entry in self.trained.pop(step).members:
             entry.kept.remove(step)
@@ -111,10 +111,10 @@ class Buffer:
 
     def restore(self, step: int, *, again: bool) -> list[Entry]:
         """Undo training after `step`. Returns the groups that this moved, each once, in order; those without a payload
-        have to be made again, unless they were trained before `step` too.
+        have to be generated again, unless they were trained before `step` too.
 
         Args:
-            again: the batches stand as they were planned. Otherwise their groups wait to be chosen anew, before all
+            again: keep the batches as they were planned. Otherwise their groups wait to be chosen again, before all
                 others.
         """
         moved: dict[int, Entry] = {}
@@ -143,19 +143,19 @@ class Buffer:
         return list(moved.values())
 
     def spill(self, step: Step) -> None:
-        """Give up the payloads of a sealed step; the journal has them."""
+        """Release the payloads of a sealed step; the journal has them."""
         for entry in step.members:
             if _is_here(entry):
                 self._free(entry)
                 entry.payload = IN_JOURNAL
 
     def bring_back(self, entry: Entry, payload: object) -> None:
-        """What `spill` gave up is here again."""
+        """Put back the payload of a group that `spill` released."""
         entry.payload = payload
         self.nbytes += entry.header.nbytes if entry.header else 0
 
     def within(self, first: int, last: int) -> list[list[Entry]]:
-        """What is sealed for the steps `first` to `last`."""
+        """The members of the sealed, untrained steps `first` to `last`, inclusive."""
         return [sealed.members for step, sealed in self.untrained.items() if first <= step <= last]
 
     def _take_out(self, entry: Entry) -> None:
@@ -166,7 +166,7 @@ class Buffer:
         entry.planned = []
 
     def _place(self, entry: Entry) -> None:
-        """Where a group belongs after some of its training was undone."""
+        """Move a group to the place where it belongs after some of its training was undone."""
         for place in (self.waiting, self.leased, self.done):
             place.pop(entry.group_id, None)
         if entry.planned:
@@ -185,5 +185,5 @@ class Buffer:
 
 
 def _is_here(entry: Entry) -> bool:
-    """Its payload is in memory."""
+    """Whether its payload is in memory."""
     return entry.payload is not None and entry.payload is not IN_JOURNAL

@@ -1,7 +1,7 @@
-"""Everything that can change the durable state of the replay. One event, one transition, one journal record.
+"""The events that can change the durable state of the replay: one event, one transition, one journal record.
 
-`ReplayCore` decides and makes events; `ReplayState.apply` carries them out and is the only code that does. A journal
-that stores the events and applies them again at a restart therefore arrives at the same state.
+`ReplayCore` decides and creates events; only `ReplayState.apply` applies them. A journal that stores the events and
+applies them again at a restart therefore arrives at the same state.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from asyncrl.types import DropReason, GroupHeader
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A version outside any step: initial weights, or restored weights under a new number."""
+    """A version that no step trained: initial weights, or restored weights under a new number."""
 
     policy_version: int
     parent: int
@@ -22,8 +22,8 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A group was admitted by sample (`replay.admission=sample`): its members have the ids from `first` on, a life of
-    their own each, and wait to be issued. What else is said of groups is said of each of them."""
+    """A group was admitted by sample (`replay.admission=sample`): its members have consecutive ids from `first` on,
+    separate life cycles, and wait to be issued. The other events about groups then refer to single members."""
 
     first: int
     members: int
@@ -32,7 +32,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """A new group was admitted, or a returned one handed out again (`group_id` is then known)."""
+    """A new group was admitted, or a returned one reissued (`group_id` is then known)."""
 
     group_id: int
     prompt_index: int
@@ -40,16 +40,16 @@ class Issued:
     worker: str
     incarnation: str
     policy_version: int
-    """Newest at this moment."""
+    """The newest version at this time."""
     served_version: int
-    """What the worker serves: no token of this attempt can be older."""
+    """The version that the worker serves: no token of this attempt can be older."""
     request: int = -1
-    """Number of the request that this answers. Asked again after a restart of the server, it gets the same order."""
+    """Number of the request that this answers. Repeated after a restart of the server, it gets the same assignment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """An attempt ended without a group (failure, lost worker); the group waits to be issued again."""
+    """An attempt ended without a result (failure, lost worker); the group waits to be issued again."""
 
     group_id: int
     counted: bool
@@ -60,9 +60,9 @@ class Returned:
 class Inserted:
     header: GroupHeader
     payload: Any
-    """Opaque; whoever stores it gets it back with the lease."""
+    """Opaque; returned unchanged with the lease."""
     pass_rate: float = -1.0
-    """Share of its members that passed, where a curriculum wants to know; -1: not measured."""
+    """Share of its members that passed, if there is a curriculum; -1: not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +70,11 @@ class Dropped:
     group_id: int
     reason: DropReason
     readmit: bool = False
-    """Put its prompt back in the stream."""
+    """Whether its prompt goes back into the stream."""
     detail: str = ""
-    """Of a filter: its name, and what it said."""
+    """For a filter: its name and its reason."""
     pass_rate: float = -1.0
-    """As of `Inserted`: what a filter drops was measured all the same."""
+    """As in `Inserted`: groups that a filter drops were measured too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,47 +83,47 @@ class Sealed:
 
     step: int
     policy_version: int
-    """The newest version at sealing: the one it will be trained at, or that one's parent when leased ahead."""
+    """The newest version at sealing: the one it will be trained at, or the parent of that one if leased ahead."""
     ahead: int
     members: tuple[int, ...]
     max_staleness: int = 0
-    """The bound in force."""
+    """The staleness bound in force."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
     step: int
     policy_version: int
-    """Published by this step; its parent is the version before."""
+    """The version published by this step; its parent is the version before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reused:
-    """Groups that were trained wait to be sealed into another step (`replay.max_times_sampled`)."""
+    """Trained groups wait to be sealed into another step (`replay.max_times_sampled`)."""
 
     groups: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """What the learner measured of the groups of a step that it has just trained (`replay.order=ess`)."""
+    """The learner's measurements of the groups of a step that it has just trained (`replay.order=ess`)."""
 
     step: int
     ess: tuple[int, ...]
-    """Effective sample size of their tokens' importance weights, in millionths of their number."""
+    """Effective sample size of the importance weights of each group's tokens, in millionths of their number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """A group that was trained and waits, or is planned, to be trained again is over-age or not needed any more."""
+    """A trained group that waits or is planned to be trained again is over-age or no longer needed."""
 
     group_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """The payloads of a trained, uncommitted step were given up for memory, and no journal has them. A restore makes
-    its groups anew."""
+    """The payloads of a trained, uncommitted step were released to free memory, and no journal has them. After a
+    restore its groups are generated again."""
 
     step: int
 
@@ -137,25 +137,25 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """The learner goes on from the checkpoint of `step` (-1: from the start), whose weights are `policy_version`."""
+    """The learner resumes from the checkpoint of `step` (-1: from the start), whose weights are `policy_version`."""
 
     step: int
     policy_version: int
     incarnation: str = ""
-    """Of the learner that is the running one from now on."""
+    """Incarnation of the learner that is the running one from now on."""
     settings: str = ""
-    """Digest of the settings that it trains by."""
+    """Digest of its training settings."""
     again: bool = False
-    """The same history once more: plans stand, ages too. Otherwise a branch begins, and what was planned is judged anew
-    by its distance in the version tree."""
+    """True: the same history is repeated, and plans and ages stay as they are. False: a branch begins, and planned
+    groups are judged again by their distance in the version tree."""
     run: str = ""
-    """What this learner calls its run, through all its resumes; empty where it says nothing. Records of before have
+    """This learner's name for its run, the same through all its resumes; empty if it gives none. Older records have
     none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A worker said hello under a new incarnation; earlier ones of this name are refused from now on."""
+    """A worker said hello with a new incarnation; earlier ones of this name are refused from now on."""
 
     worker: str
     incarnation: str
@@ -170,7 +170,7 @@ class Announced:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationAsked:
-    """The learner wants a set scored. How far that has come is not kept: after a restart it begins anew."""
+    """The learner requested an evaluation of a set. Its progress is not kept: after a restart it starts over."""
 
     job_id: int
     step: int
@@ -182,14 +182,14 @@ class EvaluationAsked:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationClosed:
-    """The learner has the result."""
+    """The learner has the result, or the evaluation was superseded."""
 
     job_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Reloaded:
-    """This server's memory does not reach the learner's checkpoint: it becomes what the checkpoint remembers."""
+    """This server's state does not cover the learner's checkpoint: it is replaced by the checkpoint's snapshot."""
 
     snapshot: dict[str, Any]
 
@@ -199,9 +199,9 @@ class Snapshotted:
     """The first record of every journal segment: all state before it except payloads, which stay where they are."""
 
     run: dict[str, Any]
-    """Whose journal it is: `run_id`, `run_digest`, `boot`, and `settings` (of admission)."""
+    """The run that the journal belongs to: `run_id`, `run_digest`, `boot`, and `settings` (of admission)."""
     previous_end: int
-    """Journal position where the segment before ends; -1: nothing was written before."""
+    """Journal position where the previous segment ends; -1: nothing was written before."""
     image: dict[str, Any]
     """See `asyncrl.replay.core.durable.image`."""
     places: tuple[int, ...]
@@ -210,24 +210,24 @@ class Snapshotted:
 
 @dataclass(frozen=True, slots=True)
 class Surveyed:
-    """From here on prompts are drawn by what groups measure, of so many rows. Once in a run."""
+    """From now on prompts are drawn by the measured pass rates of groups, from these rows. Once per run."""
 
     rows: tuple[int, ...]
-    """Of each source."""
+    """Number of rows of each source."""
     order: dict[str, Any]
-    """`weights` of the sources, `seed` and `shuffle`: what says which row a prompt is."""
+    """`weights` of the sources, `seed` and `shuffle`: they determine which row a prompt is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Configured:
-    """A server goes on with this run under other settings of admission; they are in force from here on."""
+    """Other settings of admission are in force from now on."""
 
     settings: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """No step will follow."""
+    """The run is finished: no step follows."""
 
 
 Event = (

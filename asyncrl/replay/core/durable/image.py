@@ -1,4 +1,4 @@
-"""The whole durable state as plain values, payloads excepted, and back: what stands at the head of a segment."""
+"""Encode the whole durable state, except payloads, as plain values, and back: the first record of a journal segment."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _ENTRY = tuple(item.name for item in fields(Entry) if item.name not in _APART)
 
 @dataclass(slots=True, kw_only=True)
 class Parts:
-    """What a `ReplayState` is made of."""
+    """The parts of a `ReplayState`."""
 
     plain: dict[str, Any]
-    """Attributes that are plain values."""
+    """Attributes that are plain values, by name."""
     tree: VersionTree
     readmitted: deque[int]
     ledger: Ledger
@@ -38,7 +38,7 @@ class Parts:
 
 
 def encode_image(parts: Parts) -> dict[str, Any]:
-    """msgpack-able; `decode_image` makes the same parts of it, but for the payloads."""
+    """Return a msgpack-serializable image; `decode_image` restores the same parts from it, except payloads."""
     ledger, buffer = parts.ledger, parts.buffer
     return {
         **parts.plain,
@@ -65,10 +65,10 @@ def encode_image(parts: Parts) -> dict[str, Any]:
 
 
 def decode_image(image: dict[str, Any], plain: Iterable[str]) -> Parts:
-    """The parts that `image` was taken of. `plain`: names of the attributes that are plain values.
+    """Restore the parts from `image`. `plain`: names of the attributes that are plain values.
 
     Raises:
-        JournalError: it is no such image.
+        JournalError: `image` is not an image made by `encode_image`.
     """
     try:
         return _decode(image, plain)
@@ -90,7 +90,7 @@ def _step_row(step: Step) -> list[Any]:
 def _decode(image: dict[str, Any], plain: Iterable[str]) -> Parts:
     ledger = Ledger()
     ledger.entries = {entry.group_id: entry for entry in map(_entry, image["entries"])}
-    for group, ess in image.get("ess", ()):  # an image of before it was measured has none
+    for group, ess in image.get("ess", ()):  # images older than this measurement have none
         ledger.entries[group].ess = ess
     for group, first, siblings in image.get("siblings", ()):
         ledger.entries[group].first, ledger.entries[group].siblings = first, siblings

@@ -1,4 +1,4 @@
-"""Where every admitted group is, and the law that none is lost, none trained twice.
+"""Tracks the state of every admitted group, and checks that none is lost and none is trained twice.
 
     in_flight -> inserted -> leased(step) -> trained(step) -> committed
         │          │   ^        │              │
@@ -7,24 +7,24 @@
 
     admitted = in_flight + inserted + leased + trained + sum(dropped.values())        (trained includes committed)
 
-A restore of the learner moves `trained` back to `leased`, or to `in_flight` where the payload is gone.
+A restore of the learner moves `trained` back to `leased`, or to `in_flight` if the payload is gone.
 
-The life of a slot. A slot is the right to have one group under way that is not trained yet: there are
-`(1 + pipeline_depth) * groups_per_step` of them, and `max_in_flight` places for those that nobody has finished.
+The life cycle of a slot. A slot is the right to have one untrained group in progress: there are
+`(1 + pipeline_depth) * groups_per_step` of them, and `max_in_flight` places for groups that are not finished.
 
               charged by                                    freed by
     slot      admission; a restore that undoes training     trained; dropped
     place     admission; a restore, if the payload is gone  inserted; dropped
-    memory    inserted                                      committed; dropped; given up (the journal has it)
+    memory    inserted                                      committed; dropped; released (the journal has it)
 
-By sample (`replay.admission=sample`) all this is the life of one member, and of each by itself: a straggler keeps its
-own place, not those of its siblings that have ended. A group charges a slot and a place for each of its members, all at
-once, and its members are leased, trained and found too old together: see `siblings.py`.
+By sample (`replay.admission=sample`) all this holds for each member separately: a straggler keeps its own place, not
+those of its finished siblings. A group charges a slot and a place for each of its members, all at once, and its members
+are leased, trained and found too old together: see `siblings.py`.
 
-A group that failed keeps both until its next attempt ends; one that is to be trained once more keeps its slot. What a
-restore has planned for steps beyond the window charges nothing: it is trained without anything being generated.
+A group that failed keeps both until its next attempt ends; one that is to be trained once more keeps its slot. Groups
+that a restore has planned for steps beyond the window charge nothing: they are trained without generating anything.
 
-In numbers: two groups per step, one step ahead, so four slots; three groups may be in flight.
+Example: two groups per step, one step ahead, so four slots; three groups may be in flight.
 
 >>> from asyncrl.replay.core.admission import AdmissionSettings
 >>> from asyncrl.replay.core.core import ReplayCore
@@ -92,12 +92,12 @@ _LEGAL = {
     (GroupState.LEASED, GroupState.INSERTED),
 }
 """TRAINED goes back to LEASED and IN_FLIGHT only when the learner is restored to an earlier step, to INSERTED also when
-the group is used again; INSERTED becomes TRAINED when a group that was used is used no more."""
+the group is used again; INSERTED becomes TRAINED when a group that was trained before will not be used again."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Entry:
-    """One group that is neither dropped nor committed."""
+    """A group (by sample: a member) that is neither dropped nor committed."""
 
     group_id: int
     prompt_index: int
@@ -105,50 +105,50 @@ class Entry:
     failures: int = 0
     """Attempts that count towards `max_attempts`."""
     worker: str = ""
-    """Who holds the current attempt; empty while the group waits to be issued again."""
+    """Name of the worker that holds the current attempt; empty while the group waits to be issued again."""
     incarnation: str = ""
     served_version: int = 0
     """No token of the current attempt can be older than this version."""
     issued_version: int = -1
-    """The newest version when the current attempt was issued."""
+    """The newest policy version when the current attempt was issued."""
     request: int = -1
-    """Number of the worker's request that the current attempt answered; -1: not known."""
+    """Number of the worker's request that was answered with the current attempt; -1: not known."""
     state: GroupState = GroupState.IN_FLIGHT
     planned: list[int] = field(default_factory=list)
-    """Sealed steps it is in that are to be trained, in order."""
+    """Sealed, untrained steps that contain it, in order."""
     kept: list[int] = field(default_factory=list)
-    """Trained steps it was in that are not committed, in order."""
+    """Trained, uncommitted steps that contain it, in order."""
     trained: int = 0
-    """Steps of the surviving history that it was trained in, committed ones included."""
+    """Number of steps of the surviving history that trained it, including committed ones."""
     ess: float = 1.0
-    """As the learner measured it when it was trained last; 1 before that."""
+    """Effective sample size, as the learner measured it when it last trained the group; 1 before that."""
     header: GroupHeader | None = None
     payload: Any = None
     first: int = -1
-    """Of a member of a group that is admitted by sample: the id of the first; -1: this is a whole group."""
+    """For a member of a group admitted by sample: the id of the group's first member; -1: this is a whole group."""
     siblings: int = 0
-    """How many members that group was begun with."""
+    """Number of members that group was begun with."""
 
     @property
     def whose(self) -> int:
-        """What the members of a group have in common."""
+        """Id shared by all members of a group."""
         return self.first if self.siblings else self.group_id
 
 
 class Ledger:
-    """Counts and entries. Knows nothing of versions, workers or time."""
+    """Counts and entries. Independent of versions, workers and time."""
 
     def __init__(self) -> None:
         self.entries: dict[int, Entry] = {}
         self.admitted = 0
         self.committed = 0
         self.sizes: Counter[int] = Counter()
-        """Open entries by `siblings`."""
+        """Number of open entries by `siblings`."""
         self.counts = dict.fromkeys(GroupState, 0)
         self.dropped = dict.fromkeys(DropReason, 0)
 
     def admit(self, entry: Entry) -> None:
-        """Raises LedgerError when the id was used before."""
+        """Add an entry in flight. Raises LedgerError if its id is open already."""
         if entry.group_id in self.entries:
             raise LedgerError(f"group {entry.group_id} was admitted twice")
         self.entries[entry.group_id] = entry
@@ -157,7 +157,7 @@ class Ledger:
         self.counts[GroupState.IN_FLIGHT] += 1
 
     def begin(self, first: int, siblings: int, prompt_index: int) -> dict[int, Entry]:
-        """Admit the members of a group, none of which was tried yet. Raises LedgerError when an id was used before."""
+        """Admit the members of a group, none of them tried yet. Raises LedgerError if an id is open already."""
         entries: dict[int, Entry] = {}
         for each in range(first, first + siblings):
             entry = Entry(group_id=each, prompt_index=prompt_index, attempt=-1, first=first, siblings=siblings)
@@ -166,24 +166,24 @@ class Ledger:
         return entries
 
     def together(self, group_id: int) -> list[Entry]:
-        """All that is left of the group of this entry, by id. Raises LedgerError when it is not open."""
+        """The remaining members of this entry's group, by id. Raises LedgerError if it is not open."""
         entry = self.entry(group_id)
         if not entry.siblings:
             return [entry]
         return [self.entries[each] for each in range(entry.first, entry.first + entry.siblings) if each in self.entries]
 
     def entry(self, group_id: int) -> Entry:
-        """Raises LedgerError when the group is not open."""
+        """Return the entry of an open group. Raises LedgerError if the group is not open."""
         try:
             return self.entries[group_id]
         except KeyError:
             raise LedgerError(f"group {group_id} is not open: it was never admitted, or dropped or committed") from None
 
     def move(self, entry: Entry, state: GroupState) -> None:
-        """One transition.
+        """Move an entry to another state.
 
         Raises:
-            LedgerError: it is not in the picture above.
+            LedgerError: the transition is not in the diagram above.
         """
         if (entry.state, state) not in _LEGAL:
             raise LedgerError(f"group {entry.group_id} cannot go from {entry.state.value} to {state.value}")
@@ -192,7 +192,7 @@ class Ledger:
         entry.state = state
 
     def drop(self, entry: Entry, reason: DropReason) -> None:
-        """Raises LedgerError when it was trained already."""
+        """Drop a group. Raises LedgerError if it was trained already."""
         if entry.trained:
             raise LedgerError(f"group {entry.group_id} was trained {entry.trained} times; it cannot be dropped")
         self.counts[entry.state] -= 1
@@ -200,7 +200,7 @@ class Ledger:
         self._forget(entry)
 
     def commit(self, entry: Entry) -> None:
-        """Forget a trained group; it stays counted as trained."""
+        """Forget a trained group; it is still counted as trained."""
         if entry.state is not GroupState.TRAINED:
             raise LedgerError(f"group {entry.group_id} is {entry.state.value}, not trained; it cannot be committed")
         self.committed += 1
@@ -211,14 +211,14 @@ class Ledger:
         self.sizes[entry.siblings] -= 1
 
     def all_of(self, siblings: int) -> bool:
-        """Whether every open entry was begun as one of so many."""
+        """Whether every open entry was begun with this number of siblings."""
         return self.sizes[siblings] == len(self.entries)
 
     def check(self, *, in_flight: int, inserted: int, leased: int, trained: int) -> None:
-        """The conservation law, against the sizes of the structures that really hold the groups.
+        """Check the conservation law against the sizes of the structures that hold the groups.
 
         Raises:
-            LedgerError: a count and its structure differ, or the sum is not `admitted`.
+            LedgerError: a count differs from the size of its structure, or the sum is not `admitted`.
         """
         counts = self.counts
         held = (in_flight, inserted, leased, trained + self.committed)

@@ -1,7 +1,7 @@
-"""What must survive a restart of the server about its peers: who replaced whom, what was posted, what is still owed.
+"""The durable state about the server's peers: which incarnations were replaced, the board, and open evaluations.
 
-An incarnation is one life of a process. The newest of a name is the one that counts; what an older one still says,
-after a pause or from a severed machine, is refused.
+An incarnation is one life of a process. Only the newest incarnation of a name is valid; requests of older ones, sent
+after a pause or from a disconnected machine, are refused.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from asyncrl.replay.core.durable.events import EvaluationAsked
 from asyncrl.replay.protocol import Board
 
 REMEMBERED = 64
-"""Incarnations per worker."""
+"""Limit on the incarnations kept per worker."""
 NAMES = 16_384
-"""Workers, the last to join. A peer that takes a new name each time fills no memory; what an attempt of a forgotten one
-sends is refused by its number."""
+"""Limit on the worker names kept, the last to join. A peer that takes a new name each time thus cannot fill the memory;
+an attempt of a forgotten worker is refused by its number."""
 
 
 class Peers:
-    """Written by `ReplayState.apply` alone."""
+    """Written only by `ReplayState.apply`."""
 
     def __init__(self) -> None:
         self.learner: str | None = None
         """Incarnation of the running learner."""
         self.run = ""
-        """Of that learner, as it says; empty where it says nothing."""
+        """That learner's name for its run; empty if it gave none."""
         self.past_learners: list[str] = []
         self.restored: tuple[int, int, int] | None = None
-        """(step, policy_version) that the running learner restored, and the version number it was given next."""
+        """Step and policy version that the running learner restored, and the next version number it was given."""
         self.workers: dict[str, list[str]] = {}
         """Name -> incarnations, the newest last."""
         self.settled: dict[str, str] = {}
-        """Name -> the newest incarnation when a learner restored. Not in the image: a server that is started again lets
-        old ranks beside rank 0 ask until the next restore."""
+        """Name -> the newest incarnation when a learner last restored. Not in the image: a restarted server accepts
+        requests of old ranks other than rank 0 until the next restore."""
         self.board = Board(revision=0, values={})
         self.evaluations: dict[int, EvaluationAsked] = {}
-        """Asked for by the running learner, and not known to have reached it."""
+        """Evaluations requested by the running learner whose results are not known to have reached it, by job id."""
         self.next_job = 0
 
     def restore(self, incarnation: str, step: int, policy_version: int, next_version: int, run: str) -> None:
@@ -64,14 +64,14 @@ class Peers:
         self.evaluations.pop(job_id, None)
 
     def newest(self, worker: str) -> str:
-        """Incarnation of this worker; empty when none ever said hello."""
+        """The newest incarnation of this worker; empty if none has said hello."""
         return self.workers.get(worker, [""])[-1]
 
     def replaced(self, worker: str, incarnation: str) -> bool:
         return incarnation in self.workers.get(worker, ())[:-1]
 
     def outlived(self, rank: str, incarnation: str) -> bool:
-        """Whether there was a newer one of this rank when a learner restored."""
+        """Whether there was a newer incarnation of this rank when a learner last restored."""
         lives, newest = self.workers.get(rank, []), self.settled.get(rank)
         return newest in lives and incarnation in lives[: lives.index(newest)]
 
@@ -85,7 +85,7 @@ class Peers:
     def load(cls, image: list[Any]) -> Peers:
         peers = cls()
         [peers.learner, peers.past_learners, restored, peers.workers, board, jobs, peers.next_job, *run] = image
-        peers.run = next(iter(run), "")  # an image of before has none
+        peers.run = next(iter(run), "")  # older images have none
         peers.evaluations = {row[0]: EvaluationAsked(*row) for row in jobs}
         peers.restored = None if restored is None else (restored[0], restored[1], restored[2])
         peers.board = Board(revision=board[0], values=board[1])

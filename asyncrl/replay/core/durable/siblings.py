@@ -1,13 +1,13 @@
-"""Members of a group that was admitted by sample (`replay.admission=sample`), put together again.
+"""Joins the members of a group that was admitted by sample (`replay.admission=sample`).
 
     Begun(first, members) ──▶ in flight ──▶ inserted ─┐
                               in flight ──▶ inserted ─┼─▶ a group that is whole: judged, sealed, trained as one
                               in flight ──▶ dropped   ┘   (or dropped as `incomplete`, if too few are left)
 
-Each member has an id, a place and a life of its own, may come of another worker and of other versions than its
-siblings, and is durable when it is inserted. A group is whole when none of its members is in flight. From there on it
-is what a group admitted at once is, in both gates: over-age tokens are masked wherever they are (`mask`), or the whole
-group is dropped for a single one (`drop`), or the learner waits so that there is none (`wait`).
+Each member has its own id, place and life cycle, may come from another worker and other versions than its siblings, and
+is durable once it is inserted. A group is whole when none of its members is in flight. From then on both gates treat it
+like a group admitted at once: over-age tokens are masked wherever they are (`mask`), or the whole group is dropped for
+a single one (`drop`), or the learner waits so that there is none (`wait`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from asyncrl.replay.core.durable.ledger import Entry
 from asyncrl.types import GroupHeader
 
 Group = list[Entry]
-"""What is left of a group: its members by id, or the one entry that it is as a whole."""
+"""The remaining entries of a group: its members by id, or the single entry of a group admitted as a whole."""
 
 
 def whole_groups(waiting: Iterable[Entry], in_flight: Iterable[Entry]) -> tuple[list[Group], list[Group]]:
-    """Groups of which all is there, in the order in which they became whole, and what is there of the others."""
+    """Return the whole groups, in the order in which they became whole, and the waiting members of the others."""
     missing = {entry.first for entry in in_flight if entry.siblings}
     whole: dict[int, Group] = {}
     parts: dict[int, Group] = {}
@@ -33,7 +33,7 @@ def whole_groups(waiting: Iterable[Entry], in_flight: Iterable[Entry]) -> tuple[
         elif entry.first in missing:
             parts.setdefault(entry.first, []).append(entry)
         else:
-            group = whole.pop(entry.first, [])  # it stands where its last one came
+            group = whole.pop(entry.first, [])  # its position is that of its last member
             group.append(entry)
             whole[entry.first] = group
     for group in whole.values():
@@ -47,12 +47,12 @@ def is_short(group: Group, may_lack: int) -> bool:
 
 
 def groups_of(members: Iterable[Entry]) -> list[Group]:
-    """The groups of a batch, in its order: siblings are neighbours there."""
+    """The groups of a batch, in its order: siblings are adjacent in it."""
     return [list(group) for _, group in itertools.groupby(members, key=lambda entry: entry.whose)]
 
 
 def joined(headers: Sequence[GroupHeader]) -> GroupHeader:
-    """Of a group, from those of its members in the order of their ids. It has the id of the first that is left."""
+    """Join the headers of a group's members, given in the order of their ids. Its id is that of the first one left."""
     if len(headers) == 1:
         return headers[0]
     first = headers[0]
@@ -67,7 +67,7 @@ def joined(headers: Sequence[GroupHeader]) -> GroupHeader:
 
 
 def headers_of(members: Iterable[Entry]) -> tuple[GroupHeader, ...]:
-    """Of the groups of a batch."""
+    """The headers of the groups of a batch."""
     return tuple(joined([entry.header for entry in group if entry.header is not None]) for group in groups_of(members))
 
 

@@ -1,5 +1,5 @@
-"""What a checkpoint keeps of the replay, and how a state goes back to it: groups that were open are made again from
-their prompts, so neither their payloads nor the plans of steps are kept."""
+"""The snapshot of the replay in a checkpoint, and how a state is rolled back to it. Groups that were open are generated
+again from their prompts, so neither their payloads nor the plans of steps are kept."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from asyncrl.types import DropReason
 
 SNAPSHOT_SCHEMA = 4
 READ_SCHEMAS = (2, 3, SNAPSHOT_SCHEMA)
-"""2 is of runs without a curriculum, 3 of those before there was admission by sample."""
+"""Schema 2 has no curriculum, schema 3 has no admission by sample."""
 
 
 def encode_snapshot(parts: Parts) -> dict[str, Any]:
-    """msgpack-able; of the state after its last trained step."""
+    """Return a msgpack-serializable snapshot of the state after its last trained step."""
     ledger = parts.ledger
     entries = ledger.entries.values()
     open_groups = [
@@ -44,11 +44,11 @@ def encode_snapshot(parts: Parts) -> dict[str, Any]:
 
 
 def rolled_back(now: Parts, snapshot: dict[str, Any]) -> Parts:
-    """The state `snapshot` was taken of, with its open groups waiting to be issued again. Version numbers and group ids
-    that this server has seen since, which `now` tells, stay used.
+    """Return the state in `snapshot`, with its open groups waiting to be issued again. Version numbers and group ids
+    that this server has seen since, according to `now`, stay used.
 
     Raises:
-        ReplayError: it is not such a snapshot.
+        ReplayError: `snapshot` is not such a snapshot.
     """
     try:
         return _rolled_back(now, snapshot)
@@ -86,7 +86,7 @@ def _rolled_back(now: Parts, snapshot: dict[str, Any]) -> Parts:
 
 
 def _open_groups(now: Parts, snapshot: dict[str, Any]) -> tuple[Ledger, dict[int, Entry]]:
-    """A ledger of the open groups alone, and these as they wait."""
+    """Return a ledger that has only the open groups, and these groups as `pending`."""
     ledger, pending = Ledger(), {}
     siblings = {group_id: row for group_id, *row in snapshot.get("siblings", ())}
     for group_id, prompt_index, attempt, failures in snapshot["open"]:
@@ -103,7 +103,7 @@ def _draws(now: Draws | None, snapshot: dict[str, Any]) -> Draws | None:
     drawn = snapshot.get("draws")
     draws = Draws.load(drawn) if drawn else now and now.begun_at(snapshot["cursor"])
     if drawn and draws and now and draws.rows != now.rows:
-        # Prompts of the one would be rows of the other: what is measured would be kept of others.
+        # The same prompt index would be another row, so pass rates would be recorded for the wrong rows.
         raise ReplayError(
             f"the checkpoint's run draws from {list(draws.rows)} rows (data.curriculum), and the workers have "
             f"{list(now.rows)}: data.path, data.mixture and data.where must lead to the rows that it began with. Give "

@@ -2,7 +2,7 @@
 
     event  ──▶  ReplayState.apply  ──▶  version tree, ledger, buffer, prompts, pass rates; then the conservation law
 
-No clock, no workers, no waiting: what is here must survive a restart of the server, what is not need not.
+No clock, no workers, no waiting: exactly the state that must survive a restart of the server is here.
 """
 
 from __future__ import annotations
@@ -31,34 +31,35 @@ _PLAIN = (
 
 
 class ReplayState:
-    """See the module. Attributes are for reading; only `apply` writes them."""
+    """See the module. Attributes are read-only for callers; only `apply` writes them."""
 
     def __init__(self) -> None:
         self.tree = VersionTree()
         self.ledger = Ledger()
         self.buffer = Buffer()
         self.pending: dict[int, Entry] = {}
-        """Groups in flight that no worker holds, in the order they came back."""
+        """Groups in flight that no worker holds, in the order in which they were returned."""
         self.held: dict[int, Entry] = {}
         """Groups in flight that a worker holds."""
         self.readmitted: deque[int] = deque()
-        """Prompt indices to be used again before the cursor moves on."""
+        """Prompt indices to be used again before the cursor advances."""
         self.draws: Draws | None = None
-        """Where prompts are drawn by what was measured: what was, and how far each source has come."""
+        """If prompts are drawn by measured pass rate: the measurements, and the position in each source."""
         self.cursor = 0
-        """New groups so far: turns that the stream of prompts has had."""
+        """Number of new groups taken from the stream of prompts so far."""
         self.next_group_id = 0
         self.trained_steps = 0
         """Steps trained in the surviving history; also the number of the next one."""
         self.committed_step = -1
         self.version = NO_VERSION
-        """The learner's; NO_VERSION before the first publication and between a restore and its publication."""
+        """The learner's policy version; NO_VERSION before the first publication and between a restore and its
+        publication."""
         self.learner_settings = ""
-        """Digest of those that the running learner trains by."""
+        """Digest of the settings of the running learner."""
         self.again = False
-        """It walks a part of the newest lineage once more; otherwise it began a branch of its own."""
+        """Whether the learner repeats part of the newest lineage; otherwise it began a new branch."""
         self.forking = False
-        """A branch was begun, and no weights of it are published yet."""
+        """Whether a branch was begun and none of its weights are published yet."""
         self.finished = False
         self.peers = Peers()
         self.applied = 0
@@ -89,10 +90,11 @@ class ReplayState:
         }
 
     def apply(self, event: ev.Event) -> None:
-        """Carry out one event, then check the conservation law.
+        """Apply one event, then check the conservation law.
 
         Raises:
-            LedgerError: the event broke the law or a life cycle; ReplayError: a version that cannot be.
+            LedgerError: the event violates the law or a life cycle.
+            ReplayError: the event has an impossible version.
         """
         self._handlers[type(event)](event)
         self.applied += 1
@@ -117,19 +119,19 @@ class ReplayState:
         return self.in_flight + len(buffer.waiting) + sum(map(len, buffer.within(first, first + pipeline_depth)))
 
     def groups_in_window(self, pipeline_depth: int) -> int:
-        """Of how many groups they are."""
+        """The number of groups that the entries of `untrained_in_window` belong to."""
         planned = self.buffer.within(self.trained_steps, self.trained_steps + pipeline_depth)
         places = (self.pending.values(), self.held.values(), self.buffer.waiting.values(), *planned)
         return len({entry.whose for place in places for entry in place})
 
     def replays(self, pipeline_depth: int) -> bool:
-        """Whether the learner has more steps to train again than rollouts run ahead of it: a group made now would be
-        over-age when its turn comes."""
+        """Whether the learner has more steps to train again than rollouts run ahead of it: a group generated now would
+        be over-age when its turn comes."""
         window = range(self.trained_steps, self.trained_steps + pipeline_depth + 1)
         return len(self.buffer.untrained) > 2 and all(step in self.buffer.untrained for step in window)
 
     def next_prompt(self, wanted: Curriculum | None = None) -> int:
-        """What the next new group is of; `wanted` only where rows were surveyed."""
+        """Return the prompt index of the next new group. `wanted` is used only if rows were surveyed."""
         if self.readmitted:
             return self.readmitted[0]
         return self.cursor if self.draws is None else self.draws.next(self.cursor, wanted)
@@ -213,7 +215,7 @@ class ReplayState:
         self.buffer.seal(event.step, members, self.plan_of(event, members))
 
     def plan_of(self, event: ev.Sealed, members: list[Entry]) -> StepPlan:
-        """Of these groups, sealed with `event`."""
+        """Return the plan of these members, sealed with `event`."""
         headers = headers_of(members)
         versions = {version for header in headers for t in header.trajectories for version, _ in t.version_tokens}
         return StepPlan(
@@ -274,7 +276,7 @@ class ReplayState:
         self.peers.restore(event.incarnation, number, version, self.tree.newest + 1, event.run)
 
     def _put_back(self, entry: Entry) -> None:
-        """The ledger follows where the buffer put a group whose training was undone."""
+        """Update the ledger to the place where the buffer put a group whose training was undone."""
         buffer, group_id = self.buffer, entry.group_id
         places = {
             GroupState.LEASED: buffer.leased,
@@ -299,17 +301,17 @@ class ReplayState:
         self.finished = True
 
     def image(self) -> dict[str, Any]:
-        """msgpack-able; `load` makes the same state of it, but for the payloads."""
+        """Return a msgpack-serializable image; `load` restores the same state from it, except payloads."""
         return encode_image(self._parts())
 
     def load(self, image: dict[str, Any]) -> None:
-        """Become the state that `image` was taken of.
+        """Replace this state with the one in `image`.
 
         Raises:
-            JournalError: it is no such image.
+            JournalError: `image` is not such an image.
         """
         self._become(decode_image(image, _PLAIN))
-        # Loading is no event of the run, and whoever applies it is about to count one.
+        # Loading is not an event of the run, but `apply` is about to count it as one.
         self.applied -= 1
 
     def snapshot(self) -> dict[str, Any]:

@@ -1,18 +1,18 @@
-"""The tree of published weights, and staleness as the distance between two of its versions.
+"""The tree of published weights. Staleness is the distance between two of its versions.
 
     0 ── 1 ── 2 ── 3 ── 4          first lineage
               └~ 5 ── 6            resumed from version 2: 5 has the same weights as 2 (a step of length 0)
 
     distance(1, 4) = 3    distance(2, 5) = 0    distance(4, 6) = 2 + 1 = 3, through their common ancestor 2
 
-A version numbers one publication and is never used twice. Versions lie on chains, one chain per lineage, so the
-distance of two versions of one lineage is a subtraction however long the run is.
+A version is the number of one publication and is never reused. Versions lie on chains, one chain per lineage, so the
+distance of two versions of one lineage is a subtraction, regardless of the length of the run.
 
     0 ── 1 ── 2 ── 3 ── 4          a rank died after version 4, the checkpoint has version 1
-         5 ── 6 ── 7               `again`: 5 stands where 1 does, 6 where 2 does
+         5 ── 6 ── 7               `again`: 5 is at the depth of 1, 6 at the depth of 2
 
-The same settings on the same batches are the same history, so an automatic restart begins no lineage: distance(4, 7) is
-1, as it was between 4 and 3. A branch from 5 begins one, although 5 is the last of its chain: 2, 3 and 4 lie beyond it.
+The same settings on the same batches give the same history, so an automatic restart begins no lineage: distance(4, 7)
+is 1, as it was between 4 and 3. A branch from 5 begins one, although 5 is the tip of its chain: 2, 3 and 4 are deeper.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from asyncrl.types import NO_VERSION
 
 @dataclass(slots=True)
 class _Chain:
-    """A lineage: versions that follow each other without a fork."""
+    """A lineage: consecutive versions without a fork."""
 
     parent: int
     """Index of the chain it forked from; -1 for the first."""
@@ -34,34 +34,34 @@ class _Chain:
     """Depth of the version it forked from."""
     tip: int
     deepest: int
-    """Depth of the version furthest from the initial weights; beyond the tip's where the chain is walked once more."""
+    """Depth of its version furthest from the initial weights; deeper than the tip while the chain is repeated."""
     level: int
-    """Forks between it and the first chain."""
+    """Number of forks between it and the first chain."""
 
 
 class VersionTree:
-    """Every version ever published, with the trained steps that separate them."""
+    """All versions ever published, and the trained steps between them."""
 
     def __init__(self) -> None:
         self._place: dict[int, tuple[int, int]] = {}
         """version -> (chain, depth); depth counts trained steps since the initial weights."""
         self._chains: list[_Chain] = []
         self._edges: list[tuple[int, int, int, int]] = []
-        """(version, parent, length, again) wherever a version is not the trained child of the number before it."""
+        """(version, parent, length, again) of each version that is not the trained child of the preceding number."""
         self.newest = NO_VERSION
 
     def __contains__(self, version: int) -> bool:
         return version in self._place
 
     def publish(self, version: int, parent: int, *, length: int = 1, again: bool = False) -> None:
-        """Add `version` below `parent` (NO_VERSION: the initial weights). Publishing the same edge again is harmless.
+        """Add `version` below `parent` (NO_VERSION: the initial weights). Publishing the same edge again has no effect.
 
         `length` is 1 for weights that were trained from the parent and 0 for the parent's own weights under a new
-        number, which is what a resumed learner publishes. Initial weights published again (a learner that restarted
+        number, which is what a resumed learner publishes. Initial weights published again (by a learner that restarted
         before its first checkpoint) are the first ones under a new number.
 
         Args:
-            again: the newest lineage is walked once more from `parent` on, which it has or comes from.
+            again: the newest lineage is repeated from `parent` on, which is on that lineage or an ancestor of it.
 
         Raises:
             ReplayError: the number was used before for something else, or the parent was never published.
@@ -91,11 +91,11 @@ class VersionTree:
         self._record(version, chain, depth + length, None if regular else (version, parent, length, int(again)))
 
     def distance(self, a: int, b: int, ahead: int = 0) -> int:
-        """Trained steps on the path from `a` to `b` through their common ancestor.
+        """Return the number of trained steps on the path from `a` to `b` through their common ancestor.
 
         Args:
-            ahead: steps that will have been trained from `b` by then. Added afterwards they would count twice where `a`
-                lies ahead of `b`: after a restart, what the learner before it had trained further.
+            ahead: steps that will have been trained from `b` by then. Adding them to the result would count them twice
+                if `a` is ahead of `b`, as versions are that a learner had trained before it was restarted.
 
         Raises:
             ReplayError: one of them was never published.
@@ -110,7 +110,7 @@ class VersionTree:
             return abs(depth_a - depth_b)
         top_a, top_b = depth_a, depth_b
         while chain_a != chain_b:
-            # The deeper chain climbs to its fork; each turn leaves one fork behind, and forks are resumes: few.
+            # The chain of the higher level moves up to its fork. One fork per iteration; forks are resumes, thus few.
             if self._chains[chain_a].level >= self._chains[chain_b].level:
                 top_a = min(top_a, self._chains[chain_a].fork_depth)
                 chain_a = self._chains[chain_a].parent
@@ -120,7 +120,7 @@ class VersionTree:
         return depth_a + depth_b - 2 * min(top_a, top_b)
 
     def leads_to(self, ancestor: int, version: int) -> bool:
-        """Whether `version` was trained from the weights of `ancestor`, or is them."""
+        """Whether `version` has the weights of `ancestor`, or was trained from them."""
         (chain_a, depth_a), (chain, depth) = self._place[ancestor], self._place[version]
         while chain != chain_a and chain >= 0:
             depth = min(depth, self._chains[chain].fork_depth)
@@ -128,12 +128,12 @@ class VersionTree:
         return chain == chain_a and depth_a <= depth
 
     def snapshot(self) -> list[list[int]]:
-        """`[[version, parent, length, again], ...]` of irregular versions, ended by `[newest]`: short in a long run."""
+        """Return `[[version, parent, length, again], ...]` of irregular versions, then `[newest]`: short for long runs."""
         return [list(edge) for edge in self._edges] + [[self.newest]]
 
     @classmethod
     def restore(cls, snapshot: list[list[int]]) -> VersionTree:
-        """The tree that `snapshot` was taken of."""
+        """Rebuild the tree from `snapshot`."""
         tree = cls()
         edges, newest = snapshot[:-1], snapshot[-1][0]
         for position, (version, parent, length, again) in enumerate(edges):
@@ -157,10 +157,10 @@ class VersionTree:
 
 
 def tree_edges(snapshot: Any) -> list[list[int]]:
-    """`snapshot` as it came from a checkpoint, checked to be a list of integer lists.
+    """Return `snapshot`, read from a checkpoint, after checking that it is a list of integer lists.
 
     Raises:
-        ReplayError: it is something else.
+        ReplayError: it is not.
     """
     if not isinstance(snapshot, list) or not snapshot:
         raise ReplayError("the checkpoint's version tree is not a list: the checkpoint is not from this program")
