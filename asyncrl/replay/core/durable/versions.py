@@ -128,7 +128,7 @@ class VersionTree:
         return chain == chain_a and depth_a <= depth
 
     def snapshot(self) -> list[list[int]]:
-        """Return `[[version, parent, length, again], ...]` of irregular versions, then `[newest]`: short for long runs."""
+        """`[[version, parent, length, again], ...]` of irregular versions, then `[newest]`: short even in a long run."""
         return [list(edge) for edge in self._edges] + [[self.newest]]
 
     @classmethod

@@ -1,1 +1,1 @@
-"""State that a restart loses: connected workers, running evaluations, measurements."""
+"""State that is lost at a restart: connected workers, running evaluations, measurements."""

@@ -1,11 +1,11 @@
-"""Evaluation jobs: rows of a set handed out in chunks and scored beside the training, across updates of the weights.
+"""Evaluation jobs: rows of a set are handed out in chunks and scored during the training, across weight updates.
 
     start ──▶ next_for (a chunk per worker) ──▶ report | release ──▶ take
 
-They hold nothing back: a chunk runs on whatever its engine serves, and the summary says from which version to which. Of
-several sets each has its turn, chunk by chunk: a long one would else have a short one superseded point by point. A
-job that nobody has begun when the next one of its set comes is superseded: it would be measured on the weights of that
-one. Volatile: a restore cancels them.
+Jobs do not delay weight updates: a chunk runs on whatever its engine serves, and the summary gives the range of
+versions. Several sets take turns, chunk by chunk: otherwise a long set would cause every job of a short one to be
+superseded. A job that no worker has begun when the next one of its set arrives is superseded: it would be measured on
+the weights of that one. Volatile: a restore cancels all jobs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncrl.evaluation.table import means
 from asyncrl.types import NO_VERSION
 
 _MEAN = ""
-"""Among the figures: the scores themselves."""
+"""Key of the scores themselves among the figures."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -40,12 +40,12 @@ class _Job:
     policy_version: int
     eval_set: str
     waiting: deque[_Chunk]
-    """With no worker."""
+    """Chunks that no worker holds."""
     open: int
-    """Chunks without a result."""
+    """Number of chunks without a result."""
     begun: bool = False
     results: dict[int, EvalResult] = field(default_factory=dict)
-    """By the number of the chunk."""
+    """Results by chunk number."""
 
     def assignment(self, chunk: _Chunk) -> EvalAssignment:
         return EvalAssignment(
@@ -58,7 +58,7 @@ class _Job:
         )
 
     def summary(self, superseded: int) -> EvalSummary:
-        """Of all chunks, their rows in the order of the file, whoever was first."""
+        """Summarize all chunks, with their rows in the order of the file, whichever chunk finished first."""
         results = [self.results[number] for number in sorted(self.results)]
         columns: dict[str, list[float | None]] = {_MEAN: [score for result in results for score in result.scores]}
         for name in dict.fromkeys(name for result in results for name in result.figures):
@@ -90,15 +90,15 @@ class Evaluations:
     def __init__(self, max_attempts: int) -> None:
         self.max_attempts = max_attempts
         self.moves = 0
-        """Grows with every result."""
+        """Increases with every result."""
         self._jobs: dict[int, _Job] = {}
         self._held: dict[str, tuple[_Job, _Chunk]] = {}
-        """Worker -> what it scores: one chunk each, or the first to ask would take them all."""
+        """Worker -> the chunk it scores: one at a time, or the first worker to ask would take all of them."""
         self._finished: list[EvalSummary] = []
         self._superseded: dict[str, int] = {}
-        """Set -> jobs cancelled since its last summary."""
+        """Set -> number of jobs superseded since its last summary."""
         self._turns: dict[str, int] = {}
-        """Set -> how many chunks, of any set, had been handed out when it had one last."""
+        """Set -> turn number of its last chunk handed out; turns are counted over all sets."""
 
     @property
     def open(self) -> bool:
@@ -106,11 +106,11 @@ class Evaluations:
 
     @property
     def wanted(self) -> bool:
-        """Whether some chunk waits for a worker."""
+        """Whether a chunk waits for a worker."""
         return any(job.waiting for job in self._jobs.values())
 
     def start(self, *, job_id: int, step: int, policy_version: int, eval_set: str, rows: int, chunk: int) -> list[int]:
-        """Returns the jobs that this one supersedes.
+        """Start a job. Returns the ids of the jobs that it supersedes.
 
         Raises:
             ReplayError: there is nothing to score.
@@ -134,24 +134,24 @@ class Evaluations:
         return superseded
 
     def next_for(self, worker: str, served: int) -> EvalAssignment | None:
-        """The next chunk for a worker that serves `served`; None when there is none for it, or it still holds one."""
+        """Return the next chunk for a worker that serves `served`; None if there is none or it still holds one."""
         if worker in self._held:
             return None
         ready = [job for job in self._jobs.values() if job.waiting and served >= job.policy_version]
         if not ready:
             return None
-        job = min(ready, key=lambda one: self._turns.get(one.eval_set, 0))  # of one set the oldest
+        job = min(ready, key=lambda one: self._turns.get(one.eval_set, 0))  # the oldest job of a set
         chunk, job.begun = job.waiting.popleft(), True
         self._turns[job.eval_set] = max(self._turns.values(), default=0) + 1
         self._held[worker] = job, chunk
         return job.assignment(chunk)
 
     def report(self, worker: str, result: EvalResult) -> None:
-        """Late or repeated reports change nothing.
+        """Store the result of a chunk. Late or repeated reports have no effect.
 
         Raises:
-            ReplayError: its rows are not those of the chunk, a figure is not of all that have a score, or a sample is
-                of another chunk's row.
+            ReplayError: its rows are not those of the chunk, a figure does not have one value per score, or a sample is
+                of a row of another chunk.
         """
         if worker not in self._held:
             return
@@ -178,7 +178,7 @@ class Evaluations:
         self._close(job, result)
 
     def release(self, worker: str) -> None:
-        """The worker is gone: its chunk goes to another, or counts as failed after the last attempt."""
+        """Release the chunk of a lost worker: it goes to another worker, or counts as failed after the last attempt."""
         if worker not in self._held:
             return
         job, chunk = self._held.pop(worker)
@@ -193,17 +193,17 @@ class Evaluations:
             keeper.clear()
 
     def take(self) -> tuple[EvalSummary, ...]:
-        """Finished jobs not handed out before."""
+        """Return the summaries of finished jobs that were not handed out before."""
         summaries, self._finished = tuple(self._finished), []
         return summaries
 
     def waiting_rows(self) -> int:
-        """Rows without a result."""
+        """The number of rows without a result."""
         unasked = [chunk for job in self._jobs.values() for chunk in job.waiting]
         return sum(chunk.stop - chunk.start for chunk in (*unasked, *(chunk for _, chunk in self._held.values())))
 
     def _close(self, job: _Job, result: EvalResult) -> None:
-        """A chunk has its result; with the last one the job has its summary."""
+        """Store the result of a chunk; after the last one, make the job's summary."""
         self.moves += 1
         job.results[result.chunk] = result
         job.open -= 1

@@ -1,4 +1,4 @@
-"""What the stale policy costs and who waits for whom: the numbers behind `staleness/*`, `waste/*` and `idle/*`."""
+"""The cost of the stale policy, and idle times: the numbers behind `staleness/*`, `waste/*` and `idle/*`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from asyncrl.types import DropReason, GroupHeader, StepPlan
 
 QUARTILES = ("q1", "q2", "q3", "q4")
 MAX_FILTERS = 16
-"""Filters that are counted by name; a worker that invents names fills no memory."""
+"""Limit on the filters counted by name: a worker that makes up names cannot fill the memory."""
 
 
 RECENT_GROUPS = 512
-"""Groups that `data/zero_variance` is the share of."""
+"""Number of recent groups over which `data/zero_variance` is computed."""
 
 
 class IdleClock:
-    """Seconds the learner could have trained but had no batch, by the reason that held at the time."""
+    """Seconds in which the learner could have trained but had no batch, by the reason at the time."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -28,19 +28,20 @@ class IdleClock:
 
     @property
     def waits(self) -> bool:
-        """It has no batch now."""
+        """Whether the learner has no batch at present."""
         return self._reason is not None
 
     def note(self, now: float, reason: str | None) -> None:
-        """The learner waits for `reason` from now on (None: it does not wait); the time so far goes to the last one."""
+        """Record that the learner waits for `reason` from `now` on (None: it does not wait); the time until now is
+        counted for the previous reason."""
         if self._reason is not None:
             self.seconds[self._reason] = self.seconds.get(self._reason, 0.0) + now - self._since
         self._reason, self._since = reason, now
 
 
 class RolloutRates:
-    """What the workers do per second. Their counters come with heartbeats, about one a second: a rate over the time of
-    one train step would jump between nothing and far too much, so it is taken over SPAN_S and held until the next."""
+    """The workers' rates. Their counters arrive with heartbeats, about one per second: a rate over one train step would
+    jump between zero and far too much, so it is measured over SPAN_S and kept until the next measurement."""
 
     SPAN_S = 3.0
 
@@ -64,28 +65,28 @@ class Meter:
     def __init__(self, now: float) -> None:
         self.idle = IdleClock()
         self.wasted = [0, 0, 0, 0]
-        """[4] loss tokens generated but never trained for staleness, by quartile of their place in the trajectory."""
+        """`[4]` loss tokens not trained because of staleness, by quartile of their position in the trajectory."""
         self.masked_tokens = 0
         self.stale_groups = 0
         self.inserted_groups = 0
         self.missing_members = 0
-        """Of groups that were closed without all their members."""
+        """Missing members of groups that were closed without all their members."""
         self.filtered: dict[str, int] = {}
-        """Groups by the name of the filter that dropped them."""
+        """Number of groups by the name of the filter that dropped them."""
         self._equal: deque[bool] = deque(maxlen=RECENT_GROUPS)
-        """Of the last groups that came back, dropped by a filter or not: whether all members have one reward."""
+        """For each of the last finished groups, dropped by a filter or not: whether all its rewards are equal."""
         self._inserted = [0, 0]
-        """Trajectories and their sampled tokens."""
+        """Number of trajectories, and of their sampled tokens."""
         self._trained = [0, 0]
         self._lost_groups: dict[DropReason, int] = dict.fromkeys((DropReason.STALE, DropReason.DEAD_BRANCH), 0)
         """Loss tokens of groups that were dropped for their age."""
         self._fates: dict[int, tuple[int, int]] = {}
-        """Step -> loss tokens that were trained in it, and those of its groups that were masked; of a group that is
-        used again at its first time. Committed steps are added up under one number."""
+        """Step -> loss tokens trained in it, and masked loss tokens of its groups; a group that is used again counts
+        only the first time. Committed steps are added up under one step number."""
         self._rollouts = RolloutRates(now)
 
     def whole(self, rewards: Sequence[float], missing: int) -> None:
-        """All of a group that will come has come."""
+        """Count a group to which no more members will be added."""
         self.missing_members += missing
         self.measured(rewards)
 
@@ -95,12 +96,12 @@ class Meter:
         self._inserted[1] += sum([trajectory.loss_tokens for trajectory in header.trajectories])
 
     def measured(self, rewards: Sequence[float]) -> None:
-        """A group came back; of no rewards nothing is known."""
+        """Count a finished group; without rewards it is ignored."""
         if rewards:
             self._equal.append(min(rewards) == max(rewards))
 
     def drop_stale(self, header: GroupHeader, reason: DropReason) -> None:
-        """Every loss token of a group dropped as stale is wasted, the fresh ones too."""
+        """Count a group dropped as stale: all its loss tokens are wasted, including the fresh ones."""
         self.stale_groups += 1
         for trajectory in header.trajectories:
             self._lost_groups[reason] += trajectory.loss_tokens
@@ -112,7 +113,7 @@ class Meter:
             self.filtered[name] = self.filtered.get(name, 0) + 1
 
     def train(self, plan: StepPlan, again: Collection[int] = ()) -> dict[str, float]:
-        """Count a trained step; returns its own `staleness/*`. `again`: groups in it that were trained before."""
+        """Count a trained step. Returns its `staleness/*`. `again`: ids of its groups that were trained before."""
         good = masked = 0
         all_fresh = plan.all_fresh
         for group in plan.groups:
@@ -137,7 +138,7 @@ class Meter:
         }
 
     def row(self, now: float, *, generated_tokens: float, waiting_s: float, workers: int) -> dict[str, float]:
-        """Costs so far, and what the rollouts do per second. The learner knows its own rates."""
+        """Return the costs so far and the rates of the rollouts. The learner measures its own rates."""
         row = {
             "staleness/dropped": float(self.stale_groups),
             "staleness/masked_tokens": float(self.masked_tokens),
@@ -154,16 +155,16 @@ class Meter:
         return row
 
     def restore(self, step: int) -> None:
-        """The learner goes back to the checkpoint of `step`: what it trained since is trained again."""
+        """Forget the steps after the checkpoint of `step`, to which the learner went back: they are trained again."""
         self._fates = {known: tokens for known, tokens in self._fates.items() if known <= step}
 
     def commit(self, step: int) -> None:
-        """No restore goes back behind `step`."""
+        """Add up the steps until `step`: no restore goes back beyond it."""
         done = [self._fates.pop(known) for known in list(self._fates) if known <= step]
         self._fates[step] = sum(good for good, _ in done), sum(masked for _, masked in done)
 
     def goodput(self, workers: Workers) -> dict[str, float]:
-        """Where the sampled tokens went, as far as is known: those under way are in no line."""
+        """Return what became of the sampled tokens, as far as is known: tokens in progress are in no metric."""
         good, masked = (sum(tokens) for tokens in zip((0, 0), *self._fates.values(), strict=True))
         lost = {fate: workers.total(stat) for fate, stat in LOST.items()}
         lost |= {reason.value: float(tokens) for reason, tokens in self._lost_groups.items()}
@@ -175,7 +176,8 @@ class Meter:
         return row | {f"goodput/lost_{fate}": tokens for fate, tokens in lost.items() if tokens}
 
     def _length_bias(self) -> float:
-        """Mean count of sampled tokens of trained over inserted trajectories: below 1, long ones are being lost."""
+        """Mean number of sampled tokens of trained trajectories over that of inserted ones; below 1, long ones are
+        being lost."""
         if not self._trained[0] or not self._inserted[1]:
             return 1.0
         return (self._trained[1] / self._trained[0]) / (self._inserted[1] / self._inserted[0])

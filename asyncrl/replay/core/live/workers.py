@@ -1,5 +1,5 @@
-"""The live rollout workers: who they are, what they serve, what they hold, when they last got on. Volatile: rebuilt by
-hellos."""
+"""The live rollout workers: their names, served versions, assignments, and time of last progress. Volatile: rebuilt
+from hellos."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from asyncrl.replay.protocol import Member
 from asyncrl.types import LOST_TOKENS, NO_VERSION, REWARD_FAILURES
 
 PROGRESS = "progress"
-"""Statistic that grows with every token and every environment step; see `asyncrl.rollout.worker.report`."""
+"""Statistic that increases with every token and every environment step; see `asyncrl.rollout.worker.report`."""
 FAILED = {reason: f"rewards_failed_{reason}" for reason in REWARD_FAILURES}
 """Statistics of completions without a reward, by reason; see `asyncrl.rollout.rewards.watch`."""
 INSERTED = "tokens_inserted"
 """Statistic of the sampled tokens that this server accepted as loss tokens of a group."""
 LOST = {fate: f"tokens_lost_{fate}" for fate in LOST_TOKENS}
-"""Statistics of sampled tokens that no group here has."""
+"""Statistics of sampled tokens that are in no group here, by reason."""
 OTHER_CODE = "other_code"
-"""Statistic of a worker: whether files of the user's are others there than where the learner is."""
+"""Statistic of a worker: whether its copies of the user's files differ from the learner's."""
 KEPT = (
     "generated_tokens", "waiting_s", "busy_s", PROGRESS, "overlong_prompts", "rewards_failed", INSERTED, OTHER_CODE,
     *FAILED.values(), *LOST.values(), *PACES,
 )  # fmt: skip
-"""Statistics that are read here. A worker that invents names fills no memory."""
+"""Statistics that are kept. A worker that makes up names thus cannot fill the memory."""
 REMEMBERED = 1024
-"""Workers that are gone and may come back."""
+"""Limit on the workers remembered that are gone and may come back."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -35,21 +35,21 @@ class Worker:
     name: str
     incarnation: str
     seen: float
-    """Clock of its last sign of life."""
+    """Time of its last sign of life, by the clock."""
     served: int = NO_VERSION
     fingerprint: str = ""
     capacity: int | None = None
-    """Groups it can work on at once, as far as its last `acquire` told; None before the first."""
+    """Number of groups it can work on at once, according to its last `acquire`; None before the first."""
     held: set[int] = field(default_factory=set)
     """Group ids of the assignments it holds."""
     stats: dict[str, float] = field(default_factory=dict)
-    """Those of `KEPT`; cumulative, since its start."""
+    """The statistics in `KEPT`; cumulative since its start."""
     moved: float = 0.0
-    """Clock of its last progress, or of its arrival."""
+    """Time of its last progress, or of its arrival."""
     told: float = -math.inf
-    """Clock of its last heartbeat."""
+    """Time of its last heartbeat."""
     pace: float = 0.0
-    """Tokens per second that it generated between its last two."""
+    """Tokens per second that it generated between its last two heartbeats."""
 
 
 class Workers:
@@ -57,17 +57,17 @@ class Workers:
         self.timeout_s = timeout_s
         self.live: dict[str, Worker] = {}
         self.claims: Counter[tuple[int, int | None]] = Counter()
-        """Of the live ones, how many serve this version and can take so much."""
+        """(served version, capacity) -> number of live workers with both."""
         self.revision = 0
-        """Grows with every change of who is live, what they serve and how much they can take."""
+        """Increases with every change of the live workers, their served versions or their capacities."""
         self.moves = 0
-        """Grows with every arrival of a worker and every heartbeat that tells of progress."""
+        """Increases with every arrival of a worker and every heartbeat that reports progress."""
         self._past_stats: dict[str, float] = {}
         self._gone: dict[str, dict[str, float]] = {}
-        """By incarnation: what of it is in `_past_stats`. One that was silent tells its sums since its start again."""
+        """Incarnation -> its part of `_past_stats`. One that was silent reports its totals since its start again."""
 
     def hello(self, name: str, incarnation: str, served: int, now: float) -> Worker | None:
-        """Welcome an incarnation. Returns the worker it replaces, whose assignments are then to be released."""
+        """Register an incarnation. Returns the worker that it replaces, whose assignments must then be released."""
         known = self.live.get(name)
         if known is not None and known.incarnation == incarnation:
             known.seen = now
@@ -85,7 +85,7 @@ class Workers:
         return known
 
     def get(self, name: str, incarnation: str) -> Worker | None:
-        """The live worker; None when it has to say hello (again)."""
+        """Return the live worker; None if it has to say hello (again)."""
         worker = self.live.get(name)
         return worker if worker is not None and worker.incarnation == incarnation else None
 
@@ -99,7 +99,7 @@ class Workers:
         return worker
 
     def note(self, worker: Worker, *, served: int | None = None, capacity: int | None = None) -> None:
-        """What a worker says it serves, or can work on at once."""
+        """Record the version that a worker serves, or the number of groups that it can work on at once."""
         new = worker.served if served is None else served, worker.capacity if capacity is None else capacity
         if new != (worker.served, worker.capacity):
             self._claim(worker, -1)
@@ -114,7 +114,7 @@ class Workers:
         self.revision += 1
 
     def silent(self, now: float) -> list[Worker]:
-        """Workers not heard of for longer than the timeout."""
+        """Return the workers without a sign of life for longer than the timeout."""
         return [worker for worker in self.live.values() if now - worker.seen > self.timeout_s]
 
     def members(self) -> list[Member]:
@@ -124,22 +124,22 @@ class Workers:
         ]
 
     def total(self, stat: str) -> float:
-        """Sum of a cumulative statistic over all workers, the gone ones included: never falls."""
+        """Return the sum of a cumulative statistic over all workers, including those that are gone: never decreases."""
         return self._past_stats.get(stat, 0.0) + sum(worker.stats.get(stat, 0.0) for worker in self.live.values())
 
     def with_other_code(self) -> int:
-        """Live ones whose files of the user's are not the learner's."""
+        """The number of live workers whose copies of the user's files differ from the learner's."""
         return sum(worker.stats.get(OTHER_CODE, 0.0) > 0 for worker in self.live.values())
 
     def unfinished_tokens(self) -> float:
-        """Sampled by workers that are gone, of groups that they never brought to an end."""
+        """Tokens sampled by workers that are gone, for groups that they never finished."""
         past = self._past_stats
         ended = sum(past.get(stat, 0.0) for stat in (INSERTED, *LOST.values()))
         return max(0.0, past.get("generated_tokens", 0.0) - ended)
 
     def report(self, worker: Worker, told: dict[str, float], now: float, *, counted_before: bool) -> None:
-        """Newest cumulative statistics. `counted_before`: what it did until its first report here is of an earlier
-        time, and would look like a burst."""
+        """Store a worker's newest cumulative statistics. `counted_before`: leave out what it did before its first
+        report here, which is of an earlier time and would look like a burst."""
         stats = {name: told[name] for name in KEPT if name in told}
         if stats.get(PROGRESS, 0.0) != worker.stats.get(PROGRESS, 0.0):
             worker.moved = now
@@ -152,7 +152,7 @@ class Workers:
         worker.stats, worker.told = stats, now
 
     def generated(self, now: float) -> float:
-        """Tokens by now: as told, and since then at the pace before."""
+        """Estimate the tokens generated by now: as last reported, plus each worker's pace since its report."""
         lately = sum(
             worker.pace * min(now - worker.told, self.timeout_s) for worker in self.live.values() if worker.pace
         )
