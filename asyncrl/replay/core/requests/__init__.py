@@ -1,1 +1,1 @@
-"""What workers, the learner and the host ask of the core. All changes of the durable state go through `Run.record`."""
+"""The requests of workers, learner and host to the core. All changes of the durable state go through `Run.record`."""

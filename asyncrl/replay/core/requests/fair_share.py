@@ -1,4 +1,4 @@
-"""Small pure helpers of the core: seeds, fair shares, and whom a starving learner waits for."""
+"""Small pure helpers of the core: seeds, fair shares, and what a learner without a batch waits for."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from asyncrl.replay.core.live.workers import Worker, Workers
 from asyncrl.types import NO_VERSION, StalePolicy
 
 MOST_NAMED = 8
-"""Workers in one sentence."""
+"""Limit on the workers named in one sentence."""
 
 
 def assignment_seed(seed: int, group_id: int, attempt: int) -> int:
-    """62 bits that depend on the run's seed, the group and the attempt only: the same after any restart."""
+    """Return 62 bits that depend only on the run's seed, the group and the attempt: the same after any restart."""
     digest = hashlib.blake2b(f"{seed}/{group_id}/{attempt}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
 
 
 def fair_share(settings: AdmissionSettings, member: Worker, capacity: int, unasked: int) -> int:
-    """Groups `member` may hold so that the ready workers start evenly: by capacity, at least one.
+    """Return how many assignments `member` may hold so that the ready workers start evenly: by capacity, at least one.
 
-    Without it the first worker to ask takes the whole window and the others idle.
+    Without this limit the first worker to ask takes the whole window and the others are idle.
 
     Args:
-        capacity: of all ready workers, each at most the window: who claims room for a million groups would else leave
-            nothing to the others.
-        unasked: ready workers that have not asked yet; each counts like this one.
+        capacity: sum over all ready workers, each counted as at most the window: otherwise a worker that claims room
+            for a million groups would leave nothing for the others.
+        unasked: number of ready workers that have not asked yet; each counts like this one.
     """
     window = window_of(settings)
     own = min(window, max(1, member.capacity or 1))
@@ -37,20 +37,21 @@ def fair_share(settings: AdmissionSettings, member: Worker, capacity: int, unask
 
 
 def window_of(settings: AdmissionSettings) -> int:
-    """Most orders that may be under way."""
+    """The most assignments that may be in progress."""
     groups = min(settings.max_in_flight, (1 + settings.pipeline_depth) * settings.groups_per_step)
     return groups * settings.orders_per_group
 
 
 def what_is_missing(state: ReplayState, settings: AdmissionSettings, workers: Workers) -> str:
-    """Why a step cannot be sealed, as a short word for `idle/learner_s_<reason>`. Cheap: asked after every change."""
+    """Return why a step cannot be sealed, as a word for `idle/learner_s_<reason>`. Cheap: called after every change."""
     if state.version == NO_VERSION:
         return "publication"
     if not workers.live:
         return "no_workers"
     if not state.held and not any(_is_ready(worker, state, settings) for worker in workers.live.values()):
         return "weights"
-    # But for these, what is enough is sealed; to count groups after each member takes as long as to choose a batch.
+    # Only these settings delay sealing while there are enough groups. Otherwise skip the count: to count whole groups
+    # after each member takes as long as choosing a batch.
     may_hold = settings.window or settings.stale_policy is StalePolicy.WAIT
     enough = may_hold and len(state.buffer.waiting) >= settings.groups_per_step
     if enough and settings.by_sample:
@@ -60,7 +61,7 @@ def what_is_missing(state: ReplayState, settings: AdmissionSettings, workers: Wo
 
 
 def why_no_batch(state: ReplayState, settings: AdmissionSettings, workers: Workers, step: int) -> str:
-    """The same in a sentence that names every worker."""
+    """Return why a step cannot be sealed, in a sentence that names every worker."""
     inserted = len(state.buffer.waiting)
     have = f"step {step} needs {settings.groups_per_step} groups, {inserted} are inserted, {state.in_flight} in flight"
     if settings.by_sample:
@@ -93,7 +94,7 @@ def _is_ready(worker: Worker, state: ReplayState, settings: AdmissionSettings) -
 
 
 def who_is_silent(workers: Workers, now: float) -> str:
-    """Since when no token and no environment step came from whom, the longest first; empty without workers."""
+    """Name workers with the time since their last token or environment step, longest first; empty without workers."""
     silent = sorted(workers.live.values(), key=lambda worker: worker.moved)
     named = [f"{worker.name} for {now - worker.moved:.0f} s" for worker in silent[:MOST_NAMED]]
     if len(silent) > MOST_NAMED:

@@ -1,4 +1,4 @@
-"""Attempts at groups, and how they end: the group is tried again, or dropped with its reason."""
+"""Ends attempts at groups: the group is tried again, or dropped with a reason."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ RETRIED = frozenset(
         DropReason.INCOMPLETE,
     }
 )
-"""Failures that another attempt may cure; the other reasons drop the group at once."""
+"""Failures that another attempt may fix; for the other reasons the group is dropped at once."""
 
 
 class Retries:
-    """Ends attempts, each in one way."""
+    """Ends attempts at groups."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._state = run, run.state
         self._held_since: dict[tuple[int, int], float] = {}
-        """(group id, attempt) -> clock when this order was first seen to be out."""
+        """(group id, attempt) -> time when this assignment was first seen to be held by a worker."""
 
     def end(self, entry: Entry, reason: DropReason, detail: str = "", pass_rate: float = -1.0) -> None:
         self.let_go(entry)
@@ -42,7 +42,7 @@ class Retries:
         held, now, timeout = self._state.held, self._run.clock(), self._run.settings.group_timeout_s
         if timeout == 0:
             return
-        # Counted from when it was first seen here, which is a tick after it was given out or the server restarted.
+        # Measured from when it was first seen here: one tick after it was issued, or after the server restarted.
         orders = [(group_id, entry.attempt) for group_id, entry in held.items()]
         self._held_since = {order: self._held_since.get(order, now) for order in orders}
         for (group_id, _), since in self._held_since.items():

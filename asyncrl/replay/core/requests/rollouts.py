@@ -1,4 +1,4 @@
-"""The workers' side of the core: who is alive, who gets which order, what comes back."""
+"""The workers' side of the core: live workers, their assignments and their results."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from asyncrl.replay.protocol import Acquired, InsertReply, Member
 from asyncrl.types import NO_VERSION, Assignment, DropReason, GroupHeader
 
 MAX_DETAIL = 200
-"""Characters of a worker's own words that the journal keeps."""
+"""Limit on the characters of a worker's message that the journal keeps."""
 
 
 class UnknownPeer(ReplayError):
-    """The server does not know this incarnation (any more): it has to say hello and ask again."""
+    """The server does not know this incarnation (any more): it has to say hello and repeat its request."""
 
 
 class Rollouts:
-    """Every request of a rollout worker."""
+    """Handles every request of a rollout worker."""
 
     def __init__(self, run: Run, retries: Retries, space: Space) -> None:
         self._run, self._state, self._retries, self._space = run, run.state, retries, space
         self._ready: tuple[tuple[int, int], int, int] = ((NO_VERSION, -1), 0, 0)
-        """Of which version and workers, their capacity, and how many of them have not asked yet. With a thousand
-        workers, adding it up anew for each of their requests is most of what the server would do."""
+        """Cache: ((policy version, revision of the workers), capacity of the ready workers, number of them that have
+        not asked yet). With a thousand workers, computing it for each request would be most of the server's work."""
         self._settled_at = self._resumed_by = -math.inf
         self._known_before: frozenset[str] = frozenset()
-        """Incarnations that an earlier life of this server knew."""
+        """Newest incarnations of the workers that this server knew before it was restarted."""
 
     def hello(self, worker: str, incarnation: str, served: int = NO_VERSION) -> None:
-        """Raises FencedError when a newer incarnation of this worker has taken over."""
+        """Register a worker. Raises FencedError if a newer incarnation of it has taken over."""
         self._run.refuse_replaced(worker, incarnation)
         replaced = self._run.workers.hello(worker, incarnation, served, self._run.clock())
         if self._state.peers.newest(worker) != incarnation:
@@ -51,27 +51,27 @@ class Rollouts:
             self._retries.release(replaced)
 
     def heartbeat(self, worker: str, incarnation: str, stats: dict[str, float]) -> None:
-        """`stats` are cumulative since the worker's start; those of `workers.KEPT` are looked at."""
+        """Store a worker's `stats`, cumulative since its start; only those in `workers.KEPT` are used."""
         member = self._worker(worker, incarnation)
         self._run.workers.report(member, stats, self._run.clock(), counted_before=incarnation in self._known_before)
 
     def goodbye(self, worker: str, incarnation: str) -> None:
-        """The worker leaves in order: its groups go to others, without counting as failed."""
+        """Remove a worker that leaves in order: its groups go to others, without counting as failed."""
         member = self._run.workers.live.get(worker)
         if member is not None and member.incarnation == incarnation:
             self._run.workers.remove(worker)
             self._retries.release(member, counted=False)
 
     def expel(self, worker: str, incarnation: str) -> None:
-        """The worker is not to be trusted: its groups go to others, as if it had fallen silent."""
+        """Remove a worker that is not to be trusted: its groups go to others, as if it had become silent."""
         member = self._run.workers.live.get(worker)
         if member is not None and member.incarnation == incarnation:
             self._run.workers.remove(worker)
             self._retries.release(member)
 
     def expire(self) -> list[str]:
-        """Give up on silent workers; returns their names. Orders held for too long go to others too: what their worker
-        makes of them after all is fenced."""
+        """Remove silent workers and return their names. Assignments held for too long go to others too; a late result
+        of theirs is fenced."""
         self._retries.reissue_overdue()
         gone = self._run.workers.silent(self._run.clock())
         for member in gone:
@@ -80,9 +80,9 @@ class Rollouts:
         return [member.name for member in gone]
 
     def acquire(self, worker: str, incarnation: str, slots: int, request: int = -1) -> Acquired:
-        """Up to `slots` orders for this worker, evaluation first; none: `waiting_for` says why. A `request` that was
-        answered before a restart of the server, and is asked again, gets the same orders."""
-        # No sign of life: the server asks again by itself as long as the request waits, for a stopped worker too.
+        """Return up to `slots` assignments for this worker, evaluations first; if none, `waiting_for` says why. A
+        `request` that was answered before and is repeated (after a restart of the server) gets the same assignments."""
+        # Not counted as a sign of life: the server repeats a waiting request by itself, even for a stopped worker.
         member = self._member(worker, incarnation)
         answered = self._answered(member, request)
         if answered:
@@ -104,7 +104,7 @@ class Rollouts:
         return Acquired(assignments=tuple(assignments), evaluations=evaluations, waiting_for=waiting_for)
 
     def has_work(self) -> bool:
-        """Whether any waiting `acquire` could be answered. Cheap: of many workers most wait most of the time."""
+        """Whether any waiting `acquire` could be answered. Cheap, since most workers wait most of the time."""
         state = self._state
         if state.finished or self._run.evaluations.wanted:
             return True
@@ -115,20 +115,20 @@ class Rollouts:
         return bool(state.pending) or self._may_begin()
 
     def may_take(self, worker: str, incarnation: str) -> bool:
-        """Whether this worker could get some of the work there is, or has to be told something. Cheap, like `has_work`:
-        most of those that wait hold their share."""
+        """Whether this worker could get some of the available work, or must get another answer. Cheap, like `has_work`:
+        most waiting workers hold their share."""
         member = self._run.workers.get(worker, incarnation)
         if member is None or self._state.finished or self._run.evaluations.wanted:
             return True
         return self.may_serve(member) and len(member.held) < self._share(member)
 
     def insert(self, worker: str, incarnation: str, header: GroupHeader, payload: Any) -> InsertReply:
-        """Store a finished group. Repeating it is harmless; `payload` is kept until commit or drop."""
+        """Store a finished group. Idempotent; `payload` is kept until commit or drop."""
         self._worker(worker, incarnation)
         state = self._state
         entry = state.ledger.entries.get(header.group_id)
         if entry is None:
-            # Once a group is committed or dropped it is forgotten, and with it which attempt was taken.
+            # A committed or dropped group is forgotten, including which of its attempts was accepted.
             known = header.group_id < state.next_group_id
             return InsertReply(status="closed" if known else "rejected", reason=f"group {header.group_id} is not open")
         if entry.attempt != header.attempt or entry.incarnation != incarnation:
@@ -148,10 +148,11 @@ class Rollouts:
         return InsertReply(status="accepted")
 
     def survey(self, worker: str, incarnation: str, rows: Sequence[int]) -> None:
-        """So many rows each source of the prompts has. Without a curriculum nobody needs to know.
+        """Record the number of rows of each prompt source. Needed only for a curriculum.
 
         Raises:
-            ReplayError: it is not what an earlier worker of this run has said, or not of the sources of the settings.
+            ReplayError: `rows` differs from what an earlier worker of this run reported, or does not match the sources
+                in the settings.
         """
         self._worker(worker, incarnation)
         wanted, draws = self._run.settings.curriculum, self._state.draws
@@ -179,11 +180,12 @@ class Rollouts:
         detail: str = "",
         rewards: Sequence[float] = (),
     ) -> None:
-        """An attempt failed. Late or repeated reports change nothing.
+        """Report a failed attempt. Late or repeated reports have no effect.
 
         Args:
-            rewards: of the members, of a group that was made and is not wanted; else empty.
-            detail: why; for `filtered`, the filter's name and, after a colon, what it said. Of the last try it is kept.
+            rewards: the members' rewards, if the group was finished but is unwanted; else empty.
+            detail: the cause; for `filtered`, the filter's name and, after a colon, its reason. Kept for the last
+                attempt.
         """
         self._worker(worker, incarnation)
         entry = self._state.held.get(group_id)
@@ -193,14 +195,14 @@ class Rollouts:
             self._run.meter.drop_filtered(detail.partition(":")[0][:MAX_DETAIL])
         self._run.meter.measured(rewards)
         pass_rate = self._measured(rewards)
-        # A worker that says incomplete has made the missing members again as often as a group may be tried.
+        # A worker reports incomplete only after it has retried the missing members as often as a group may be tried.
         if reason in (DropReason.FILTERED, DropReason.INCOMPLETE):
             self._retries.drop(entry, reason, detail=detail[:MAX_DETAIL], pass_rate=pass_rate)
         else:
             self._retries.end(entry, reason, detail[:MAX_DETAIL], pass_rate)
 
     def served(self, worker: str, incarnation: str, policy_version: int, fingerprint: str) -> None:
-        """Raises ReplayError when that version was never published."""
+        """Record the version that a worker serves. Raises ReplayError if that version was never published."""
         member = self._worker(worker, incarnation)
         if policy_version not in self._state.tree:
             raise ReplayError(f"worker {worker!r} says it serves policy_version {policy_version}, never published")
@@ -208,7 +210,8 @@ class Rollouts:
         member.fingerprint = fingerprint
 
     def report_evaluation(self, worker: str, incarnation: str, result: EvalResult) -> None:
-        """Raises ReplayError when it is not of its chunk, or of versions that were never published."""
+        """Store an evaluation result. Raises ReplayError if it does not match its chunk, or has tokens of versions that
+        were never published."""
         self._worker(worker, incarnation)
         for version in (result.version_min, result.version_max):
             if version != NO_VERSION and version not in self._state.tree:
@@ -219,11 +222,11 @@ class Rollouts:
         return self._run.workers.members()
 
     def take_over(self, settle_s: float = 0.0, resume_s: float = 0.0) -> None:
-        """After recovery: workers that hold groups are taken for alive until they stay silent for too long.
+        """After recovery, treat workers that hold groups as alive until they are silent for too long.
 
         Args:
-            settle_s: for so long workers may still be on their way back, and who is there is not known.
-            resume_s: for so long a run that was finished may still be resumed, and new workers are kept waiting.
+            settle_s: seconds in which workers may still reconnect, so that the list of members is not reliable.
+            resume_s: seconds in which a finished run may still be resumed, and new workers are kept waiting.
         """
         now = self._run.clock()
         self._settled_at = now + settle_s
@@ -240,15 +243,15 @@ class Rollouts:
             self._run.workers.live[entry.worker].held.add(entry.group_id)
 
     def wait_for_no_resume(self) -> None:
-        """The run is finished by its learner's own word, not found finished at a restart: workers may leave."""
+        """Let workers stop at once: the learner has just finished the run, it was not found finished at a restart."""
         self._resumed_by = -math.inf
 
     def settle_s(self) -> float:
-        """Seconds until `members` can be believed after a restart."""
+        """Return the seconds until `members` is reliable after a restart."""
         return max(0.0, self._settled_at - self._run.clock())
 
     def _is_over(self, incarnation: str) -> bool:
-        """Whether to stop. After a restart, a worker that is new belongs to a run that is being resumed."""
+        """Whether a worker should stop. After a restart, a new worker belongs to a run that is being resumed."""
         if not self._state.finished:
             return False
         return incarnation in self._known_before or self._run.clock() >= self._resumed_by
@@ -261,7 +264,7 @@ class Rollouts:
         return member
 
     def _worker(self, worker: str, incarnation: str) -> Worker:
-        """The live worker, its life renewed."""
+        """Return the live worker and count this request as a sign of life."""
         member = self._member(worker, incarnation)
         member.seen = self._run.clock()
         return member
@@ -272,7 +275,7 @@ class Rollouts:
         return self._state.tree.distance(version, self._state.version)
 
     def may_serve(self, member: Worker) -> bool:
-        """Its weights are recent enough for a new assignment."""
+        """Whether its weights are recent enough for a new assignment."""
         return self._is_recent(member.served)
 
     def _is_recent(self, version: int) -> bool:
@@ -332,15 +335,15 @@ class Rollouts:
         return self._assignment(state.held[group_id])
 
     def _may_begin(self) -> bool:
-        """Whether the gate lets one more group in."""
+        """Whether the admission gate allows one more group."""
         state, settings = self._state, self._run.settings
         orders, depth = settings.orders_per_group, settings.pipeline_depth
         untrained, places = state.untrained_in_window(depth), state.in_flight
         alike = state.ledger.all_of(settings.group_size if settings.by_sample else 0)
         if alike and (not settings.by_sample or not may_admit(settings, untrained=untrained, in_flight=places)):
             return may_admit(settings, untrained=untrained, in_flight=places)
-        # Counted by groups, for one that has lost members is one all the same. And where a resume changed how groups
-        # are admitted, or their size, what is left of before could else fill the window with less than a batch.
+        # Count groups, since a group that lost members still counts as one. Otherwise, if a resume changed the kind of
+        # admission or the group size, entries from before could fill the window with less than a batch.
         in_flight = [*state.held.values(), *state.pending.values()]
         places = sum(1 if entry.siblings else orders for entry in in_flight)
         if not settings.by_sample:
@@ -348,7 +351,7 @@ class Rollouts:
         return may_admit(settings, untrained=state.groups_in_window(depth) * orders, in_flight=places)
 
     def _answered(self, member: Worker, request: int) -> tuple[Assignment, ...]:
-        """Orders that this request brought already."""
+        """Return the assignments that this request got before."""
         if request < 0:
             return ()
         held = (self._state.held.get(group_id) for group_id in sorted(member.held))

@@ -1,4 +1,4 @@
-"""The memory that payloads take: which are given up first, and how they come back."""
+"""Memory of the payloads: which are released first, and how they are read back."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from asyncrl.replay.core.run import Run
 
 
 class Space:
-    """`max_bytes` of payloads."""
+    """Keeps the payloads in memory within `max_bytes`."""
 
     def __init__(self, run: Run, max_bytes: int) -> None:
         self._run, self._state, self.max_bytes = run, run.state, max_bytes
         self.stored: Callable[[Entry], Any] | None = None
-        """Reads the payload of a group from the journal, where there is one."""
+        """Reads the payload of a group from the journal; None if there is no journal."""
 
     def credit(self) -> int:
-        """Bytes that producers may still send. Never zero while the next batch is not whole: the learner would starve
-        for it, with the store full of later ones that a rollback has put back."""
+        """Return the bytes that workers may still send. Never 0 while the next batch is not sealed: the store may be
+        full of later batches that a rollback has put back, and the learner would wait for ever."""
         free = self.max_bytes - self._state.buffer.nbytes
         following = self._state.buffer.untrained.get(self._state.trained_steps)
         return max(free, 0 if following is not None else 1)
 
     def make_room(self) -> None:
-        """Give up payloads that nobody needs just now: those of trained steps, the oldest first, then those of steps
-        that a restore has planned far ahead. The journal has them; without one, a restore makes such groups anew."""
+        """Release payloads that are not needed at present: those of trained steps, oldest first, then those of steps
+        that a restore has planned far ahead. The journal has them. Without a journal only those of trained steps are
+        released, and a restore generates their groups again."""
         buffer = self._state.buffer
-        if buffer.nbytes <= self.max_bytes:  # asked after each group
+        if buffer.nbytes <= self.max_bytes:  # the usual case; called after each group
             return
         trained = [buffer.trained[step] for step in sorted(buffer.trained)]
         soon = self._state.trained_steps + 1
@@ -46,7 +47,7 @@ class Space:
                 self._run.record(ev.Evicted(sealed.step))
 
     def bring_back(self, entries: Iterable[Entry]) -> None:
-        """Read the payloads of `entries` from the journal, as far as they were given up for memory.
+        """Read those payloads of `entries` from the journal that were released to free memory.
 
         Raises:
             JournalError: one is damaged.
