@@ -128,7 +128,7 @@ class VersionTree:
         return chain == chain_a and depth_a <= depth
 
     def snapshot(self) -> list[list[int]]:
-        """`[[version, parent, length, again], ...]` of irregular versions, then `[newest]`: short even in a long run."""
+        """`[[version, parent, length, again], ...]` of irregular versions, then `[newest]`: short in a long run too."""
         return [list(edge) for edge in self._edges] + [[self.newest]]
 
     @classmethod

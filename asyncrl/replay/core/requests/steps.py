@@ -23,7 +23,7 @@ from asyncrl.replay.protocol import Restored, TrainedReply
 from asyncrl.types import NO_VERSION, DropReason, StepPlan
 
 LEADER = "learner rank 0"
-"""The rank that restores, for all."""
+"""The rank that restores, on behalf of all ranks."""
 REPLACED = (
     "a newer learner has restored since; this one has to stop. If that one was started by mistake, stop it and start "
     "this one again with resume=auto"
@@ -36,15 +36,15 @@ STRANGER = (
 
 
 class Steps:
-    """Every request of the learner."""
+    """Handles every request of the learner."""
 
     def __init__(self, run: Run, retries: Retries, space: Space) -> None:
         self._run, self._state, self._retries, self._space = run, run.state, retries, space
         self._last_trained: tuple[int, int, TrainedReply] | None = None
         self._handed_out: tuple[EvalSummary, ...] = ()
-        """Evaluation results that were given to the learner last."""
+        """The evaluation results that were last given to the learner."""
         self._handed_to = ("", -1)
-        """Incarnation and number of the request they answered."""
+        """Incarnation and number of the request that they answered."""
         self._autotune = Autotune(run)
 
     def restore(
@@ -59,21 +59,21 @@ class Steps:
         run: str = "",
         beside: Collection[str] = (),
     ) -> Restored:
-        """A learner goes on from the checkpoint of `step`; see `LearnerReplay.restore`.
+        """Resume a learner from the checkpoint of `step`; see `LearnerReplay.restore`.
 
         Args:
-            beside: incarnations that were heard of when it came.
+            beside: incarnations that were active when this learner connected.
 
         Raises:
             FencedError: a newer learner has taken over.
-            ReplayError: neither this server's memory nor the snapshot reaches that checkpoint.
+            ReplayError: neither this server's state nor the snapshot covers that checkpoint.
         """
         number = -1 if step is None else step
         peers = self._state.peers
         if incarnation in peers.past_learners:
             raise FencedError(REPLACED)
         if peers.restored and incarnation == peers.learner and peers.restored[:2] == (number, policy_version):
-            # A resent request must not undo what was trained in between.
+            # A resent request must not undo steps trained since the first one.
             return Restored(next_step=number + 1, next_version=peers.restored[2])
         self._run.refuse_replaced(LEADER, incarnation)
         if peers.learner in beside and run and peers.run not in ("", run):
@@ -95,8 +95,8 @@ class Steps:
         return Restored(next_step=number + 1, next_version=self._state.tree.newest + 1)
 
     def hello_learner(self, rank: str, incarnation: str) -> None:
-        """A learner rank is there. A restore of an earlier life of it is refused from now on: one that arrives late
-        would fence the learner that runs.
+        """Register a learner rank. From now on a restore by an earlier incarnation of it is refused: arriving late, it
+        would fence the running learner.
 
         Raises:
             FencedError: see `check_rank`.
@@ -107,8 +107,8 @@ class Steps:
             self._run.record(ev.Joined(name, incarnation))
 
     def check_rank(self, rank: str, incarnation: str) -> None:
-        """Raises FencedError when a newer incarnation of this rank has said hello. The ranks of the learner that runs
-        go on until the newer one has restored: that may be refused, and the run would have no learner."""
+        """Raises FencedError if a newer incarnation of this rank has said hello. The ranks of the running learner
+        continue until the newer one has restored: its restore may be refused, and the run would have no learner."""
         name, peers = f"learner {rank}", self._state.peers
         runs = incarnation == peers.learner if name == LEADER else not peers.outlived(name, incarnation)
         if not runs:
@@ -122,17 +122,17 @@ class Steps:
             raise ReplayError("this server knows of no running learner; restart the learner from its checkpoint")
 
     def publish(self, *, policy_version: int, parent: int) -> None:
-        """Weights that no step trained: the initial ones, or restored ones (the parent's own) under a new number."""
+        """Publish weights that no step trained: initial, or restored ones (the parent's own) under a new number."""
         if policy_version in self._state.tree:
-            # Asked again, perhaps long after: refused if it means other weights, and never a step back.
+            # A repeated request, perhaps long after. Refused if it means other weights; never moves the version back.
             self._state.tree.publish(policy_version, parent, length=0)
         else:
-            # Refused before it is journalled: a record that cannot be applied would stop every recovery.
+            # Checked on a copy before it is journalled: a record that cannot be applied would stop every recovery.
             copy.deepcopy(self._state.tree).publish(policy_version, parent, length=0, again=self._state.again)
             self._run.record(ev.Published(policy_version, parent))
 
     def lease(self, step: int) -> StepPlan | None:
-        """The sealed batch of `step` (without shards); None while it cannot be sealed. The same plan every time.
+        """Return the sealed batch of `step` (without shards); None while it cannot be sealed. Always the same plan.
 
         Raises:
             ReplayError: the step is committed, or more than one ahead of the next.
@@ -153,12 +153,12 @@ class Steps:
         return plan
 
     def is_sealed(self, step: int) -> bool:
-        """Whether `lease` has chosen its batch, and it is not trained yet."""
+        """Whether `lease` has chosen the batch of `step`, and it is not trained yet."""
         return step in self._state.buffer.untrained
 
     def certain(self, step: int) -> StepPlan | None:
-        """The batch of `step`, as far as it is certain (without shards): the groups that it begins with, or all once it
-        is sealed. None of a step that is not the next. Changes nothing, and promises nothing: only `lease` seals."""
+        """Return the certain part of the batch of `step` (without shards): the groups that it begins with, or all once
+        it is sealed. None if `step` is not the next. Has no side effects, and is no promise: only `lease` seals."""
         state = self._state
         if step != state.trained_steps or state.finished:
             return None
@@ -169,25 +169,25 @@ class Steps:
         return state.plan_of(ev.Sealed(step, state.version, 0, ids, self._run.settings.max_staleness), members)
 
     def patience_mark(self, step: int) -> tuple[int, ...] | None:
-        """What a waiting `lease(step)` may see move: groups inserted, steps trained, tokens and environment steps of
-        any worker. Its patience starts anew with each change: one answer may take longer than it. None: steps before it
-        are still to be trained, so it waits for the learner itself and not for rollouts.
+        """Return a progress mark for a waiting `lease(step)`: groups inserted, steps trained, and a counter of tokens
+        and environment steps of any worker. Its timeout restarts with each change, since one completion may take longer
+        than the timeout. None: earlier steps are still to be trained, so it waits for the learner and not for rollouts.
         """
         mark = self._run.meter.inserted_groups, self._state.trained_steps, self._run.workers.moves
         return None if step > self._state.trained_steps else mark
 
     def trained(self, *, step: int, policy_version: int, ess: Sequence[float] = ()) -> TrainedReply:
-        """Count a step and publish its version. Repeating the last one returns the same reply. `ess`: see
+        """Count a trained step and publish its version. Repeating the last call returns the same reply. `ess`: see
         `LearnerReplay.trained`.
 
         Raises:
-            ReplayError: not the next step, or it was never leased; or `ess` is not of its groups.
+            ReplayError: `step` is not the next step, or was never leased; or `ess` does not match its groups.
         """
         state = self._state
         if self._last_trained and self._last_trained[:2] == (step, policy_version):
             return self._last_trained[2]
         if (step + 1, policy_version) == (state.trained_steps, state.version):
-            # Asked again of a server that was restarted since: it is counted, only the reply was lost.
+            # Repeated after the server was restarted: the step is counted, only the reply was lost.
             return TrainedReply(metrics=self._run.metrics(), evaluations=self._take_evaluations())
         sealed = state.buffer.untrained.get(step)
         if step != state.trained_steps or sealed is None:
@@ -214,11 +214,11 @@ class Steps:
 
     @property
     def last_metrics(self) -> Mapping[str, float]:
-        """Of the last step that was trained since this began."""
+        """Metrics of the last step trained since this server started."""
         return self._last_trained[2].metrics if self._last_trained else {}
 
     def commit(self, step: int) -> None:
-        """Raises ReplayError when `step` was not trained."""
+        """Record that the checkpoint of `step` is durable. Raises ReplayError if `step` was not trained."""
         if step >= self._state.trained_steps:
             raise ReplayError(f"step {step} cannot be committed: the next to be trained is {self._state.trained_steps}")
         if step > self._state.committed_step:
@@ -240,7 +240,7 @@ class Steps:
             job for job in self._state.peers.evaluations.values() if asdict(job) == wanted | {"job_id": job.job_id}
         ]
         if known:
-            return known[0].job_id  # Asked again of a server that was restarted before it could answer.
+            return known[0].job_id  # Repeated after the server was restarted before it could answer.
         job_id = self._state.peers.next_job
         asked = ev.EvaluationAsked(job_id=job_id, **wanted)
         superseded = self._run.evaluations.start(**asdict(asked))
@@ -250,25 +250,26 @@ class Steps:
         return job_id
 
     def evaluation_mark(self) -> tuple[int, int]:
-        """What moves while an evaluation gets on: its results, and tokens of any worker."""
+        """Return a progress mark for evaluations: counters of results, and of tokens of any worker."""
         return self._run.evaluations.moves, self._run.workers.moves
 
     def finished_evaluations(self, incarnation: str = "", request: int = -1) -> tuple[EvalSummary, ...] | None:
-        """Those not handed out before, once none is open; None until then. The same `request` asked again gets the same
-        ones: its answer was lost, and nothing else still has them."""
+        """Return the results not handed out before, once no evaluation is open; None until then. A repeated `request`
+        gets the same results: its reply was lost, and they are stored nowhere else."""
         if request >= 0 and (incarnation, request) == self._handed_to:
             return self._handed_out
         return None if self._run.evaluations.open else self._take_evaluations((incarnation, request))
 
     def _take_evaluations(self, asked_by: tuple[str, int] = ("", -1)) -> tuple[EvalSummary, ...]:
-        """Results not handed out yet. Those handed out before have arrived, or the learner would not ask for more."""
+        """Return the results not handed out yet, and close those handed out before: they have arrived, or the learner
+        would not ask for more."""
         for summary in self._handed_out:
             self._run.record(ev.EvaluationClosed(summary.job_id))
         self._handed_out, self._handed_to = self._run.evaluations.take(), asked_by
         return self._handed_out
 
     def finish(self) -> None:
-        """Drop what is open and tell workers to stop. Repeating it is harmless."""
+        """Drop open groups and tell workers to stop. Idempotent."""
         if self._state.finished:
             return
         for entry in list(self._state.ledger.entries.values()):
@@ -285,32 +286,33 @@ class Steps:
         return self._state.snapshot()
 
     def explain(self, step: int) -> str:
-        """Whom the learner waits for, and who is silent, in words."""
+        """Return whom the learner waits for, and which workers are silent, as text."""
         why = why_no_batch(self._state, self._run.settings, self._run.workers, step)
         return "; ".join(
             part for part in (self._run.why_paused, why, who_is_silent(self._run.workers, self._run.clock())) if part
         )
 
     def explain_evaluation(self) -> str:
-        """What of the open evaluations is missing, and who is silent, in words."""
+        """Return what is missing of the open evaluations, and which workers are silent, as text."""
         silent = who_is_silent(self._run.workers, self._run.clock()) or "no rollout worker is connected"
         return f"{self._run.evaluations.waiting_rows()} rows are open; {silent}"
 
     def _may_reuse(self, entry: Entry) -> bool:
         if entry.state is not GroupState.TRAINED or entry.payload is None or entry.header is None:
             return False
-        # A resume by group may find members of groups begun by sample: of those some could be reused without the rest.
+        # After a resume with admission by group there may be members of groups begun by sample. Some of them could be
+        # reused without the rest of their group.
         if entry.siblings or entry.trained >= self._run.settings.max_times_sampled:
             return False
-        # Over-age for the next step it would only hold a place that a new group could have.
+        # A group over-age for the next step would only hold a slot that a new group could have.
         state = self._state
         return (
             min(state.tree.distance(v, state.version) for v in _sampled_by(entry)) <= self._run.settings.max_staleness
         )
 
     def _left_behind(self, entry: Entry) -> bool:
-        """Whether weights sampled it that the learner's own do not come from: then it was not too slow, a resume went
-        back behind it."""
+        """Whether it was sampled with weights that are no ancestor of the learner's. Then it was not too slow: a resume
+        went back to before those weights."""
         tree, version = self._state.tree, self._state.version
         return any(not tree.leads_to(sampled, version) for sampled in _sampled_by(entry))
 
@@ -320,7 +322,7 @@ class Steps:
         if sealed is not None:
             return sealed.plan
         if ahead and self._seal(step - 1, ahead - 1) is None:
-            return None  # Sealing out of order would let a later step take the older groups.
+            return None  # Otherwise a later step could take the older groups.
         choice = choose_batch(self._state, self._run.settings, step=step, ahead=ahead, seed=self._run.seed)
         for group in choice.short:
             for entry in group:
@@ -342,7 +344,7 @@ class Steps:
         return buffer.untrained[step].plan
 
     def _drop_stale(self, group: Group) -> None:
-        """All of it, and its prompt goes back once."""
+        """Drop all entries of a group as stale; its prompt is readmitted at most once."""
         left = any(map(self._left_behind, group))
         reason = DropReason.DEAD_BRANCH if left else DropReason.STALE
         for entry in group:
@@ -370,13 +372,13 @@ class Steps:
             )
         if snapshot.get("step") != number:
             raise ReplayError(f"the replay snapshot is of step {snapshot.get('step')}, the checkpoint of step {number}")
-        ReplayState().apply(ev.Reloaded(snapshot))  # Or it would be refused too late.
+        ReplayState().apply(ev.Reloaded(snapshot))  # Checked on an empty state: an error after recording is too late.
         for member in self._run.workers.live.values():
             member.held.clear()
         self._run.record(ev.Reloaded(snapshot))
 
 
 def _sampled_by(entry: Entry) -> set[int]:
-    """Versions that its loss tokens are from."""
+    """Versions that sampled its loss tokens."""
     members = entry.header.trajectories if entry.header else ()
     return {version for trajectory in members for version, _ in trajectory.version_tokens}
