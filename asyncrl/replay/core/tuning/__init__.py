@@ -1,1 +1,1 @@
-"""`rollout.autotune`: how far rollouts run ahead. Only `tuner` knows a run; the rest computes with numbers."""
+"""`rollout.autotune`: controls how far rollouts run ahead. Only `tuner` accesses the run; the rest is pure arithmetic."""

@@ -1,4 +1,4 @@
-"""How old tokens get, by how they were spread over ages where it was measured. Pure: numbers in, numbers out."""
+"""Predicts the ages of tokens from their measured age distribution. Pure: numbers in, numbers out."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from numpy.typing import NDArray
 from asyncrl.replay.core.tuning.rates import Array
 
 ALIKE = 2
-"""Exponent of the factor between two mean stalenesses: by so much less the one tells how ages are at the other."""
+"""Exponent of the ratio of two mean stalenesses, in the weight that ages measured at the one have at the other."""
 STEEP = 0.9
-"""Of the tokens that are too old, the share that is a good deal older still is at most so many times as much."""
+"""Limit on the factor by which the share of tokens beyond the bound falls when the bound grows by 0.3 of itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Tokens of one step, `[part]` both."""
+    """Age distribution of the tokens of one step, `[part]` both."""
 
     ages: NDArray[np.intp]
-    """In versions; the last one that there is for those that were too old to be trained."""
+    """Ages in versions; `oldest + 1` for tokens that were too old to be trained."""
     counts: Array
+    """Tokens of each age."""
 
     @classmethod
     def of(cls, oldest: int, trained: Mapping[int, int], wasted: int) -> Spread:
@@ -31,13 +32,13 @@ class Spread:
 
 
 class Ages:
-    """Tokens by their age, of some steps and how much each counts."""
+    """Tokens by age, summed over steps with the weight of each."""
 
     def __init__(self, oldest: int, steps: Sequence[Spread], weights: Sequence[float]) -> None:
         ages = np.concatenate([step.ages for step in steps])
         counts = np.concatenate([step.counts for step in steps])
         self.tokens = np.bincount(ages, np.repeat(weights, [len(step.ages) for step in steps]) * counts, oldest + 2)
-        """`[age]`"""
+        """Weighted tokens, `[age]`."""
         self.steps = sum(weights)
 
     @property
@@ -45,11 +46,12 @@ class Ages:
         return float(self.tokens @ np.arange(len(self.tokens))) / max(1.0, self.tokens.sum())
 
     def wasted(self, aging: Array, later: Array) -> Array:
-        """`[...]` share of the tokens that would be too old if they aged `aging` times as fast and were trained `later`
-        versions later. Of those that are too old it is not told by how much: they fall off as those below do."""
+        """Return the share of tokens, `[...]`, that would be too old if they aged `aging` times as fast and were trained
+        `later` versions later. How much over-age tokens exceed the bound is not known: their distribution is
+        extrapolated from that of the ages just below it."""
         oldest = len(self.tokens) - 2
         older = self.tokens[::-1].cumsum()[::-1] / max(1.0, self.tokens.sum())
-        """`[age]` share that is as old as that, or older; so older than the age before."""
+        """Share of tokens of that age or older, `[age]`; in other words, older than the preceding age."""
         bound = (oldest - later) / aging
         before = np.arange(-1, oldest + 1)
         most, fewer = max(older[-1], 1e-9), max(np.interp(0.7 * oldest, before, older), 1e-9)
@@ -58,8 +60,8 @@ class Ages:
 
 
 def pooled(found: Mapping[tuple[int, int], Ages], aging: Array, in_store: Array) -> Array:
-    """`[depth, in_flight]` share of the tokens that would be too old, by what was `found` at some places of the grid.
-    `aging` and `in_store` are versions that tokens get older in flight and in store, `[depth, in_flight]` both."""
+    """Return the share of tokens, `[depth, in_flight]`, that would be too old, given the ages `found` at some places of
+    the grid. `aging` and `in_store`: versions by which tokens age in flight and in store, `[depth, in_flight]` both."""
     wasted, weights = np.zeros(aging.shape), np.zeros(aging.shape)
     staleness = aging + in_store
     for place, ages in found.items():

@@ -1,14 +1,14 @@
-"""`rollout.autotune`: how far the rollouts may run ahead, moved while the run goes on so that the learner is busy at
-the lowest staleness. Pure: steps go in, moves come out.
+"""`rollout.autotune`: adjusts how far the rollouts may run ahead, during the run, so that the learner is busy at the
+lowest staleness. Pure: takes steps, returns moves.
 
-What is in flight gets older while it is made, and what lies in store while it waits. So of all bounds the freshest are
-looked for that make nearly as many tokens per second as any, by what `Forecast` says of them, tried or not. Where it is
-unsure it is asked both ways: up if it may be that more makes more and more was not tried of late, down if it may be
-that less makes as many. Either way the next steps tell.
+Groups in flight age while they are generated, groups in store while they wait. The tuner therefore looks for the
+freshest bounds that give nearly as many tokens per second as any, according to `Forecast`, whether they were tried or
+not. Where the forecast is uncertain, both directions are explored: up if more groups in flight may give more tokens and
+more were not tried recently, down if fewer may give as many. In both cases the next steps decide.
 
-So that it never oscillates: what was measured is kept and decides what is expected; changes that gain little are left
-(deadband); a decision rests on `MEASURED` steps, and after each move the next one has to wait longer, unless far too
-few tokens are made (rate limit). A run that has changed begins anew.
+To prevent oscillation, measurements are kept and determine the expectation; changes that gain little are not made
+(deadband); a decision is based on `MEASURED` steps, and the wait grows after each move, unless far too few tokens are
+made (rate limit). If the run has changed, the tuner starts over.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from numpy.typing import NDArray
 from asyncrl.replay.core.tuning.forecast import Bounds, Forecast, Grid, Limits, Seen, mean_in_flight
 
 MEASURED = 5
-"""Steps that a decision rests on, at least."""
+"""Minimum number of steps that a decision is based on."""
 GOAL, ENOUGH, FAR_TOO_FEW = 0.974, 0.962, 0.92
-"""Of the most tokens per second that any bounds would make: so many are aimed at; with so many it need not have more;
-with fewer it does not wait until the next move is due."""
+"""Shares of the most tokens per second that any bounds would give: the target of a move; the share that is sufficient;
+the share below which a move is not delayed until the next is due."""
 UNSURE = 0.25
-"""Probability at which something may be."""
+"""Quantile of the pessimistic forecast; the optimistic one is at 1 minus this."""
 FRESHER, FRESHER_SHARE = 0.15, 0.05
-"""Versions of mean staleness, and share of it: that much less, both together, is worth a move."""
+"""A decrease of the mean staleness that justifies a move: versions, plus this share of it."""
 FARTHEST_UP, FARTHEST_DOWN = 3.0, 1.8
-"""Factors of groups in flight, of one move."""
+"""Limits on the factor by which one move changes the groups in flight."""
 MORE = 1.2
-"""Factor of groups in flight, of what counts as more than now."""
+"""Factor of the present groups in flight up to which others do not count as more."""
 BETTER, ALIKE = 0.01, 0.05
-"""Share of the tokens, and versions, that are no difference."""
+"""Differences that count as none: a share of the tokens, and versions of staleness."""
 LONGER, LONGEST = 1.3, 200
-"""Factor by which the time until the next move grows with each, and the most it comes to, in steps."""
+"""Factor by which the wait until the next move grows with each move, and its maximum in steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,25 +46,25 @@ class Move:
 
 
 class Tuner:
-    """`step` is told every trained step."""
+    """Decides on moves. `step` must be called for every trained step."""
 
     def __init__(self, limits: Limits, bounds: Bounds) -> None:
         self.limits, self.bounds = limits, bounds
         self._forecast = Forecast(limits)
         self._settling = 1
-        """Steps that are not looked at."""
+        """Number of coming steps to ignore."""
         self._begin()
 
     def _begin(self) -> None:
         self._wait, self._rest = float(MEASURED), 0
-        """Steps between moves, and until the next."""
+        """Steps to wait after the latest move, and how many of them are left."""
         self._left, self._seconds = MEASURED, 0.0
-        """Steps until the next decision; seconds that have passed since the last."""
+        """Steps until the next decision; seconds since the last decision."""
         self._strange = 0
-        """Decisions in a row at which the run seemed to have changed."""
+        """Number of consecutive decisions at which the run seemed to have changed."""
 
     def step(self, seen: Seen) -> Move | None:
-        """What to change before the next group is admitted; None, mostly."""
+        """Return the move to make before the next group is admitted; usually None."""
         if self._settling > 0:
             self._settling -= 1
             return None
@@ -88,8 +88,8 @@ class Tuner:
         return Move(bounds=to, reason=reason)
 
     def interrupted(self, *, others: bool = False) -> None:
-        """The steps so far say nothing of those to come: a learner was restored, or nothing was admitted for a while.
-        `others`: nor does what is known, for there are other engines."""
+        """Ignore the next steps: a learner was restored, or nothing was admitted for a while. `others`: also forget the
+        measurements, because the set of engines has changed."""
         self._settling = max(self._settling, 2)
         if others:
             self._forecast.forget()
@@ -115,7 +115,7 @@ class Tuner:
         return grid.bounds(to), f"{said}; about as many tokens/s are expected, {now - stale[to]:.1f} versions fresher"
 
     def _reach(self, grid: Grid, flying: float) -> NDArray[np.bool_]:
-        """`[depth, in_flight]` whether one move may lead there."""
+        """Return a mask, `[depth, in_flight]`, of the places that one move may reach."""
         now, uneven = self.bounds, self._forecast.uneven
         fills = flying > 0.7 * now.max_in_flight
         most = max(FARTHEST_UP * flying, now.max_in_flight if fills else 0, 2)
@@ -124,7 +124,8 @@ class Tuner:
 
 
 def freshest(grid: Grid, worth: NDArray[np.float64], among: NDArray[np.bool_]) -> tuple[int, int]:
-    """Place of those that make enough; where none does, of those that make about the most; of none, that in force."""
+    """Return the place of the lowest staleness `among` those with enough `worth`; if none has enough, among those with
+    about the most. If `among` is empty, return the place in force."""
     if not among.any():
         return grid.now
     most = np.where(among, worth, -1).max()

@@ -1,4 +1,4 @@
-"""The tuner of a run, where its settings want one: told of each trained step, and its moves carried out."""
+"""The tuner of a run whose settings want one: passes it each trained step, and carries out its moves."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from asyncrl.types import StepPlan
 log = logging.getLogger(__name__)
 
 LEAST_S = 5.0
-"""Of heartbeats: see `Limits.least_s`."""
+"""Minimum seconds per decision where workers report by heartbeats: see `Limits.least_s`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """Of a run so far; what is measured is the difference of two."""
+    """Totals of a run so far; a measurement is the difference of two."""
 
     clock: float
     waited_s: float
-    """By the learner."""
+    """Seconds that the learner waited for a batch."""
     in_flight: dict[int, float]
-    """Seconds by how many groups were in flight."""
+    """Seconds by the number of groups in flight."""
     generated: float
-    """Tokens."""
+    """Tokens generated."""
     wasted: int
-    """Of them, too old to be trained."""
+    """Tokens that were too old to be trained."""
     workers: frozenset[str]
-    """Incarnations of those that are there."""
+    """Incarnations of the live workers."""
 
     @classmethod
     def of(cls, run: Run) -> Totals:
@@ -62,7 +62,7 @@ class Totals:
 
 
 class Autotune:
-    """Of a run whose settings want none it does nothing."""
+    """Connects a run with its `Tuner`. Does nothing if the settings do not ask for one."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -78,17 +78,17 @@ class Autotune:
             begin = Bounds(pipeline_depth=settings.pipeline_depth, max_in_flight=settings.max_in_flight)
             self._tuner = Tuner(limits, begin)
         self._before: Totals | None = None
-        """At the last step."""
+        """Totals at the last step."""
         self.moves = 0
 
     def interrupted(self) -> None:
-        """A learner was restored."""
+        """To be called when a learner was restored."""
         self._before = None
         if self._tuner is not None:
             self._tuner.interrupted()
 
     def trained(self, plan: StepPlan) -> dict[str, float]:
-        """Metrics of what is in force after a step."""
+        """Process a trained step. Returns metrics of the bounds in force after it."""
         if self._tuner is None:
             return {}
         run = self._run
