@@ -1,1 +1,1 @@
-"""`rollout.autotune`: controls how far rollouts run ahead. Only `tuner` accesses the run; the rest is pure arithmetic."""
+"""`rollout.autotune`: controls how far rollouts run ahead. Only `tuner` accesses the run; the rest is arithmetic."""

@@ -13,7 +13,7 @@ from asyncrl.replay.core.tuning.rates import Array
 ALIKE = 2
 """Exponent of the ratio of two mean stalenesses, in the weight that ages measured at the one have at the other."""
 STEEP = 0.9
-"""Limit on the factor by which the share of tokens beyond the bound falls when the bound grows by 0.3 of itself."""
+"""Upper limit on the factor by which the share of too-old tokens is multiplied per 0.3 * `oldest` versions of age."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ class Ages:
         return float(self.tokens @ np.arange(len(self.tokens))) / max(1.0, self.tokens.sum())
 
     def wasted(self, aging: Array, later: Array) -> Array:
-        """Return the share of tokens, `[...]`, that would be too old if they aged `aging` times as fast and were trained
-        `later` versions later. How much over-age tokens exceed the bound is not known: their distribution is
-        extrapolated from that of the ages just below it."""
+        """Return the share of tokens, `[...]`, that would be too old if they aged `aging` times as fast and were
+        trained `later` versions later. By how much over-age tokens exceed the bound is not known: their distribution
+        is extrapolated from that of the ages just below it."""
         oldest = len(self.tokens) - 2
         older = self.tokens[::-1].cumsum()[::-1] / max(1.0, self.tokens.sum())
         """Share of tokens of that age or older, `[age]`; in other words, older than the preceding age."""

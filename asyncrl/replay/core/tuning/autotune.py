@@ -28,11 +28,11 @@ the share below which a move is not delayed until the next is due."""
 UNSURE = 0.25
 """Quantile of the pessimistic forecast; the optimistic one is at 1 minus this."""
 FRESHER, FRESHER_SHARE = 0.15, 0.05
-"""A decrease of the mean staleness that justifies a move: versions, plus this share of it."""
+"""Minimum decrease of the mean staleness that justifies a move: in versions, plus a share of the present staleness."""
 FARTHEST_UP, FARTHEST_DOWN = 3.0, 1.8
 """Limits on the factor by which one move changes the groups in flight."""
 MORE = 1.2
-"""Factor of the present groups in flight up to which others do not count as more."""
+"""Factor of the present number of groups in flight above which another number counts as more."""
 BETTER, ALIKE = 0.01, 0.05
 """Differences that count as none: a share of the tokens, and versions of staleness."""
 LONGER, LONGEST = 1.3, 200

@@ -1,8 +1,8 @@
-"""What a run would do with other bounds, from the steps that were measured. Pure: numbers go in, numbers come out.
+"""Predicts how a run would behave with other bounds, from the measured steps. Pure: numbers in, numbers out.
 
-The learner's rate is known: of a step, the seconds in which it did not wait. The engines' rate by how many groups are
-in flight, and what the two come to together, is that of `rates`. From the groups in flight and in store follows how old
-tokens get; how their ages are spread, and so how many get too old to be trained, is as it was where it was measured.
+The learner's rate is known from the seconds of a step in which it did not wait. The engines' rate by the number of
+groups in flight, and the throughput of both together, come from `rates`. The groups in flight and in store determine
+the mean age of tokens; their age distribution, and so the share that gets too old, is taken from measurements.
 """
 
 from __future__ import annotations
@@ -19,60 +19,59 @@ from asyncrl.replay.core.tuning.ages import Ages, Spread, pooled
 from asyncrl.replay.core.tuning.rates import Array, Engines, alone_for, curves, flow, sharply
 
 FORGETS, LEARNER_FORGETS = 0.996, 0.98
-"""Weight of a step as against the one after it; the same of the learner's."""
+"""Weight of a step relative to the following one; the same for the learner's rate."""
 UNEVEN, HELD_BACK = 0.1, 0.3
-"""Weight of steps at depth 0 and at the deepest, where the engines' work is uneven; of those in which the depth holds
-the engines back, who are then idle in turn. Both only where there are others."""
+"""Weight of steps at depth 0 and at the maximum depth, where the engines' work is uneven; and of steps in which the
+depth limits the engines, which are then idle in turn. Both apply only if there are enough other steps."""
 LATE, LATES, LATE_VARIES = 0.15, (-0.1, 0.0, 0.15, 0.3, 0.5, 0.75, 1.0), 0.3
-"""Batches by which the window seems to be smaller than it is: what is taken for true at first, what may be, and how far
-from the first that is likely."""
+"""Batches by which the window is effectively smaller than nominal: prior mean, candidates, prior standard deviation."""
 STEP_VARIES = 0.15
-"""Of one step's share of the time that the learner is busy, standard deviation; what counts as one step more."""
+"""Standard deviation of the share of one step's time that the learner is busy; counts as one additional step."""
 IN_FLIGHT_AGE, AGE = 0.64, 0.3
-"""Versions that a batch in flight adds to the mean staleness; what is there without any."""
+"""Versions that a batch in flight adds to the mean staleness; the mean staleness without any."""
 AGES_DIFFER = 3.0
-"""Factor that measured ages may be off from computed ones, at most."""
+"""Limit on the ratio of measured to computed ages."""
 DEEPEST = 0.96
-"""Of the tokens that the deepest is computed to make: only there are groups admitted to nobody but who serves the
-newest version. Taken for true until it is measured."""
+"""Share of the computed tokens that the maximum depth gives: only there, groups are admitted solely to workers that
+serve the newest version. Assumed until it is measured."""
 RECENT, TRIED, REMEMBERED = 12, 100, 300
-"""Steps, at most: that are looked at together, among which others are that were tried of late, that count at all."""
+"""Limits on steps: looked at together as recent; searched for what was tried recently; remembered at all."""
 WEIGHTS = tuple(FORGETS**place for place in range(REMEMBERED))
-"""Of the steps, from the last one back."""
+"""Weights of the steps, from the last one backwards."""
 CHANGED = 1.5
-"""Factor between the last steps and those before: the run has changed."""
+"""Ratio between the last steps and earlier ones at which the run has changed."""
 PROVES = 5
-"""Steps after which something is taken for measured."""
+"""Number of steps after which something counts as measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the run's settings allow."""
+    """The limits from the run's settings."""
 
     groups_per_step: int
     deepest: int
-    """The most that `pipeline_depth` may be; older tokens are not trained."""
+    """Maximum of `pipeline_depth`, and the age above which tokens are not trained."""
     most_in_flight: int
     least_s: float = 0.0
-    """A decision rests on so many seconds at least: what is generated is told now and then."""
+    """Minimum seconds that a decision is based on: generated tokens are reported only periodically."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """One trained step."""
+    """Measurements of one trained step."""
 
     seconds: float
-    """Since the one before."""
+    """Seconds since the previous step."""
     waited_s: float
-    """Of them, the learner had nothing to train."""
+    """Seconds of these in which the learner had nothing to train."""
     in_flight: dict[int, float]
-    """Seconds by how many groups were in flight."""
+    """Seconds by the number of groups in flight."""
     generated: float
-    """Tokens, by all engines."""
+    """Tokens generated by all engines."""
     trained: dict[int, int]
-    """Tokens that bore a gradient, by their age in versions."""
+    """Tokens that were trained on, by their age in versions."""
     wasted: int
-    """Tokens that were too old to."""
+    """Tokens that were too old to be trained."""
 
     @property
     def mean_in_flight(self) -> float:
@@ -84,7 +83,7 @@ def mean_in_flight(steps: Sequence[Seen]) -> float:
 
 
 class Bounds(NamedTuple):
-    """What is moved."""
+    """The bounds that the tuner moves."""
 
     pipeline_depth: int
     max_in_flight: int
@@ -92,42 +91,42 @@ class Bounds(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A step, and the bounds that were in force."""
+    """A step, and the bounds in force during it."""
 
     seen: Seen
     bounds: Bounds
     age: int
-    """Steps since these bounds came into force."""
+    """Number of steps since these bounds came into force."""
     flying: float
-    """Groups in flight, mean."""
+    """Mean number of groups in flight."""
     tokens: int
-    """Trained or too old to be."""
+    """Tokens trained or too old to be trained."""
     spread: Spread
     alone: Array
-    """`[curve]`, see `alone_for`."""
+    """`[curve]`; see `alone_for`."""
 
     @property
     def is_settled(self) -> bool:
-        """Groups of before are through, but for a few."""
+        """Whether the groups from before these bounds are finished, except for a few."""
         return self.age > min(self.bounds.pipeline_depth, 6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """What was measured at bounds; the youngest steps count most."""
+    """Measurements at some bounds; recent steps have the largest weight."""
 
     in_flight: float
-    """Groups, the most that there may have been."""
+    """The most groups that may have been in flight."""
     busy: float
-    """Share of the time that the learner trained."""
+    """Share of the time in which the learner trained."""
     steps: float
-    """How many there were, as many as they count."""
+    """Weighted number of steps."""
     error: float
     """Standard error of `busy`."""
 
     @classmethod
     def of(cls, in_flight: float, steps: Sequence[tuple[float, Seen]]) -> Known:
-        """`steps` and how much each counts."""
+        """`steps`: pairs of weight and step."""
         weight = np.array([each for each, _ in steps])
         seconds, waited = np.array([(seen.seconds, seen.waited_s) for _, seen in steps]).T
         busy, count = 1 - float(weight @ waited / (weight @ seconds)), float(weight.sum())
@@ -137,44 +136,44 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """All bounds that may be: arrays are `[depth, in_flight]`."""
+    """Predictions for all allowed bounds: arrays are `[depth, in_flight]`."""
 
     depth: Array
     """`[depth, 1]`"""
     most: Array
-    """`[1, in_flight]` groups that may be in flight."""
+    """`[1, in_flight]`: limit on the groups in flight."""
     flying: Array
-    """Groups in flight, mean over the time."""
+    """Mean number of groups in flight over time."""
     staleness: Array
-    """Mean, in versions."""
+    """Mean staleness in versions."""
     worth: Array
-    """Tokens trained per second, as a share of the most that any bounds give; what is expected."""
+    """Expected tokens trained per second, as a share of the most that any bounds give."""
     low: Array
-    """Less only if what is known of the engines is off in an unlikely way."""
+    """Pessimistic `worth`, by the uncertainty about the engines."""
     high: Array
-    """More only if it is; where fewer are in flight than where it was measured, no more than `worth` is there."""
+    """Optimistic `worth`; with fewer groups in flight than at measured bounds, at most the `worth` there."""
     now: tuple[int, int]
-    """Place of those in force."""
+    """Place of the bounds in force."""
 
     def bounds(self, place: tuple[int, int]) -> Bounds:
         return Bounds(pipeline_depth=int(self.depth[place[0], 0]), max_in_flight=int(self.most[0, place[1]]))
 
 
 class Forecast:
-    """Told of every step."""
+    """Keeps the measured steps and predicts from them; `note` must be called for every step."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self._knee, self._is_sharp = curves(limits.most_in_flight)
         self._most = {max(1, round(each)) for each in np.geomspace(1, limits.most_in_flight, 36)}
         self.uneven = limits.deepest if limits.deepest > 1 else -1
-        """The deepest, where it is another than the first."""
+        """The maximum depth if it is above 1, else -1."""
         self._rows: list[Row] = []
         self._fitted: Engines | None = None
-        """Of these rows."""
+        """Cached fit to these rows."""
 
     def note(self, seen: Seen, bounds: Bounds) -> None:
-        """`bounds` were in force."""
+        """Add a step; `bounds` were in force during it."""
         age = self._rows[-1].age + 1 if self._rows and self.bounds == bounds else 0
         self._most.add(bounds.max_in_flight)
         tokens = sum(seen.trained.values()) + seen.wasted
@@ -185,13 +184,13 @@ class Forecast:
         self._fitted = None
 
     def forget(self, but: int = 0) -> None:
-        """What was measured, `but` for the last steps."""
+        """Forget all measurements except those of the last `but` steps."""
         self._rows = self._rows[len(self._rows) - but :]
         self._fitted = None
 
     @property
     def bounds(self) -> Bounds:
-        """That are in force."""
+        """The bounds in force."""
         return self._rows[-1].bounds
 
     def recent(self) -> list[Seen]:
@@ -201,7 +200,8 @@ class Forecast:
         return [row for row in self._rows[-RECENT:] if row.bounds == self.bounds]
 
     def tried(self) -> float:
-        """Groups in flight, the most that were for a while of late; at depth 0 and at the deepest they tell little."""
+        """Return the largest mean of groups in flight at recent bounds with enough steps. Depth 0 and the maximum depth
+        are left out, since they say little."""
         flying: dict[Bounds, list[float]] = {}
         for row in self._rows[-TRIED:]:
             if row.bounds.pipeline_depth not in (0, self.uneven):
@@ -209,7 +209,7 @@ class Forecast:
         return max((sum(each) / len(each) for each in flying.values() if len(each) >= PROVES - 1), default=0.0)
 
     def grid(self, unsure: float) -> Grid:
-        """`unsure`: how likely less than low is, and more than high."""
+        """Predict for all bounds. `unsure`: probability of less than `low`, and of more than `high`."""
         limits, batch = self.limits, self.limits.groups_per_step
         learner, engines = self._learner(), self._engines()
         depth = np.arange(limits.deepest + 1, dtype=float)[:, None]
@@ -230,7 +230,7 @@ class Forecast:
         mean, (low, high) = engines.mean(worth), engines.quantiles(worth, unsure, 1 - unsure)
         for at, each in known.items():
             place = self._place(at, most)
-            if each.steps >= PROVES - 1:  # with fewer in flight no more is hoped for than is expected there
+            if each.steps >= PROVES - 1:  # with fewer in flight, no more than is expected there
                 high = np.where(mean_flying <= mean_flying[place], np.minimum(high, mean[place]), high)
         now = self._place(self.bounds, most)
         differ = ages[now].mean / (aging + in_store)[now]
@@ -250,7 +250,7 @@ class Forecast:
         return bounds.pipeline_depth, int(np.searchsorted(most[0], bounds.max_in_flight))
 
     def _learner(self) -> float:
-        """Groups per second that it trains while it does not wait."""
+        """Groups per second that the learner trains while it does not wait."""
         weight = LEARNER_FORGETS ** np.arange(len(self._rows))[::-1]
         seconds = np.array([row.seen.seconds - row.seen.waited_s for row in self._rows])
         return self.limits.groups_per_step * float(weight.sum() / max((weight * seconds).sum(), 1e-9))
@@ -268,7 +268,7 @@ class Forecast:
         return Engines.fitted(self._knee, self._is_sharp, alone, groups, self._weights())
 
     def _weights(self) -> Array:
-        """`[step]` of what they say of the engines."""
+        """Weights of the steps in the fit of the engines, `[step]`."""
         weight = np.array(WEIGHTS[: len(self._rows)][::-1])
         uneven = np.array([row.bounds.pipeline_depth in (0, self.uneven) for row in self._rows])
         held = np.array([row.flying < 0.9 * row.bounds.max_in_flight for row in self._rows])
@@ -279,7 +279,8 @@ class Forecast:
         return weight
 
     def _places(self) -> float:
-        """Groups that the workers have places for, as far as more were allowed and the learner waited."""
+        """Return the number of groups that the workers have places for, if more were allowed while the learner waited;
+        infinity if this does not show."""
         recent, bounds = self.recent(), self.bounds
         seconds = sum(seen.seconds for seen in recent)
         held: dict[int, float] = {}
@@ -299,8 +300,9 @@ class Forecast:
         return {at: Known.of(min(at.max_in_flight, places), each) for at, each in steps.items()}
 
     def _as_known(self, busy: Array, depth: Array, most: Array, known: dict[Bounds, Known]) -> Array:
-        """`[curve, depth, in_flight]` share of the time that the learner trains: with more room than somewhere else no
-        less than there, with less room no more; and where it was measured, what was, for it may be otherwise."""
+        """Clip `busy`, the share of the time in which the learner trains, `[curve, depth, in_flight]`, to measurements:
+        with more room than at measured bounds it is no less than there, with less room no more. The measured bounds
+        themselves come last, since measurements may contradict this."""
         sure = [
             (at, each.busy - each.error, each.busy + each.error)
             for at, each in known.items()
@@ -317,13 +319,14 @@ class Forecast:
         return busy
 
     def _foretold(self, engines: Engines, learner: float, known: dict[Bounds, Known], late: Array | float) -> Array:
-        """`[..., bounds]` share of the time that the learner trains, at those that are known; of `late` `[..., 1]`."""
+        """Predict the share of the time in which the learner trains, `[..., bounds]`, at the `known` bounds, for `late`
+        of shape `[..., 1]`."""
         depth = np.array([bounds.pipeline_depth for bounds in known], float)
         most = np.array([each.in_flight for each in known.values()])
         return engines.mean(flow(engines, learner, self.limits.groups_per_step, depth, most, late)[0])
 
     def _late(self, engines: Engines, learner: float, known: dict[Bounds, Known]) -> float:
-        """Groups: see `LATE`."""
+        """Return the most likely `late` in groups: see `LATE`."""
         late, batch = np.array(LATES), self.limits.groups_per_step
         wrong = ((late - LATE) / LATE_VARIES) ** 2
         if known:
@@ -333,7 +336,8 @@ class Forecast:
         return batch * LATES[int(wrong.argmin())]
 
     def _deepest(self, engines: Engines, learner: float, known: dict[Bounds, Known], late: float) -> float:
-        """Of the tokens that the deepest is computed to make; none while nothing else was tried, which tells more."""
+        """Return the share of the computed tokens that the maximum depth gives: see `DEEPEST`. 0 while no other depth
+        was tried, since another depth says more."""
         if all(row.bounds.pipeline_depth == self.uneven for row in self._rows):
             return 0.0
         there = {at: each for at, each in known.items() if at.pipeline_depth == self.uneven and each.steps > PROVES}
@@ -344,7 +348,7 @@ class Forecast:
         return float(np.clip(busy / (steps @ self._foretold(engines, learner, there, late)), 0.5, 1))
 
     def _ages(self) -> dict[Bounds, Ages]:
-        """Of those in force the last few steps, if no others are there."""
+        """Age distributions by bounds. For the bounds in force, the last few steps are used if there are no others."""
         found: dict[Bounds, list[tuple[Spread, float]]] = {}
         for weight, row in zip(WEIGHTS, reversed(self._rows), strict=False):
             if row.age > row.bounds.pipeline_depth:
@@ -354,7 +358,7 @@ class Forecast:
         return {at: Ages(self.limits.deepest, *zip(*each, strict=True)) for at, each in found.items()}
 
     def has_changed(self) -> bool:
-        """Whether the last steps are unlike those before at the same bounds."""
+        """Whether the last steps differ from earlier ones at the same bounds."""
         rows = [row for row in self._rows if row.bounds == self.bounds and row.is_settled]
         before, last = rows[:-RECENT], rows[-RECENT:]
         if len(before) < PROVES:
@@ -362,7 +366,7 @@ class Forecast:
         engines = self._engines()
 
         def paces(rows: Sequence[Row]) -> tuple[float, float]:
-            """Of the engines, as a multiple of what the curves say, and of the learner."""
+            """Rates of the engines, relative to the prediction of the curves, and of the learner."""
             alone = np.array([row.alone for row in rows])[:, engines.number] / engines.alone
             foretold = sum(float(engines.weight @ each) for each in alone)
             busy = sum(row.seen.seconds - row.seen.waited_s for row in rows)
@@ -373,5 +377,5 @@ class Forecast:
 
 
 def clip(values: Array, where: NDArray[np.bool_], low: float, high: float) -> None:
-    """In place: of `values`, `[curve, ...]`, those that `where`, `[...]`, says."""
+    """Clip in place those of `values`, `[curve, ...]`, that are selected by `where`, `[...]`."""
     values[:, where] = values[:, where].clip(low, high)

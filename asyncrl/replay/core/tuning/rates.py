@@ -1,8 +1,8 @@
-"""How fast the engines are with so many groups in flight, and what they and a learner come to together: curves, how
-likely each is by what was measured, and the flow between the two. Pure: numbers go in, numbers come out.
+"""Predicts the rate of the engines by the number of groups in flight, and the throughput of engines and learner
+together: curves, their likelihood given the measurements, and the flow between both. Pure: numbers in, numbers out.
 
-A few steps say little of the engines: the lengths vary. So one curve of two numbers is not fitted, but many are
-weighed: `[curve]` is the first axis of whatever follows from them, and the spread over it says how sure that is.
+A few steps say little about the engines, since lengths vary. Instead of fitting one curve with two parameters, many are
+weighted: `[curve]` is the first axis of every derived array, and the spread over it measures the uncertainty.
 """
 
 from __future__ import annotations
@@ -18,36 +18,37 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 KNEES = 28
-"""Of the curves, up to far above what may be in flight; each is there with a sharp knee and with a soft one."""
+"""Number of knees of the curves, up to far above the limit on groups in flight; each with a sharp and a soft knee."""
 VARIES, LEAST_VARIES, PRIOR = 0.3, 0.02, 4
-"""Variance of what a group makes, in groups: at first, at least, and of how many steps the first guess is worth."""
+"""Variance of the number of groups made, per group: prior, minimum, and the number of steps the prior counts for."""
 AS_FEW = 40
-"""However many steps there are, they say no more than so many: the curve is not quite the engines'."""
+"""Limit on the number of steps that the evidence counts as, since the curve is not exactly that of the engines."""
 UNLIKELY = 0.02
-"""Below this share of the most likely one's weight a curve is left out."""
+"""Curves with a weight below this share of the most likely curve's are left out."""
 FEW = 1 << 14
-"""Numbers, of which it takes longer to find those that are alike than to compute with all."""
+"""Array size below which computing all values is faster than finding the distinct ones."""
 HALVES = 12
-"""By which the share of the time that is trained is looked for."""
+"""Number of bisections in the search for the share of the time in which the learner trains."""
 
 
 @dataclass(frozen=True, slots=True)
 class Engines:
     """Curves, all `[curve]`. A group among n in flight takes `alone * (1 + (n / knee) ** bend) ** (1 / bend)` seconds,
-    with a bend of 4 where the knee is sharp, else 1: few are as fast as one; of many only the sum counts."""
+    with a bend of 4 if the knee is sharp, else 1: a few groups are as fast as one; with many, the total rate is
+    constant."""
 
     knee: Array
     is_sharp: NDArray[np.bool_]
     alone: Array
-    """Seconds."""
+    """Seconds that a group takes alone."""
     weight: Array
-    """How likely; they sum to 1."""
+    """Likelihood of each curve; sums to 1."""
     number: NDArray[np.intp]
-    """Among all curves that were weighed."""
+    """Index of each curve among all candidates."""
 
     @classmethod
     def fitted(cls, knee: Array, is_sharp: NDArray[np.bool_], alone: Array, groups: Array, weight: Array) -> Engines:
-        """From steps: `alone` is `[curve, step]`, see `alone_for`; `groups` made and `weight` are `[step]`."""
+        """Fit to steps: `alone` is `[curve, step]`, see `alone_for`; `groups` (generated) and `weight` are `[step]`."""
         seconds = (weight * alone).sum(1) / max((weight * groups).sum(), 1e-9)
         foretold = np.maximum(alone / seconds[:, None], 1e-9)
         wrong = (weight * (foretold - groups) ** 2 / foretold).sum(1)
@@ -58,15 +59,15 @@ class Engines:
         return cls(knee[kept], is_sharp[kept], seconds[kept], likely[kept] / likely[kept].sum(), kept.nonzero()[0])
 
     def rate(self, in_flight: Array) -> Array:
-        """`[curve, ...]` groups per second, of `[...]` in flight."""
+        """Groups per second, `[curve, ...]`, with `in_flight`, `[...]`, groups in flight."""
         return speed(self.knee, self.is_sharp, in_flight) / beside(self.alone, in_flight)
 
     def mean(self, values: Array) -> Array:
-        """`[...]`, of `[curve, ...]`."""
+        """The weighted mean over the curves, `[...]`, of `values`, `[curve, ...]`."""
         return (beside(self.weight, values[0]) * values).sum(0)
 
     def quantiles(self, values: Array, *shares: float) -> Iterator[Array]:
-        """`[...]` each, of `[curve, ...]`: so large a share of the curves, by weight, say less."""
+        """The weighted quantiles over the curves, `[...]` each, of `values`, `[curve, ...]`."""
         order = values.argsort(0)
         summed, values = self.weight[order].cumsum(0), np.take_along_axis(values, order, 0)
         for share in shares:
@@ -74,33 +75,34 @@ class Engines:
 
 
 def curves(most_in_flight: int) -> tuple[Array, NDArray[np.bool_]]:
-    """The knee of all that are weighed, and whether it is sharp, `[curve]` both."""
+    """Return the knees of all candidate curves, and whether each is sharp, `[curve]` both."""
     knees = np.geomspace(0.3, 8 * most_in_flight + 8, KNEES)
     return np.tile(knees, 2), np.repeat([False, True], KNEES)
 
 
 def beside(curve: NDArray[Any], values: Array) -> NDArray[Any]:
-    """`[curve]` with as many axes more as `[...]` has."""
+    """Reshape `[curve]` to broadcast with `[curve, ...]`, given values `[...]`."""
     return curve.reshape(-1, *[1] * values.ndim)
 
 
 def speed(knee: Array, is_sharp: NDArray[np.bool_], in_flight: Array) -> Array:
-    """`[curve, ...]` groups per the seconds that one takes alone, of `[...]` in flight."""
+    """Groups finished, `[curve, ...]`, in the time that one takes alone, with `in_flight`, `[...]`, in flight."""
     over = in_flight / beside(knee, in_flight)
     square = over * over
     return in_flight / np.where(beside(is_sharp, in_flight), np.sqrt(np.sqrt(1 + square * square)), 1 + over)
 
 
 def alone_for(knee: Array, is_sharp: NDArray[np.bool_], in_flight: dict[int, float]) -> Array:
-    """`[curve]`: what is made in so many seconds by how many are in flight would take one group alone so long."""
+    """Return the seconds, `[curve]`, that a single group in flight at a time would need for the work done in a step.
+    `in_flight`: seconds by the number of groups in flight."""
     counts, seconds = np.array(list(in_flight), float), np.array(list(in_flight.values()))
     return speed(knee, is_sharp, counts) @ seconds
 
 
 def sharply(share: Array, into: Array | None = None) -> Array:
-    """The twelfth power, put `into` an array of its own. Where each of two waits for the other, it is 1 in all of what
-    they come to as a share of the one's own rate and as a share of the other's: nearly the slower one's. So sharp it
-    was found in simulated runs."""
+    """Return the twelfth power, stored `into` an array if given. If two processes wait for each other, the joint rate
+    as a share of the one's own rate and as a share of the other's have twelfth powers that sum to 1: it is nearly the
+    slower one's rate. The exponent was found in simulated runs."""
     power = np.multiply(share, share, out=into)
     power *= share
     power *= power
@@ -111,11 +113,11 @@ def sharply(share: Array, into: Array | None = None) -> Array:
 def flow(
     engines: Engines, learner: float, batch: int, depth: Array, in_flight: Array, late: Array | float
 ) -> tuple[Array, Array]:
-    """What the bounds `depth` and `in_flight`, `[...]` both, come to with a learner that trains so many groups per
-    second: the share of the time that it trains, and the groups in flight, `[curve, ...]` both.
+    """Predict, for the bounds `depth` and `in_flight`, `[...]` both, the share of the time in which the learner trains
+    and the groups in flight, `[curve, ...]` both. `learner`: groups per second that it trains.
 
-    Of the window's groups neither those in training are in flight nor those that gather for the next batch, of which
-    there are more and more until it is full. `late`: groups by which the window is smaller than it says.
+    The groups of the window that are in training are not in flight, nor are those gathered for the next batch, whose
+    number grows until it is full. `late`: groups by which the window is effectively smaller.
     """
     window = (1 + depth) * batch - late
     gathered = (batch - 1) * np.array([1 / 6, 1 / 2, 5 / 6]).reshape(-1, *[1] * window.ndim)
@@ -123,9 +125,9 @@ def flow(
     fastest = engines.rate(at_most)
 
     def fed(room: Array) -> tuple[Array, Array]:
-        """Groups per second, as a share of the learner's, and in flight."""
+        """Groups per second, as a share of the learner's rate, and groups in flight."""
         room = np.maximum(room, 0)
-        rates = np.minimum(fastest, engines.rate(room))  # of the fewer, for more are faster
+        rates = np.minimum(fastest, engines.rate(room))  # at the smaller of both, since the rate increases
         return rates.mean(1) / learner, np.minimum(at_most, room).mean(0)
 
     while_waits, waits = fed(window - gathered)
@@ -141,11 +143,11 @@ def flow(
 
 
 def trained(while_waits: Array, while_trains: Array) -> tuple[Array, Array]:
-    """The share of the time that the learner trains, `[...]`, where engines make so much in the rest of it and in that,
-    as shares of the learner's rate; and how much they make in all."""
+    """Return the share of the time in which the learner trains, `[...]`, and the rate of the engines over all the time.
+    Arguments: the engines' rate while the learner waits and while it trains, as shares of the learner's rate."""
     low, part = np.zeros(while_waits.shape), 1.0
     busy, made, needed, rest = (np.empty(low.shape) for _ in range(4))
-    for _ in range(HALVES):  # the engines make less, the more of the time is trained
+    for _ in range(HALVES):  # bisection: the more of the time is trained, the less the engines make
         part /= 2
         np.add(low, part, out=busy)
         np.subtract(1, busy, out=made)
@@ -158,9 +160,9 @@ def trained(while_waits: Array, while_trains: Array) -> tuple[Array, Array]:
 
 
 def distinct(*values: Array) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Places among the `[...]` of `values`, all `[curve, ...]`, that are unlike each other, and for each place the
-    number of that which is like it, `[...]`. Where more room is of no use, all have what the last place has that has
-    the same of the one bound, or of the other."""
+    """Return the distinct places among the `[...]` of `values`, all `[curve, ...]`, and for each place, `[...]`, the
+    index of its equivalent among them. Places are equivalent if they equal the last place along an axis: there, more
+    room has no effect."""
     shape = values[0].shape[1:]
     place = np.arange(math.prod(shape)).reshape(shape)
     for axis in range(len(shape)):
