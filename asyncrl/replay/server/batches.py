@@ -1,5 +1,5 @@
-"""What the ranks of the learner ask of a batch: their shards of a step once it is sealed, or of its first groups before
-that (`learner.early_groups`)."""
+"""Hand out batches to the learner's ranks: a rank's shard of a step once the step is sealed, or of its first groups
+before that (`learner.early_groups`)."""
 
 from __future__ import annotations
 
@@ -20,25 +20,27 @@ from asyncrl.types import StepPlan
 
 MAX_WORLD = 65536
 PLANS_KEPT = 4
-"""Of the step in training and the one that is fetched ahead, and what a rank that is late still asks for."""
+"""Limit on cached plans: those of the step in training and of the step fetched ahead, and a few that a late rank may
+still ask for."""
 
 
 def announced(core: ReplayCore, name: str) -> int:
-    """A count on the board; 0 where there is none."""
+    """Return a count from the board; 0 if it is absent."""
     count = core.board.values.get(name)
     return count if isinstance(count, int) and count > 0 else 0
 
 
 class Batches:
-    """`lease` and `early` are verbs of the wire."""
+    """Handlers of the verbs `lease` and `early`."""
 
     def __init__(self, core: ReplayCore, payloads: Payloads) -> None:
         self._core, self._payloads = core, payloads
         self._plans: dict[tuple[int, ...], tuple[StepPlan, StepPlan, Any]] = {}
-        """(step, world, updates, groups together) -> (plan as sealed, plan with shards, encoded): every rank asks for
-        the same. The last used is at the end; only a few, so that whoever asks for ever more worlds fills no memory."""
+        """(step, world, updates, groups together) -> (plan as sealed, plan with shards, encoded). Cached because every
+        rank asks for the same plan. The most recently used is last. At most `PLANS_KEPT`, so that a peer that keeps
+        asking for new world sizes cannot fill the memory."""
         self._last_begun: tuple[tuple[Any, ...], tuple[StepPlan, Any] | None] = (), None
-        """What it was asked by, and the part of a step that was given."""
+        """Key and result of the last call to `_begun`: who asked for what, and the part of a step that was returned."""
 
     def lease(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
         step, rank, world, wait_s, samples = wire.sequence(body, "lease", 5)
@@ -56,7 +58,7 @@ class Batches:
         def patience(before: tuple[int, ...] | None) -> Callable[[], Answer | Later]:
             def give_up() -> Answer | Later:
                 mark = self._core.patience_mark(step)
-                # The step before is being trained, or rollouts get on. A full disk has a patience of its own.
+                # The previous step is being trained, or rollouts make progress. A full disk has its own patience.
                 if mark is None or mark != before or self._core.run.why_paused:
                     return Later(retry, patience(mark), max(wait_s, MIN_PATIENCE_S), what, there)
                 raise NoProgress(f"no group and no token for {wait_s:.1f} s: {self._core.explain(step)}")
@@ -74,7 +76,7 @@ class Batches:
         wire.integer(upto, "upto", 0, wire.MAX_TOKENS)
 
         def there() -> bool:
-            # What is sealed comes with the lease; but a rank asks for what another was given before the seal.
+            # A sealed step is handed out by `lease`, but a rank may still ask for what another got before the seal.
             sealed = self._core.is_sealed(step)
             return sealed or len(self._core.state.buffer.waiting) >= after + max(1, announced(self._core, EARLY))
 
@@ -87,7 +89,7 @@ class Batches:
         return now_or_later(retry, Answer, wait_s, ("early", step, after), there)
 
     def _begun(self, step: int, world: int, after: int, upto: int) -> tuple[StepPlan, Any] | None:
-        """See `begin_step`; and it encoded. The other ranks ask for what rank 0 was given."""
+        """Return the result of `begin_step` and its encoding. Cached, as the other ranks ask for what rank 0 got."""
         asked = self._core.state.peers.learner, step, world, after
         if (*asked, upto) == self._last_begun[0]:
             return self._last_begun[1]
@@ -115,7 +117,7 @@ class Batches:
         return self._handed_out(known[1], known[2], rank, samples)
 
     def _handed_out(self, plan: StepPlan, encoded: Any, rank: int, samples: int) -> Answer:
-        """What `rank` has of a plan with shards, and the first `samples` groups whole."""
+        """Return the part of `rank` in a plan with shards, plus the first `samples` groups whole."""
         sampled = list(range(min(samples, len(plan.groups))))
         places = set(plan.shards[rank])
         wanted = {group for group, _ in places}.union(sampled)
@@ -132,5 +134,5 @@ class Batches:
         return Answer([encoded, *body], forwarded)
 
     def _updates(self) -> int:
-        """Optimizer steps per batch, as the learner announced them."""
+        """Optimizer steps per batch, as announced by the learner; at least 1."""
         return max(1, announced(self._core, UPDATES))

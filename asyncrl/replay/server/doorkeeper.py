@@ -1,7 +1,7 @@
-"""Which connections are heard: what the server remembers of each, so that one that means harm costs the others little.
+"""Decide which connections the server reads from, so that a malicious one costs the others little.
 
-A connection speaks for one peer. One that sends too much that is no message, or fills the server's queue alone, is
-closed; an honest peer behind it connects anew, and is heard again once its count is forgiven.
+Each connection speaks for one peer. A connection that sends too many malformed messages, or fills the server's queue by
+itself, is closed. An honest peer behind it reconnects, and is read again once its count has decayed.
 """
 
 from __future__ import annotations
@@ -18,21 +18,24 @@ import zmq
 log = logging.getLogger(__name__)
 
 MAX_MALFORMED = 64
-"""Malformed messages from one connection, or of one peer, before it is heard no more."""
+"""Malformed messages from one connection, or from one peer, after which it is no longer read."""
 MAX_STRANGE = 4096
-"""Requests from a connection whose peer has not said hello: after a short break honest ones send a few of them."""
+"""Limit on requests from a connection whose peer has not said hello. Honest peers send a few after a short
+disconnection."""
 STRANGER_BYTES = 64 << 10
-"""Header of a connection that has not said hello. Taking 8 MB apart takes the server a tenth of a second."""
+"""Limit in bytes on the header frame of a connection that has not said hello. Decoding 8 MB takes the server a tenth of
+a second."""
 FLOOD = 20_000
-"""Messages from one connection, without the server's queue ever being empty, above those that are forgiven; one
-without a payload counts `BARE`, so of these 4,000. An honest peer waits for answers and has nowhere near as many under
-way."""
+"""Limit on the count of one connection while the server's queue is never empty, after subtracting what has decayed. A
+message without payload counts `BARE`, so 4,000 of these. An honest peer waits for answers and has far fewer requests in
+flight."""
 FORGIVEN_PER_S = 2000.0
-"""Counts. A busy server's queue may not be empty for hours; honest peers send less than this."""
+"""Decay of the count per second. The queue of a busy server may not be empty for hours; honest peers send less than
+this."""
 BARE = 5
-"""As so many counts one without a payload: honest peers send few of them."""
+"""Count of one message without payload: honest peers send few of them."""
 REMEMBERED = 4096
-"""Of each kind; the oldest are forgotten first, and could begin again."""
+"""Limit on the entries of each table. The oldest are forgotten first and start again from zero."""
 
 Key = TypeVar("Key", bytes, str)
 
@@ -45,33 +48,37 @@ def _remember(memory: dict[Key, int], key: Key, value: int) -> None:
 
 
 class Doorkeeper:
-    """Connections by their ROUTER identity, peers by their incarnation."""
+    """Counts per connection (by ROUTER identity) and per peer (by incarnation)."""
 
     def __init__(self) -> None:
         self._wrong: dict[bytes, int] = {}
-        """Connection -> malformed messages."""
+        """Connection -> number of malformed messages."""
         self._strange: dict[bytes, int] = {}
-        """Connection -> requests of peers that are not known."""
+        """Connection -> number of requests from unknown peers."""
         self._closed: dict[bytes, int] = {}
         self._expelled: dict[str, int] = {}
         self._seats: dict[bytes, str] = {}
-        """Connection -> the live peer that it speaks for."""
+        """Connection -> incarnation of the live peer it speaks for."""
         self._queued: dict[bytes | str, float] = {}
-        """Peer, or connection of a stranger, -> messages since the queue was last empty. A new connection begins no
-        new count: what the old ones have sent is still in the queue."""
+        """Peer (or connection, if its peer is unknown) -> message count since the queue was last empty. A new
+        connection of a known peer keeps the count: what the old ones have sent is still in the queue."""
 
     def may_speak(self, connection: bytes, frames: int) -> bool:
-        """Whether a message of so many frames is read at all."""
+        """Whether to read a message with this many frames. Counts it."""
         count = self._count(connection, frames > 1)
         return count <= FLOOD and self._wrong.get(connection, 0) < MAX_MALFORMED
 
     def came_too(self, connection: bytes, payloads: Iterable[int]) -> None:
-        """Further requests in a message that was read, with so many frames each: they count as if each were one."""
+        """Count the further requests in a message that was read, each like a message of its own.
+
+        Args:
+            payloads: number of payload frames of each request.
+        """
         for frames in payloads:
             self._count(connection, frames > 0)
 
     def _count(self, connection: bytes, has_payload: bool) -> float:
-        """What it comes to with this one."""
+        """Count one message and return the new count of its speaker."""
         speaker = self._seats.get(connection, connection)
         before = self._queued.get(speaker, 0)
         count = self._queued[speaker] = before + (1 if has_payload else BARE)
@@ -80,7 +87,8 @@ class Doorkeeper:
         return count
 
     def must_close(self, connection: bytes) -> bool:
-        """Once for each connection that is heard no more; what it has sent already is still to be thrown away."""
+        """Return true once for each connection that is no longer read. What it has already sent must still be
+        discarded."""
         if connection in self._closed:
             return False
         _remember(self._closed, connection, 1)
@@ -91,16 +99,16 @@ class Doorkeeper:
             self._queued.clear()
 
     def forgive(self, seconds: float) -> None:
-        """So much time has passed."""
+        """Reduce all counts by the decay of this many seconds."""
         less = FORGIVEN_PER_S * seconds
         self._queued = {speaker: count - less for speaker, count in self._queued.items() if count > less}
 
     def speaks_for(self, connection: bytes) -> str:
-        """The incarnation of a live peer; empty when it has none."""
+        """The incarnation of the live peer that this connection speaks for; empty if there is none."""
         return self._seats.get(connection, "")
 
     def seat(self, connection: bytes, incarnation: str, before: bytes) -> None:
-        """The peer is at this connection now; it was at `before`."""
+        """Record that a peer has moved from connection `before` to `connection`."""
         if before != connection:
             self._seats.pop(before, None)
         self._seats[connection] = incarnation
@@ -109,13 +117,13 @@ class Doorkeeper:
         self._seats.pop(connection, None)
 
     def malformed(self, connection: bytes) -> int:
-        """How many have come from there, this one included."""
+        """Count a malformed message; return how many have come from this connection, including this one."""
         count = self._wrong.get(connection, 0) + 1
         _remember(self._wrong, connection, count)
         return count
 
     def strange(self, connection: bytes, nbytes: int) -> None:
-        """A request of a peer that is not known; a large one counts as many."""
+        """Count a request from an unknown peer. A large one counts as many."""
         count = self._strange.get(connection, 0) + 1 + MAX_STRANGE * nbytes // (64 << 20)
         _remember(self._strange, connection, count)
         if count > MAX_STRANGE:
@@ -131,15 +139,15 @@ class Doorkeeper:
 
 
 def hang_up(message: zmq.Frame) -> None:
-    """Close the connection that a message came by: libzmq has no call for it, and would go on reading. Where it is
-    closed already its number may be another's by now, who then connects anew."""
+    """Close the connection that a message came from. libzmq has no call for this and would go on reading. If the
+    connection is already closed, its file descriptor may belong to another connection by now; that peer reconnects."""
     with contextlib.suppress(OSError, zmq.ZMQError):  # closed already
         number = message.get(zmq.SRCFD)
         if isinstance(number, int) and number >= 0:
             double = os.dup(number)
             try:
                 line = socket.socket(fileno=double)
-            except OSError:  # the number of a file by now
+            except OSError:  # by now the descriptor of a file
                 os.close(double)
                 raise
             with line:

@@ -1,4 +1,5 @@
-"""What the server keeps to be shown of dropped groups, and of members that groups lack, until the next step."""
+"""Samples of dropped groups, and of members missing from groups, that the server keeps for display until the next
+step."""
 
 from __future__ import annotations
 
@@ -13,25 +14,26 @@ from asyncrl.types import NO_VERSION, DropReason, GroupHeader
 
 
 class Dropped:
-    """The first `MOST_DROPPED` of them. Not in the journal: gone with this process."""
+    """The first `MOST_DROPPED` samples since the last step. Not journaled: lost when this process ends."""
 
     def __init__(self, run: Run) -> None:
         self._kept: list[DroppedSample] = []
         run.on_stale = self.stale
 
     def told(self, sample: DroppedSample) -> None:
-        """By the worker that gave the group up."""
+        """Add a sample sent by the worker that gave up the group."""
         if len(self._kept) < MOST_DROPPED:
             self._kept.append(shortened(sample))
 
     def member(self, sample: DroppedSample | None, header: GroupHeader) -> None:
-        """That the group which was inserted lacks."""
+        """Add a sample of a member that is missing from an inserted group."""
         if sample is not None:
             known = replace(sample, group_id=header.group_id, worker=header.worker)
             self.told(replace(known, dropped=MEMBER + sample.dropped))
 
     def stale(self, entry: Entry, reason: DropReason) -> None:
-        """Before its payload is let go. What lies in a shard, or was given up for memory, is not asked for."""
+        """Add a sample of a stale group, before its payload is released. Payloads that are in a shard, or were evicted
+        from memory, are not fetched."""
         stored = isinstance(entry.payload, StoredGroup)
         if stored and entry.header is not None and len(self._kept) < MOST_DROPPED:
             self._kept.append(stale_sample(entry.header, entry.payload, reason))
@@ -42,7 +44,7 @@ class Dropped:
 
 
 def stale_sample(header: GroupHeader, stored: StoredGroup, reason: DropReason) -> DroppedSample:
-    """Its first member."""
+    """Return the sample of a stale group: its first member."""
     prompt, completions, _, _ = decode_texts(stored.texts)
     first = header.trajectories[0]
     versions = [version for version, _ in first.version_tokens] or [NO_VERSION]

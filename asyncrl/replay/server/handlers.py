@@ -1,7 +1,7 @@
-"""What each verb of the wire does: arguments checked, the core asked, the answer encoded.
+"""Handlers of the wire verbs: check the arguments, call the core, encode the answer.
 
-A handler returns an `Answer`, or `Later` when there is nothing to say yet: the server asks `retry` again after the
-next change, and `at_deadline` when the caller's patience ends.
+A handler returns an `Answer`, or a `Later` if there is no answer yet: the server calls `retry` after the next change,
+and `at_deadline` when the caller's wait ends.
 """
 
 from __future__ import annotations
@@ -30,21 +30,23 @@ from asyncrl.types import Assignment, DropReason, Routers
 MAX_SLOTS = 65536
 
 ONCE = frozenset({"acquire", "insert", "trained", "wait_evaluations", "evaluate", "restore"})
-"""Their answers are remembered: running them again for a request whose answer was lost would do it twice."""
+"""Verbs whose answers are kept: running one again for a request whose answer was lost would apply it twice."""
 SETTLED = frozenset({"get", "view"})
-"""Their answers rest on nothing new: they need not wait for the journal."""
+"""Verbs whose answers depend on no new event, so they need not wait for the journal."""
 QUIET = frozenset({"get", "shards", "heartbeat", "watch", "members", "snapshot", "acquire", "early", "view"})
-"""Nobody else can be waiting for what these do."""
+"""Verbs that cannot unblock another waiting request."""
 
 
 class Handlers:
+    """The verbs of each role, over one `ReplayCore`."""
+
     def __init__(self, core: ReplayCore, payloads: Payloads | None = None) -> None:
         self.core = core
         self.payloads = payloads or WithPlanner()
         self.over = False
-        """The shards may go."""
+        """Set by the server once the shards may exit."""
         self.beside: Callable[[], Mapping[str, float]] = dict
-        """What the server measures of itself, for the row of a step."""
+        """Returns the server's own measurements, which are added to the metrics of a step."""
         self.dropped = Dropped(core.run)
         self.batches = Batches(core, self.payloads)
         self.worker_verbs: dict[str, Handler] = {
@@ -72,7 +74,7 @@ class Handlers:
             "early": self.batches.early,
             "members": self._members,
         }
-        """Of every rank of the learner, whether or not it is the one that restored."""
+        """Verbs open to every rank of the learner, whether or not it is the one that restored."""
         self.shared_verbs: dict[str, Handler] = {"watch": self._watch}
         self.verbs_of: dict[str, tuple[dict[str, Handler], ...]] = {
             "worker": (self.worker_verbs, self.shared_verbs),
@@ -81,7 +83,11 @@ class Handlers:
         }
 
     def handle(self, session: Session, verb: str, body: Any, frames: Sequence[Frame]) -> Reply:
-        """Raises WireError for what the wire forbids and ReplayError for what the core refuses."""
+        """Run one request of a peer.
+
+        Raises:
+            WireError: the protocol forbids it. ReplayError: the core refuses it.
+        """
         if session.role == "learner":
             self.core.check_rank(session.name, session.incarnation)
         handler = next((verbs[verb] for verbs in self.verbs_of[session.role] if verb in verbs), None)
@@ -92,11 +98,12 @@ class Handlers:
         return handler(session, body, frames)
 
     def limits(self) -> tuple[int, Routers | None]:
-        """For `check_stored`: what the learner announced; where it has not, as many token ids as there can be."""
+        """Return `(vocabulary size, routers)` for `check_stored`, as the learner announced them. Without an
+        announcement the vocabulary is the largest possible."""
         return announced(self.core, "vocabulary") or MAX_VOCABULARY, announced_routers(self.core.board.values)
 
     def window(self) -> int:
-        """Bytes each producer may have unacknowledged: an even share of the memory that is free."""
+        """Bytes that each producer may have unacknowledged: an even share of the free memory."""
         return -(-self.core.credit() // max(1, len(self.core.workers.live)))
 
     # ---- workers
@@ -135,7 +142,7 @@ class Handlers:
                 require_reference(header)
             stored = self.payloads.take(header, receipt, frames, *self.limits())
         except WireError:
-            # Else the group would be under way for as long as its maker lives.
+            # Otherwise the group would stay in flight for as long as its worker lives.
             self.core.fail(session.name, session.incarnation, header.group_id, header.attempt, DropReason.REJECTED)
             raise
         reply = self.core.insert(session.name, session.incarnation, header, stored)
@@ -154,7 +161,7 @@ class Handlers:
         told = decode_dropped(sample)
         held = group in (entries := self.core.state.ledger.entries)
         self.core.fail(*whose, why, said, numbers)
-        if held and told is not None and group not in entries:  # else it is tried again
+        if held and told is not None and group not in entries:  # otherwise it is retried
             self.dropped.told(replace(told, group_id=group, worker=session.name, dropped=why.value))
         return Answer()
 

@@ -1,4 +1,4 @@
-"""How much of its time the server has nothing to do; in a trace, when."""
+"""Measure the share of time in which the server is idle, and record idle spans in the trace."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable
 from asyncrl import spans
 
 LONG_NS = 5_000_000
-"""Shorter waits are no spans of their own: thousands a second would be."""
+"""Waits shorter than this get no span of their own: there would be thousands per second."""
 SERVED_NS = 1_000_000_000
-"""Work without a long wait is told so often: a server that is killed has told what it did."""
+"""Longest span of work without a long wait. Recorded this often, so that the trace of a killed server has its work."""
 
 
 class Idle:
-    """`with idle:` around each wait."""
+    """Times the server's waits: each runs inside `with idle:`."""
 
     def __init__(self, clock: Callable[[], int] = spans.now) -> None:
         self._clock = clock
@@ -33,7 +33,7 @@ class Idle:
             spans.lap("serve", now)
 
     def share(self) -> float:
-        """Of the time since it was asked the last time."""
+        """Share of time spent waiting since the last call, from 0 to 1."""
         now = self._clock()
         span, waited = now - self._asked, self._waited
         self._asked, self._waited = now, 0

@@ -1,12 +1,13 @@
-"""The replay server: one thread, its ROUTER sockets, everything else in `ReplayCore`; or in the host of a shard.
+"""Event loop of the replay server: one thread and its ROUTER sockets. All state is in `ReplayCore`, or in the host of a
+shard.
 
     consumes      requests of rollout workers and learner ranks
     waits for     the sockets, at most until the next deadline of a waiting request
-    unblocked by  any message; after each batch of them, waiting requests are asked again
+    unblocked by  any message; after each batch of messages, waiting requests are retried
 
-With a journal a reply leaves once all that it rests on is durable (`outbox.py`); the loop never waits for that.
-Replies go out with MANDATORY and DONTWAIT: to a peer that is gone or stuck they are lost, never waited for. The peer
-learns from its next heartbeat what it has to ask again, so nothing hangs and nothing runs twice.
+With a journal, a reply leaves once everything it depends on is durable (`outbox.py`); the loop never waits for that.
+Replies are sent with MANDATORY and DONTWAIT: a reply to a peer that is gone or stuck is lost, never waited for. With its
+next heartbeat the peer learns what it has to repeat, so nothing hangs and nothing runs twice.
 """
 
 from __future__ import annotations
@@ -43,19 +44,19 @@ from asyncrl.storage.memory import free_share
 log = logging.getLogger(__name__)
 
 BATCH = 256
-"""Messages taken in before waiting requests and timers get their turn."""
+"""Limit on requests read before waiting requests and timers get their turn."""
 BATCH_BYTES = 8 << 20
-"""Likewise: a lease would wait for the checking of all the large groups that have come."""
+"""The same limit in bytes: otherwise a lease would wait until all large groups that have arrived are checked."""
 THROWN_AWAY = 20 * BATCH
-"""Likewise, counting those of connections that are heard no more."""
+"""The same limit in messages, including those from connections that are no longer read."""
 TICK_S = 0.2
 MACHINE: dict[str, Callable[[Sequence[float]], float]] = {"memory_free": min, "clock_skew_s": max}
-"""What peers tell of their machine with a heartbeat (`client.clocks`), and which of them is the worst."""
+"""Measurements of their machine that peers send with a heartbeat (`client.clocks`), and how to take the worst."""
 
 
 class ReplayServer:
-    """`boot` names this memory of the run, which outlives the process where there is a journal. A worker that worked
-    for another one holds orders unknown here."""
+    """Serves a host until the run is over. `boot` identifies this memory of the run, which outlives the process if
+    there is a journal. A worker that worked for another boot holds assignments unknown here."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class ReplayServer:
         self.idle, self._kernel = Idle(), spans.boot()
 
     def serve(self, stop: threading.Event) -> None:
-        """Until `stop`, or until the run is finished and everybody has left."""
+        """Serve until `stop` is set, or until the run is finished and everybody has left."""
         poller = zmq.Poller()
         for socket in self.entrance.sockets:
             poller.register(socket, zmq.POLLIN)
@@ -118,7 +119,7 @@ class ReplayServer:
         if problem != self.core.paused:
             self.core.paused, self.waiting.changed = problem, True
         self.outbox.release()
-        if problem:  # a full disk: the journal's thread knows how long it is waited out
+        if problem:  # a full disk: the journal's thread decides how long to wait
             return
         for session, request in self.outbox.overdue(self.clock() - self.patience_s):
             text = (
@@ -145,8 +146,8 @@ class ReplayServer:
                 return
 
     def _take(self, identity: bytes, role: str, frames: Sequence[Frame]) -> int:
-        """One message, whatever it is, from who has the key of `role`; nothing a peer sends may stop the server.
-        Returns how much it counts: the requests in it, or 1."""
+        """Handle one message from a connection with the key of `role`; return the number of requests in it, or 1.
+        Nothing that a peer sends may stop the server."""
         try:
             if not 1 <= len(frames) <= wire.MAX_FRAMES:
                 raise WireError(f"a message of {len(frames)} frames")
@@ -174,7 +175,7 @@ class ReplayServer:
         return self._requests(session, envelope, frames[1:])
 
     def _says_little(self, identity: bytes) -> bool:
-        """Whether who is there has no reason to send much: a stranger, or a viewer."""
+        """Whether this connection has no reason to send large messages: an unknown peer, or a viewer."""
         known = self.sessions.get(self.door.speaks_for(identity))
         return known is None or known.role == VIEWER
 
@@ -187,7 +188,8 @@ class ReplayServer:
         session.identity, session.seen = identity, self.clock()
 
     def _hello(self, identity: bytes, key_role: str, envelope: Envelope) -> None:
-        """Refusals name nothing that the peer has not said itself: with the run and its digest it could go on."""
+        """Admit or refuse a peer. A refusal contains nothing that the peer has not sent itself: with the run and its
+        digest it could get in."""
         try:
             hello = words.decode_hello(envelope)
             if self.door.speaks_for(identity) not in ("", envelope.incarnation):
@@ -214,14 +216,14 @@ class ReplayServer:
             self.sessions[envelope.incarnation] = session
         self._heard(session, identity)
         welcome = [self.run_id, self.boot, self.handlers.window()]
-        if session.role == VIEWER:  # nobody waits for it, and it is let in beside a full disk
+        if session.role == VIEWER:  # nobody waits for it, and it is admitted even while the disk is full
             self.replies.send(identity, "ok", envelope.request, welcome)
             return
         self.waiting.changed = True
         self.replies.promise(session, envelope.request, welcome)
 
     def _refused(self, hello: words.Hello, key_role: str, run: str) -> str:
-        """Why this peer can never be let in; empty when it can."""
+        """Return why this peer can never be admitted; empty if it can."""
         if hello.role != key_role:
             return f"its key is the {key_role}'s, and it says that it is a {hello.role}. Give each role its own secret"
         if hello.role == VIEWER:  # it knows no settings
@@ -236,7 +238,8 @@ class ReplayServer:
         return ""
 
     def _welcome(self, hello: words.Hello, incarnation: str) -> None:
-        """Raises FencedError: another incarnation counts by now, or this one has lost its right."""
+        """Report an admitted peer to the host. Raises FencedError if this incarnation was replaced or expelled, worked
+        for another boot or has another role here, or if there are too many viewers."""
         if hello.role == "worker" and hello.boot not in ("", self.boot):
             raise FencedError(
                 f"the replay server was restarted and does not know what {hello.name!r} works on; start the worker anew"
@@ -255,8 +258,8 @@ class ReplayServer:
             self.core.hello_learner(hello.name, incarnation)
 
     def _note_second(self, rank: str) -> list[str]:
-        """Incarnations that are there. Two learners that are both started again would refuse each other for ever, and
-        nobody know of whom."""
+        """Return the incarnations of this rank that are present, and log each. Without the log, two learners that are
+        both restarted would fence each other forever and nobody would know why."""
         found = list[str]()
         for each in self.sessions.values():
             silent_s = self.clock() - each.seen
@@ -270,7 +273,7 @@ class ReplayServer:
         return found
 
     def _requests(self, session: Session, envelope: Envelope, frames: Sequence[Frame]) -> int:
-        """All of one message; how many."""
+        """Run all requests of one message; return how many there were."""
         try:
             acknowledged, asked = decode_requests(envelope, frames)
         except WireError as error:
@@ -290,7 +293,7 @@ class ReplayServer:
     def _request(self, session: Session, asked: Asked) -> None:
         request, verb = asked.number, asked.verb
         try:
-            # A late copy of what was answered: run again, an acquire would give orders to nobody.
+            # A late copy of an answered request. If run again, an acquire would assign groups to nobody.
             if (request < session.acknowledged and verb != "heartbeat") or request in session.waiting:
                 return
             if request in session.replies:
@@ -301,7 +304,7 @@ class ReplayServer:
                 self._goodbye(session, request)
             else:
                 self._run(session, request, verb, asked.body, asked.frames)
-        except (AsyncRLError, RecursionError) as raised:  # The second: lists in lists that cannot even be shown.
+        except (AsyncRLError, RecursionError) as raised:  # The second: lists nested too deep to print.
             error = raised if isinstance(raised, AsyncRLError) else WireError(f"{wire.short(verb)} is nested too deep")
             if isinstance(error, WireError):
                 self._malformed(session.identity, error, session)
@@ -320,21 +323,22 @@ class ReplayServer:
     def _heartbeat(self, session: Session, request: int, body: object) -> None:
         stats, outstanding = wire.sequence(body, "heartbeat", 2)
         numbers = messages.numbers(stats, "stats")
-        if session.role != VIEWER:  # whose machine has no part in the run, and whose word raises no alarm
+        if session.role != VIEWER:  # a viewer's machine is not part of the run and must not raise an alarm
             session.machine = {name: numbers[name] for name in MACHINE if name in numbers}
         if session.role == "worker":
             self.core.heartbeat(session.name, session.incarnation, numbers)
         asked = [wire.integer(item, "request", 0, wire.MAX_ID) for item in wire.sequence(outstanding, "outstanding")]
-        # Messages of one connection arrive in order: what is not here by now was lost, or its answer was.
+        # Messages of one connection arrive in order: a request that is not here by now was lost, or its answer was.
         lost = [item for item in asked if item not in session.waiting]
-        # On a full disk nothing is applied and no credit given: without a word of progress its wait would be an error.
+        # With a full disk nothing is applied and no credit granted: without progress the peer's wait would be an error.
         self._beats_on_full_disk += bool(self.core.paused)
         progress = self.core.state.applied + self._beats_on_full_disk
         clocks = [self._kernel, time.monotonic_ns(), time.time_ns()]
         self.replies.send(session.identity, "ok", request, [lost, self.handlers.window(), progress, clocks])
 
     def measured(self) -> dict[str, float]:
-        """Of this process, and the worst of the machines that peers are on; for the row of a step."""
+        """Return the measurements for the metrics of a step: the idle share of this process, and the worst value over
+        the machines of all peers."""
         row = {"idle/replay": self.idle.share()}
         told = [{"memory_free": free_share()}, *(session.machine for session in self.sessions.values())]
         for name, worst in MACHINE.items():

@@ -1,5 +1,5 @@
-"""Replies on their way out: those of one turn of the server's loop leave together. One that rests on what the journal
-has not made durable yet waits here for it.
+"""Queue of outgoing replies. The replies of one turn of the server's loop leave together. A reply that depends on
+events the journal has not yet made durable is held until it has.
 
 consumes      replies of the server, in order
 waits for     the journal's sync, never on the loop's time; a full disk holds them until there is space
@@ -24,11 +24,11 @@ from asyncrl.replay.server.sessions import Session
 log = logging.getLogger(__name__)
 
 TOGETHER = 256
-"""Replies in one message."""
+"""Limit on replies in one message."""
 
 
 class Promises(Protocol):
-    """What the outbox asks of a journal: positions, both growing."""
+    """What the outbox reads from a journal: two positions, both of which only grow."""
 
     @property
     def promised(self) -> int: ...
@@ -39,7 +39,7 @@ class Promises(Protocol):
 
 class WayOut(Protocol):
     def send(self, identity: bytes, frames: Sequence[Frame]) -> None:
-        """Raises zmq.ZMQError."""
+        """Send to one connection without waiting. Raises zmq.ZMQError if that is not possible."""
         ...
 
 
@@ -53,7 +53,11 @@ class _Held:
 
 
 class Outbox:
-    """`clock`: the server's, or a standstill of its would count as the journal's."""
+    """Holds replies until what they depend on is durable.
+
+    Args:
+        clock: the server's clock. With another one, a standstill of the server would count against the journal.
+    """
 
     def __init__(self, way_out: WayOut, journal: Promises | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -61,14 +65,15 @@ class Outbox:
         self._held: deque[_Held] = deque()
 
     def promise(self, session: Session, request: int, frames: Sequence[Frame]) -> None:
-        """Send with the next `release` once everything that happened so far is durable; until then the request counts
-        as waiting."""
+        """Queue a reply for the first `release` after everything that happened so far is durable. Until then the
+        request counts as waiting."""
         position = 0 if self._journal is None else self._journal.promised
         session.waiting.add(request)
         self._held.append(_Held(position, session, request, frames, self._clock()))
 
     def release(self) -> None:
-        """Send what has become durable, to wherever its peer is connected now; short replies to one peer together."""
+        """Send the replies whose events have become durable, each to its peer's current connection. Single-frame
+        replies to one peer share messages."""
         mail: dict[bytes, list[Sequence[Frame]]] = {}
         durable = 0 if self._journal is None else self._journal.durable
         while self._held and self._held[0].position <= durable:
@@ -85,9 +90,9 @@ class Outbox:
                     self.send(identity, frames)
 
     def overdue(self, before: float) -> list[tuple[Session, int]]:
-        """Replies to the learner that have waited since `before`, given up. A worker can wait: nobody waits for it in
-        a collective."""
-        if not self._held or self._held[0].since >= before:  # Asked after every turn of the loop.
+        """Give up the replies to learner ranks that have been held since before `before`, and return them as (session,
+        request). Replies to workers stay: no collective waits for a worker."""
+        if not self._held or self._held[0].since >= before:  # Fast path: called after every turn of the loop.
             return []
         given_up = [held for held in self._held if held.since < before and held.session.role == "learner"]
         for held in given_up:
@@ -96,9 +101,10 @@ class Outbox:
         return [(held.session, held.request) for held in given_up]
 
     def send(self, identity: bytes, frames: Sequence[Frame]) -> None:
-        """Now or never: what cannot be delivered is lost, and the peer's next heartbeat tells it to ask again."""
+        """Send at once. A reply that cannot be delivered is lost; the answer to the peer's next heartbeat tells it to
+        repeat the request."""
         try:
             self._way_out.send(identity, frames)
         except (zmq.Again, zmq.ZMQError) as error:
-            # Gone (EHOSTUNREACH) or not reading (EAGAIN).
+            # The peer is gone (EHOSTUNREACH) or not reading (EAGAIN).
             log.debug("a reply to %s could not be delivered: %s", identity.hex(), error)

@@ -1,7 +1,8 @@
-"""Where the payloads of a run are, so that the handlers need not know: with the planner (here), or in shards.
+"""Storage of a run's payloads behind one interface, so that handlers need not know where they are: with the planner
+(here), or in shards.
 
-The core sees headers and something opaque. What that is, how it is checked at the door and how a rank comes by its
-trajectories is decided by an implementation of `Payloads`.
+The core sees headers and an opaque object. An implementation of `Payloads` decides what that object is, how it is
+checked on arrival and how a rank gets its trajectories.
 """
 
 from __future__ import annotations
@@ -21,22 +22,32 @@ Places = set[tuple[int, int]]
 
 
 class Payloads(Protocol):
+    """Accepts the payload of an insert and hands out those of a lease."""
+
     def take(
         self, header: GroupHeader, body: Any, frames: Sequence[Frame], vocabulary: int, routers: Routers | None
     ) -> Any:
-        """What the core keeps of an insert. Raises WireError for one that cannot be trained on."""
+        """Return what the core keeps of an insert. Raises WireError if it cannot be trained on."""
         ...
 
     def hand_out(
         self, stored: Mapping[int, Any], places: Places, sampled: Sequence[int]
     ) -> tuple[list[Any], list[Frame]]:
-        """`([table, extras, text rows, rows of what is elsewhere], frames)` of a lease, from what the core kept: the
-        trajectories at `places`, and of the `sampled` groups all, with texts and without extras."""
+        """Assemble a lease from what the core kept.
+
+        Args:
+            stored: position of a group in the plan -> what `take` returned for it.
+            places: trajectories to hand out.
+            sampled: groups of which all trajectories are handed out, with texts and without extras.
+
+        Returns:
+            `([table, extras, text rows, rows of what is elsewhere], frames)`.
+        """
         ...
 
 
 class WithPlanner:
-    """Checked, stored and handed out by this process."""
+    """Payloads are checked, stored and handed out by this process."""
 
     def take(
         self, header: GroupHeader, body: Any, frames: Sequence[Frame], vocabulary: int, routers: Routers | None
@@ -55,7 +66,7 @@ class WithPlanner:
 
 
 def refuse_other_store(payloads: Iterable[Any], shards: int) -> None:
-    """Raises JournalError when a recovered journal has its payloads where this server would not look."""
+    """Raise JournalError if a recovered journal has payloads where this server would not look for them."""
     for payload in payloads:
         missing = isinstance(payload, Elsewhere) and payload.shard >= shards
         if missing or (shards > 0 and isinstance(payload, StoredGroup | InJournal)):

@@ -1,4 +1,4 @@
-"""What the server says, in the envelopes of its run, and which answers it keeps until the peer has them."""
+"""Encode the server's replies in envelopes of its run, and keep answers until the peer has acknowledged them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,26 @@ from asyncrl.replay.server.served import ERROR_KINDS
 from asyncrl.replay.server.sessions import Answer, Session
 
 MAX_REPLIES = 1024
-"""Answers remembered for one peer. Without the oldest, a request asked again is run again, which changes nothing."""
+"""Limit on answers kept for one peer. A repeated request whose answer was discarded is run again, which changes
+nothing."""
 
 
 class Replies:
-    """`boot` names the memory of the run, see `ReplayServer`."""
+    """Sends answers and errors to peers.
+
+    Args:
+        boot: identifies the memory of the run, see `ReplayServer`.
+    """
 
     def __init__(self, outbox: Outbox, run_id: str, boot: str) -> None:
         self.outbox, self._run_id, self._boot = outbox, run_id, boot
 
     def send(self, identity: bytes, kind: str, request: int, body: object) -> None:
-        """An answer that rests on nothing durable."""
+        """Send at once an answer that does not depend on the journal."""
         self.outbox.send(identity, [self.envelope(kind, request, body)])
 
     def turn_away(self, identity: bytes, kind: str, request: int, body: str) -> None:
-        """To somebody who has not been let in: it learns neither the run nor the boot."""
+        """Reply to a peer that has not been admitted: the envelope names neither the run nor the boot."""
         self.outbox.send(identity, [envelope_of("", kind, request, "", body)])
 
     def promise(self, session: Session, request: int, body: object) -> None:
@@ -44,16 +49,16 @@ class Replies:
             self.outbox.promise(session, request, frames)
 
     def again(self, session: Session, request: int) -> None:
-        """The answer that is kept."""
+        """Send the kept answer to a repeated request."""
         self.outbox.promise(session, request, session.replies[request])
 
     def error(self, session: Session, request: int, error: AsyncRLError) -> None:
         kind = next((name for kind, name in ERROR_KINDS.items() if isinstance(error, kind)), None)
         if kind is None:
-            raise error  # LedgerError: a bug here, and going on would train on a broken ledger.
+            raise error  # LedgerError: a bug in the server, and going on would train on a broken ledger.
         frames = [self.envelope(kind, request, str(error))]
         if isinstance(error, NoProgress):
-            self.outbox.send(session.identity, frames)  # It promises nothing, and must not wait for a full disk.
+            self.outbox.send(session.identity, frames)  # It must not wait for a full disk, and depends on nothing.
         else:
             self.outbox.promise(session, request, frames)
 

@@ -1,4 +1,5 @@
-"""The sockets of a server, bound and guarded: tcp for whoever has a key, a door for each role on the same machine."""
+"""Bind and secure the sockets of a server: one tcp socket for peers with a key, and for peers on the same machine one
+unix socket (a door) per role."""
 
 from __future__ import annotations
 
@@ -23,45 +24,47 @@ from asyncrl.replay.net.socket_options import receive_routed, send, set_socket_o
 log = logging.getLogger(__name__)
 
 HANDSHAKE_MS = 10_000
-"""A connection that has not said who it is by then is closed."""
+"""Milliseconds after which a connection that has not completed its handshake is closed."""
 BACKLOG = 4096
-"""Connections that come at once; with the usual 100 the others would try again after a second."""
+"""Limit on pending connections. With the usual 100, the others would retry after a second."""
 UNREAD = 10_000
-"""Replies that wait for one peer to read. Later ones are lost to it, and asked for again."""
+"""Limit on replies that a peer has not read. Further ones are lost, and the peer repeats its requests."""
 SPELL = 32
-"""Messages taken from one socket before the next has its turn."""
+"""Messages read from one socket before the next has its turn."""
 
 
 class Entrance:
     """All sockets of a server as one.
 
     Args:
-        tcp: where the role of a connection is that of its key.
-        doors: sockets by the role that whoever comes by them has.
+        tcp: socket on which the role of a connection is that of its key.
+        doors: role -> socket of which every connection has this role.
     """
 
     def __init__(self, tcp: zmq.Socket, guests: Guests, doors: Mapping[str, zmq.Socket]) -> None:
         self.sockets = [tcp, *doors.values()]
         self._roles: list[Callable[[zmq.Frame], str]] = [guests.role, *(_always(role) for role in doors)]
         self._ready: deque[int] = deque()
-        """Those that may have messages."""
+        """Indices of the sockets that may have messages."""
         self._taken = 0
         self._turn = -1
-        """Whose it is to be heard first."""
+        """Index of the socket that is read first."""
 
     def heard(self, ready: Mapping[object, int]) -> bool:
-        """Whether one of them is among what a poller found."""
-        # A server that polls again after one large message would hear the first of them alone, as long as it sends.
+        """Note which sockets a poller found ready; return whether there is one."""
+        # Rotate: a server that polls again after each large message would otherwise read the first socket alone, for as
+        # long as messages come there.
         self._turn = (self._turn + 1) % len(self.sockets)
         places = (*range(self._turn, len(self.sockets)), *range(self._turn))
         self._ready = deque(place for place in places if self.sockets[place] in ready)
         return bool(self._ready)
 
     def receive(self) -> tuple[bytes, zmq.Frame, str, list[Frame]]:
-        """`(identity, frame of the connection, role, frames)` of the next message. Identities of two sockets differ.
+        """Return `(identity, frame of the connection, role, frames)` of the next message. Identities are unique across
+        sockets.
 
         Raises:
-            zmq.Again: those that were `heard` have no more.
+            zmq.Again: the sockets found ready by `heard` have no more messages.
         """
         while self._ready:
             place = self._ready[0]
@@ -77,7 +80,7 @@ class Entrance:
         raise zmq.Again
 
     def send(self, identity: bytes, frames: Sequence[Frame]) -> None:
-        """Raises zmq.ZMQError: whoever it is is gone, or does not read."""
+        """Send to one connection. Raises zmq.ZMQError if the peer is gone or does not read."""
         send(self.sockets[identity[0]], [identity[1:], *frames])
 
 
@@ -87,10 +90,10 @@ def _always(role: str) -> Callable[[zmq.Frame], str]:
 
 @contextlib.contextmanager
 def entrance(config: ReplayConfig, role: str = "server") -> Iterator[Entrance]:
-    """`router`, and beside it the doors.
+    """Open the socket of `router` and the doors.
 
     Raises:
-        ConfigError, ReplayError: as of `router`.
+        ConfigError, ReplayError: as for `router`.
     """
     with router(config, role) as tcp, _doors(config, tcp.context, role) as doors:
         yield Entrance(tcp, Guests(config.keys, role), doors)
@@ -98,7 +101,7 @@ def entrance(config: ReplayConfig, role: str = "server") -> Iterator[Entrance]:
 
 @contextlib.contextmanager
 def _doors(config: ReplayConfig, context: zmq.Context, server: str) -> Iterator[dict[str, zmq.Socket]]:
-    """None where they are not wanted, or cannot be: then all come by tcp."""
+    """Open the doors, by role. Empty if they are switched off or cannot be opened; then all peers connect by tcp."""
     opened: dict[str, zmq.Socket] = {}
     with contextlib.ExitStack() as stack:
         if config.local_sockets:
@@ -108,9 +111,9 @@ def _doors(config: ReplayConfig, context: zmq.Context, server: str) -> Iterator[
                 doors.sweep()
                 for role in roles_by_key(config.keys, server).values():
                     opened[role] = stack.enter_context(_listening(config, context, doors, role))
-            except (OSError, zmq.ZMQError) as error:  # a file system without sockets, or that nothing is written to
+            except (OSError, zmq.ZMQError) as error:  # a file system without sockets, or read-only
                 log.warning("no sockets of this machine in %s, all come by tcp: %s", config.keys, error)
-                stack.close()  # one that is bound and not listened to would leave whoever comes by it waiting
+                stack.close()  # a peer that connects to a bound socket nobody reads would wait
                 opened.clear()
         yield opened
 
@@ -119,7 +122,7 @@ def _doors(config: ReplayConfig, context: zmq.Context, server: str) -> Iterator[
 def _listening(config: ReplayConfig, context: zmq.Context, doors: Doors, role: str) -> Iterator[zmq.Socket]:
     socket = _configured(context, config)
     try:
-        socket.bind(f"ipc://{doors.path(role)}")  # what a killed server left there is replaced
+        socket.bind(f"ipc://{doors.path(role)}")  # replaces the socket file of a killed server
         yield socket
     finally:
         socket.close(linger=0)
@@ -127,7 +130,7 @@ def _listening(config: ReplayConfig, context: zmq.Context, doors: Doors, role: s
 
 
 def _open_as_many_files_as_allowed() -> None:
-    """Each peer is one; the usual soft limit of 1024 would turn the thousandth away."""
+    """Each peer takes one file descriptor; the usual soft limit of 1024 would turn away the thousandth."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -135,10 +138,10 @@ def _open_as_many_files_as_allowed() -> None:
 
 @contextlib.contextmanager
 def router(config: ReplayConfig, role: str = "server") -> Iterator[zmq.Socket]:
-    """The bound socket, of the replay server or of a `shard`.
+    """Bind and secure the tcp socket of the replay server or of a `shard`.
 
     Raises:
-        ConfigError: the address is a wildcard, or a key is missing. ReplayError: it cannot be bound.
+        ConfigError: the address is a wildcard, or a key is missing. ReplayError: the address cannot be bound.
     """
     address = numeric(config.address)
     check_address(address, config.keys)
@@ -154,7 +157,7 @@ def router(config: ReplayConfig, role: str = "server") -> Iterator[zmq.Socket]:
         yield socket
     finally:
         socket.close(linger=0)
-        if authenticator is not None:  # refused before there was one
+        if authenticator is not None:  # None if `secure_server` raised
             authenticator.stop()
         context.term()
 
@@ -165,7 +168,8 @@ def _configured(context: zmq.Context, config: ReplayConfig) -> zmq.Socket:
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     # libzmq 4.3.5 aborts the process when a peer goes away while reading from it is stopped, for more than RCVHWM
     # messages, and a heartbeat is then due or unread (`stream_engine_base.cpp`, Assertion failed: !_io_error). So
-    # reading never stops, and `doorkeeper.py` closes who floods; the peers beat, and say when to give them up.
+    # reading never stops, and `doorkeeper.py` closes connections that flood. The peers send the heartbeats, and set the
+    # time after which they are given up.
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 0)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)

@@ -1,4 +1,4 @@
-"""What a server needs to know of the part of the replay that it serves: all of it, or one shard."""
+"""Interfaces between the server's loop and what it serves: the whole replay, or one shard."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ ERROR_KINDS: dict[type[AsyncRLError], str] = {
 
 
 class Progress(Protocol):
+    """How far the run is."""
+
     @property
     def finished(self) -> bool: ...
 
     @property
     def applied(self) -> int:
-        """Grows with every change."""
+        """Number of changes so far; grows with each."""
         ...
 
 
 class Host(Protocol):
-    """What the server tells of its peers, and asks: `ReplayCore`, or the host of a shard."""
+    """Tracks the peers that the server reports to it: `ReplayCore`, or the host of a shard."""
 
     @property
     def paused(self) -> str:
-        """Why nothing new may be started; the server sets it."""
+        """Why nothing new may be started; empty if it may. Set by the server."""
         ...
 
     @paused.setter
@@ -54,12 +56,12 @@ class Host(Protocol):
     def expel(self, worker: str, incarnation: str, /) -> None: ...
 
     def expire(self) -> list[str]:
-        """Called several times a second. Returns the workers that were silent for too long."""
+        """Return the names of workers that were silent for too long. Called several times a second."""
         ...
 
 
 class Clerk(Protocol):
-    """What answers their requests: `Handlers`, or that of a shard."""
+    """Answers the requests of peers: `Handlers`, or `ShardDesk` for a shard."""
 
     over: bool
     """Set once the run is over and everybody but the shards has left."""

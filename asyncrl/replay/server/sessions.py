@@ -1,4 +1,4 @@
-"""A peer of the server, and what it may get for a request: an answer now, or later."""
+"""A peer's session at the server, and the two replies to a request: an answer now, or one later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncrl.replay.codec import wire
 from asyncrl.replay.codec.columns import Frame
 
 MIN_PATIENCE_S = 0.05
-"""Of a lease whose patience starts anew: with 0 it would be asked again without end."""
+"""Shortest further wait in seconds of a request whose wait was extended: with 0 it would be retried without end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -25,26 +25,27 @@ class Session:
     name: str
     incarnation: str
     identity: bytes
-    """Where its newest connection is."""
+    """ROUTER identity of its newest connection."""
     seen: float
+    """When it was last heard, by the server's clock."""
     request: int = -1
-    """Number of the request in hand."""
+    """Number of the request being handled."""
     malformed: int = 0
-    """Messages from it that were none."""
+    """Number of malformed messages from it."""
     patient: int = 0
-    """Requests that wait for something to happen, other than the disk."""
+    """Number of requests that wait for an event, not counting those that wait for the disk."""
     acknowledged: int = 0
     """The peer has the answers to all its requests below this number."""
     replies: dict[int, list[Frame]] = field(default_factory=dict)
     """Answers to requests that must not run twice, until the peer has them."""
     machine: dict[str, float] = field(default_factory=dict)
-    """What it told of its machine with its last heartbeat."""
+    """Measurements of its machine from its last heartbeat."""
     waiting: set[int] = field(default_factory=set)
-    """Requests that are waiting for something to happen."""
+    """Requests without an answer yet: they wait for an event or for the disk."""
     beside: Collection[str] = ()
-    """Of a rank of a learner: incarnations of its name that were heard of when it came."""
+    """For a learner rank: incarnations of the same name that were present when it connected."""
     viewed: float = -math.inf
-    """When it was last told what a viewer is told."""
+    """For a viewer: when it last got a view."""
 
 
 def always() -> bool:
@@ -53,20 +54,25 @@ def always() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
+    """The answer to a request: the body of the envelope and the frames after it."""
+
     body: Any = None
     frames: Sequence[Frame] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Later:
+    """A request that cannot be answered yet."""
+
     retry: Callable[[], Answer | None]
+    """Returns the answer, or None if there is none yet."""
     at_deadline: Callable[[], Answer | Later]
-    """May grant more time by returning another Later."""
+    """Called after `wait_s`. May grant more time by returning another Later."""
     wait_s: float
     what: Hashable = ""
-    """What it waits for. All that wait for the same have the same `there`."""
+    """Key of the condition it waits for. Requests with the same key have the same `there`."""
     there: Callable[[], bool] = always
-    """Whether that is there: asked once for all that wait for it, and only then is each of them."""
+    """Whether the condition holds. Checked once for all requests that wait for it; only if true is each retried."""
 
 
 Reply = Answer | Later
@@ -80,7 +86,8 @@ def now_or_later(
     what: Hashable,
     there: Callable[[], bool],
 ) -> Reply:
-    """See `Later`."""
+    """Return the answer if the condition holds and there is one, else a `Later` with these fields. Raises WireError if
+    `wait_s` is out of range."""
     patience = wire.number(wait_s, "wait_s")
     if not 0 <= patience <= LONGEST_WAIT_S:
         raise WireError(f"wait_s must be between 0 and {LONGEST_WAIT_S:.0f} s, not {patience}")

@@ -1,4 +1,4 @@
-"""When the server of a finished run may go: once its members have left, and its shards have heard of it."""
+"""Decide when the server of a finished run may exit: once its members have left and its shards know of it."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections.abc import Sequence
 from asyncrl.replay.journal.durable import RESUME_S
 
 GRACE_S = 1.0
-"""After the last goodbye, so that a lost answer can still be asked for again."""
+"""Seconds that the server stays after the last goodbye, so that a peer can repeat a request whose answer was lost."""
 LEAVE_S = 5.0
-"""How long a server whose run is over waits for its shards to hear of it; they ask several times a second."""
+"""Seconds that the server of a finished run waits for its shards to hear of it; they ask several times a second."""
 
 
 class Shutdown:
-    """`over`: the shards may go."""
+    """Tracks how long a finished run has had no members. `over`: the shards may exit."""
 
     def __init__(self, finished: bool) -> None:
         self.over = False
         self._quiet_since: float | None = None
-        # A run that was over before this start is being resumed, or its workers are still to be told.
+        # A run that was finished before this start is being resumed, or its workers have yet to be told.
         self._grace_s = RESUME_S if finished else GRACE_S
 
     def look(self, finished: bool, present: Sequence[str], now: float) -> bool:
-        """Whether the server may go.
+        """Return whether the server may exit.
 
         Args:
-            present: the roles of those who have not left.
+            present: the roles of the peers that have not left.
         """
         members = len(present) - present.count("shard")
         if not finished or members:

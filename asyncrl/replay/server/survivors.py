@@ -1,10 +1,10 @@
-"""Peers that outlived their server. With `overwrite=true` they decide whether the journal that is there is an earlier
-run's, or that of the run which a supervisor has just started this server again for: then its learner is there. A worker
-or a shard may be left over from a run that is over.
+"""Look for peers that outlived their server. With `overwrite=true` they decide whether the journal found belongs to an
+earlier run, or to the run for which a supervisor has just restarted this server: in that case the run's learner is
+present. A worker or a shard does not count, as it may be left over from a run that is over.
 
-consumes      what comes to the bound sockets; whoever sent it asks again. Who names the run is asked for a hello
+consumes      messages at the bound sockets; their senders repeat them. A peer that names the run is asked for a hello
 waits for     the hello of a learner of that run
-unblocked by  it, the deadline, or `stop`
+unblocked by  that hello, the deadline, or `stop`
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TURN_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Survivor:
-    """Who said hello, as a peer of which run."""
+    """A peer that said hello, and its run."""
 
     run: str
     role: str
@@ -42,9 +42,10 @@ def learner_of(
     stop: threading.Event,
     clock: AwakeClock,
 ) -> Survivor | None:
-    """A learner, by its key, of the run `run_id`, or of any run if that is empty; within `wait_s` and before `stop`."""
-    # By the wall clock a process that was stopped for all of it would not read who spoke meanwhile, and would delete
-    # their journal.
+    """Return a learner, identified by its key, of the run `run_id`, or of any run if that is empty. None if none says
+    hello within `wait_s` seconds or before `stop` is set."""
+    # By the wall clock, a process that was stopped for the whole time would not read the hellos sent meanwhile, and
+    # would delete the journal of that run.
     until = clock() + wait_s
     poller = zmq.Poller()
     for socket in entrance.sockets:
@@ -58,7 +59,7 @@ def learner_of(
 
 
 def _next(run_id: str, entrance: Entrance) -> Survivor | None:
-    """Whoever the next message is a hello of, if it names the run."""
+    """Read one message. Return its sender if it is a hello that names the run; ask other peers of the run for one."""
     try:
         identity, _, role, frames = entrance.receive()
         envelope = wire.decode_envelope(frames[0]) if frames else None
@@ -74,6 +75,6 @@ def _next(run_id: str, entrance: Entrance) -> Survivor | None:
     said = Envelope(
         run=envelope.run, verb="unknown_peer", request=envelope.request, incarnation="", body="say hello first"
     )
-    with contextlib.suppress(zmq.ZMQError):  # gone, or not reading
+    with contextlib.suppress(zmq.ZMQError):  # the peer is gone, or not reading
         entrance.send(identity, [wire.encode_envelope(said)])
     return None

@@ -1,6 +1,6 @@
-"""What a viewer may ask: the one verb `view`. It reads what is there, changes nothing, and costs the others little: the
-answer is made at most once in `VIEW_S` for all viewers, and each of them gets one in that time. That the run is
-finished is told at once: its server may go before they ask again.
+"""Handler of the only verb of a viewer, `view`. It reads state, changes nothing, and costs the other peers little: the
+view is computed at most once per `VIEW_S` seconds for all viewers, and each viewer gets at most one in that time. The
+end of the run is reported at once, because the server may exit before viewers ask again.
 """
 
 from __future__ import annotations
@@ -19,24 +19,30 @@ from asyncrl.replay.server.sessions import Answer, Later, Reply, Session
 from asyncrl.types import NO_VERSION
 
 VIEW_S = 1.0
+"""Seconds between two views."""
 MAX_VIEWERS = 16
-"""At once; they are refused beyond that."""
+"""Limit on viewers at the same time; further ones are refused."""
 MOST_PEERS = 64
-"""Told with a view: of ten thousand those that have been silent for longest."""
+"""Limit on peers in a view: those that have been silent for longest."""
 MOST_WORDS = 2000
-"""Characters of why the learner waits, which names every worker."""
+"""Limit in characters on the text of why the learner waits, which names every worker."""
 
 
 class Viewing:
-    """`sessions`: of all that are there."""
+    """Answers `view`.
+
+    Args:
+        sessions: the sessions of all connected peers.
+    """
 
     def __init__(self, run_id: str, core: ReplayCore, sessions: Collection[Session]) -> None:
         self._run_id, self._core, self._sessions = run_id, core, sessions
         self._made: tuple[float, bool, list[Any]] = -math.inf, False, []
-        """The last answer, when it was made, and whether the run was finished."""
+        """When the last view was made, whether the run was finished then, and the encoded view."""
 
     def view(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
-        """Raises WireError: the viewer did not wait for its last answer."""
+        """Answer now or once `VIEW_S` seconds have passed since the viewer's last view. Raises WireError if the viewer
+        did not wait for its last answer."""
         if body is not None or frames:
             raise WireError("view takes nothing")
         if session.waiting:
@@ -49,7 +55,7 @@ class Viewing:
         wait_s = session.viewed + VIEW_S - self._core.clock()
         if wait_s <= 0:
             return answer()
-        if self._core.state.finished:  # which it was told with its last view, or is with this one
+        if self._core.state.finished:  # the viewer's last view said so, or this one will
             return Later(lambda: None, answer, wait_s, "view", lambda: False)
         return Later(
             lambda: answer() if self._core.state.finished else None,
@@ -66,6 +72,7 @@ class Viewing:
         return self._made[2]
 
     def made(self, now: float) -> View:
+        """Build the view from the current state."""
         core, state = self._core, self._core.state
         peers = sorted((each for each in self._sessions if each.role != VIEWER), key=lambda each: each.seen)
         waits = not state.finished and core.meter.idle.waits

@@ -1,11 +1,11 @@
-"""The requests that wait for something to happen at the server: asked again once it is there, ended at their deadline.
+"""Requests that wait for a condition at the server: retried once it holds, ended at their deadline.
 
-consumes      what the handlers could not answer yet
-waits for     nobody; the server asks `settle` after each batch of messages, and at the `nearest` deadline at the latest
-unblocked by  `changed` or an event of the core, if what they wait for is there by then; or the deadline of the request
+consumes      requests that the handlers could not answer yet
+waits for     nobody; the server calls `settle` after each batch of messages, at the latest at the `nearest` deadline
+unblocked by  `changed` or an event of the core, if the condition holds by then; or the deadline of the request
 
-After each change one question is asked for all that wait for the same (`Later.there`), not one for each of them: a
-thousand workers and all ranks of a learner wait most of the time.
+After each change every condition (`Later.there`) is checked once for all requests that wait for it, not once per
+request: a thousand workers and all ranks of a learner wait most of the time.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from asyncrl.errors import AsyncRLError, WireError
 from asyncrl.replay.server.sessions import Answer, Later, Session
 
 MAX_PATIENT = 64
-"""Requests of one peer that wait for something to happen."""
+"""Limit on waiting requests of one peer."""
 SPARE = 64
-"""Deadlines of requests that are answered already, beyond as many as there are others, before they are thrown away."""
+"""Deadlines of answered requests that may stay in the heap beyond the number of waiting requests, before the heap is
+rebuilt without them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +38,7 @@ class _Waiting:
 
 
 class Answering(Protocol):
-    """Where their answers go: `Replies`."""
+    """Sends the answers: `Replies`."""
 
     def answer(self, session: Session, request: int, verb: str, answer: Answer, /) -> None: ...
 
@@ -45,24 +46,29 @@ class Answering(Protocol):
 
 
 class WaitingRequests:
-    """`applied`: how many events there were, see `Progress`. `clock` is the server's."""
+    """The waiting requests of all peers.
+
+    Args:
+        applied: returns the number of events so far, see `Progress`.
+        clock: the server's clock.
+    """
 
     def __init__(self, applied: Callable[[], int], replies: Answering, clock: Callable[[], float]) -> None:
         self._count, self._replies, self._clock = applied, replies, clock
         self.changed = False
-        """Something that they may depend on, other than an event of the core's state."""
+        """Set when something changed that a request may wait for, other than by an event of the core."""
         self._applied = 0
-        """Events applied when they were last asked."""
+        """Number of events at the last retry."""
         self._numbers = itertools.count()
         self._waiting: dict[int, _Waiting] = {}
-        """By number, in the order they came."""
+        """Requests by number, in order of arrival."""
         self._for: dict[Hashable, dict[int, _Waiting]] = {}
-        """The same by what they wait for."""
+        """The same requests, by the condition they wait for (`Later.what`)."""
         self._deadlines: list[tuple[float, int]] = []
-        """Heap of (deadline, number), with those of requests that are answered already."""
+        """Heap of (deadline, number). May contain requests that are answered already."""
 
     def add(self, session: Session, request: int, verb: str, later: Later) -> None:
-        """Raises WireError when too many of this peer wait already."""
+        """Add a request. Raises WireError if too many requests of this peer wait already."""
         if session.patient >= MAX_PATIENT:
             raise WireError(f"{session.patient} requests of this peer wait already; one more is not taken")
         session.patient += 1
@@ -71,18 +77,18 @@ class WaitingRequests:
         self._put(_Waiting(next(self._numbers), session, request, verb, later, deadline))
 
     def forget(self, session: Session) -> None:
-        """Its peer is gone: no answer."""
+        """Remove all requests of a peer that is gone, without an answer."""
         for waiting in [waiting for waiting in self._waiting.values() if waiting.session is session]:
             self._remove(waiting)
 
     def nearest(self) -> float:
-        """The next deadline; infinity when nobody waits."""
+        """The next deadline; infinity if no request waits."""
         while self._deadlines and not self._is_current(*self._deadlines[0]):
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else math.inf
 
     def settle(self) -> None:
-        """Ask those again whose reason may be there, if anything has changed; end those whose time is up."""
+        """If anything has changed, retry the requests whose condition holds; end the requests whose time is up."""
         now = self._clock()
         while (changed := self._something_changed()) or self.nearest() <= now:
             self.changed, self._applied = False, self._count()
@@ -96,7 +102,8 @@ class WaitingRequests:
         return self.changed or self._count() != self._applied
 
     def _ask_all(self, what: Hashable, now: float) -> None:
-        """Until it is there no more: what the first one takes the next cannot have."""
+        """Retry all requests with this condition, until it no longer holds: what the first one takes, the next cannot
+        have."""
         for waiting in tuple(self._for[what].values()):
             if not self._is_there(what):
                 return
@@ -107,10 +114,10 @@ class WaitingRequests:
         try:
             return first is not None and first.later.there()
         except AsyncRLError:
-            return True  # and each of them is told
+            return True  # `retry` raises it again, so that each request gets the error
 
     def _settle(self, waiting: _Waiting, now: float) -> None:
-        """Answer it, or grant it more time; otherwise it goes on waiting."""
+        """Answer the request or grant it more time; otherwise it goes on waiting."""
         session, later = waiting.session, waiting.later
         try:
             answer = later.retry()
@@ -139,7 +146,7 @@ class WaitingRequests:
             heapq.heapify(self._deadlines)
 
     def _remove(self, waiting: _Waiting) -> None:
-        """Nothing happens to one that is not there any more."""
+        """Remove a request. Does nothing if it is gone already."""
         if self._waiting.pop(waiting.number, None) is None:
             return
         others = self._for[waiting.later.what]
