@@ -1,5 +1,5 @@
-"""The replay: what is generated comes in, what is trained goes out, and each group is accounted for.
+"""The replay: takes in generated groups, hands out batches for training, and accounts for every group.
 
-`protocol.py` is the seam that rollout and learner see, `config.py` the settings, `serving.py` the one place that wires
-a server from the rooms: `core` (what is true), `codec` (bytes), `journal` (durable), `server`, `client`, `shards`,
-`audit`, `net`. No torch, vllm or ray anywhere here."""
+`protocol.py` is the interface that rollout and learner use, `config.py` has the settings, and `serving.py` alone
+assembles a server from the subpackages: `core` (state and decisions), `codec` (encoding), `journal` (durability),
+`server`, `client`, `shards`, `audit`, `net`. Nothing here imports torch, vllm or ray."""

@@ -22,11 +22,11 @@ from asyncrl.storage.log_stream import keep_logging
 from asyncrl.storage.occupancy import lived_in
 
 EXIT_REFUSED = 2
-"""A restart cannot help; whatever else ends the process by itself, it can."""
+"""Exit code when a restart cannot help. After any other code it can."""
 
 
 def main(overrides: Sequence[str]) -> int:
-    """Serve until the run is finished or a signal comes.
+    """Serve until the run is finished or a signal arrives.
 
     Raises:
         AsyncRLError: a refused setting, an address that cannot be bound, a damaged journal, or a broken ledger.
@@ -42,7 +42,7 @@ def main(overrides: Sequence[str]) -> int:
         run_server(
             config.replay,
             AdmissionSettings.from_config(config),
-            # Of a new run. A journal that is there keeps its id, and peers of that run go on; others are refused.
+            # Id of a new run. An existing journal keeps its id: peers of that run go on, others are refused.
             run_id=uuid.uuid4().hex[:12],
             run_digest=run_digest(config),
             seed=config.seed,

@@ -1,4 +1,5 @@
-"""The replay settings, beside what they set. Importing them loads nothing else: a config is checked in a blink."""
+"""The replay settings, next to the code they configure. Importing them loads nothing else, so that checking a config is
+fast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From settings to a serving replay server and back: memory or journal, socket, signals."""
+"""Assemble a replay server from its settings and run it: memory or journal, sockets, signals."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a server serves from."""
+    """The state that a server serves."""
 
     core: ReplayCore
     run_id: str
     boot: str
     sync: SyncThread | None
-    """None: kept in memory only."""
+    """The journal's thread; None if the run is kept only in memory."""
 
 
 def run_server(
@@ -66,25 +66,25 @@ def run_server(
     """Serve a run until it is finished and everybody has left, until `stop` is set, or until SIGTERM or SIGINT.
 
     Args:
-        run_id: of a new run; a journal that is there already keeps its own.
-        ledger: told every event, by a thread of its own, and what the journal remembers.
-        folder: of the journal, when `replay.durability` is `journal`. Without it and `disk` all is kept in memory.
-        disk: where the journal is, instead of `folder`.
-        fresh: throw away the journal of an earlier run; that of an unfinished run is kept if its learner is still
-            there.
-        patience: with a full disk.
+        run_id: id of a new run; an existing journal keeps its own.
+        ledger: file that receives every event, in a thread of its own, including those recovered from the journal.
+        folder: folder of the journal, if `replay.durability` is `journal`. Without it and `disk` everything is kept in
+            memory.
+        disk: disk of the journal, in place of `folder`.
+        fresh: delete the journal of an earlier run; that of an unfinished run is kept if its learner is still present.
+        patience: how long to wait while the disk is full.
 
     Raises:
-        ConfigError: see `entrance`. LedgerError: the conservation law broke. DiskFullError: there was no space for
-        longer than the patience lasts. JournalError: the journal is damaged, in use or of another version, or its disk
-        failed.
+        ConfigError: see `entrance`. LedgerError: the conservation law was violated. DiskFullError: there was no space
+        for longer than `patience` allows. JournalError: the journal is damaged, in use or of another version, or its
+        disk failed.
     """
     keep_heap()
     if threading.current_thread() is threading.main_thread():
         spare_collector()
     stopped = stopped_by_signals(stop)
     with contextlib.ExitStack() as stack:
-        # The sockets first: a second server at this address must not touch the journal of the first.
+        # Bind the sockets first: a second server at this address must not touch the journal of the first.
         way_in = stack.enter_context(entrance(config))
         if config.durability == "journal" and folder is not None:
             disk = FolderDisk(folder, locked=True)
@@ -99,7 +99,7 @@ def run_server(
 
 
 def stopped_by_signals(stop: threading.Event | None) -> threading.Event:
-    """`stop`, or a new one. In the main thread SIGTERM and SIGINT set it."""
+    """Return `stop`, or a new event. If called in the main thread, SIGTERM and SIGINT set it."""
     stopped = stop or threading.Event()
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -108,7 +108,7 @@ def stopped_by_signals(stop: threading.Event | None) -> threading.Event:
 
 
 def server_of(memory: Memory, config: ReplayConfig, way_in: Entrance, run_digest: str) -> ReplayServer:
-    """Raises JournalError when its payloads are elsewhere than `replay.shards` says."""
+    """Build the server. Raises JournalError if the payloads of its journal are not where `replay.shards` says."""
     kept = (entry.payload for entry in memory.core.state.ledger.entries.values())
     refuse_other_store(kept, config.shards)
     silence_s, clock = silence_of(config), memory.core.clock
@@ -146,7 +146,8 @@ def opened(
     folder: Path | None = None,
     patience: Patience | None = None,
 ) -> Iterator[Memory]:
-    """The core, recovered from the journal on `disk` where there is one; the journal is whole when this ends."""
+    """Yield the core, recovered from the journal on `disk` if there is one. On exit the journal is written to the
+    end."""
     boot = uuid.uuid4().hex
     clock = awake_clock(config)
     limits = {"seed": seed, "max_bytes": config.max_bytes, "heartbeat_timeout_s": silence_of(config)}
@@ -185,17 +186,19 @@ def journal_settings(config: ReplayConfig) -> JournalSettings:
 
 
 def silence_of(config: ReplayConfig) -> float:
-    """A silent peer is named after `heartbeat_timeout_s` at the latest, the server's own turn included."""
-    turn_s = max(TICK_S, config.heartbeat_timeout_s / 10)  # A busy machine's turns take longer.
+    """Seconds of silence after which the server reports a peer. Shorter than `heartbeat_timeout_s`, so that even with
+    the server's own turn the report comes within it."""
+    turn_s = max(TICK_S, config.heartbeat_timeout_s / 10)  # On a busy machine turns take longer.
     return max(config.heartbeat_timeout_s - turn_s, config.heartbeat_timeout_s / 2)
 
 
 def goes_on(disk: Disk, way_in: Entrance, config: ReplayConfig, stopped: threading.Event) -> bool:
-    """Whether the run that the journal on `disk` is of does: then it is not finished, and its learner is there. Waits
-    for that one where there is such a journal. When told to stop nobody knows, and it is taken to go on.
+    """Return whether the run of the journal on `disk` still goes on: it is not finished, and its learner is present.
+    Waits for the hello of that learner if there is such a journal. If stopped before it came, that is unknown, and the
+    run is assumed to go on.
 
     Raises:
-        JournalError: it is damaged, and a learner is there that may be of its run.
+        JournalError: the journal is damaged, and a learner is present that may belong to its run.
     """
     damage, wait_s = None, config.heartbeat_timeout_s
     try:
@@ -223,7 +226,7 @@ def goes_on(disk: Disk, way_in: Entrance, config: ReplayConfig, stopped: threadi
 
 
 def discard(disk: Disk) -> None:
-    """`overwrite=true`: what an earlier run left is deleted."""
+    """Delete the journal of an earlier run, as `overwrite=true` asks for."""
     for name in disk.names():
         disk.remove(name)
     disk.sync_folder()

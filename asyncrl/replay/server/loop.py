@@ -6,8 +6,8 @@ shard.
     unblocked by  any message; after each batch of messages, waiting requests are retried
 
 With a journal, a reply leaves once everything it depends on is durable (`outbox.py`); the loop never waits for that.
-Replies are sent with MANDATORY and DONTWAIT: a reply to a peer that is gone or stuck is lost, never waited for. With its
-next heartbeat the peer learns what it has to repeat, so nothing hangs and nothing runs twice.
+Replies are sent with MANDATORY and DONTWAIT: a reply to a peer that is gone or stuck is lost, never waited for. The
+peer's next heartbeat tells it what to repeat, so nothing hangs and nothing runs twice.
 """
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
-"""The optional processes that keep payloads off the server: process, store, and what the planner knows of them."""
+"""Optional shard processes that store payloads in place of the server: process, store, and the planner's record of
+them."""

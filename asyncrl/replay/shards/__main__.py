@@ -21,11 +21,11 @@ from asyncrl.storage.log_stream import keep_logging
 from asyncrl.storage.occupancy import lived_in
 
 EXIT_REFUSED = 2
-"""A restart cannot help; whatever else ends the process by itself, it can."""
+"""Exit code when a restart cannot help. After any other code it can."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve until the run is finished or a signal comes.
+    """Serve until the run is finished or a signal arrives.
 
     Raises:
         AsyncRLError: a refused setting, an address that cannot be bound, a damaged journal, or no planner.

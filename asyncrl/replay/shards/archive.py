@@ -1,4 +1,4 @@
-"""The retained payloads of a run that was stored in shards, read from their journals."""
+"""Read the retained payloads of a run with shards from the journals of its shards."""
 
 from __future__ import annotations
 
@@ -14,22 +14,25 @@ from asyncrl.replay.shards.store import Key, read_positions, read_stored, shard_
 
 @dataclass(frozen=True, slots=True)
 class _Shelf:
+    """The journal of one shard, and where each payload lies in it."""
+
     disk: FolderDisk
     positions: dict[Key, int]
 
 
 class ShardArchive:
-    """Each shard's journal is looked through once, when the first of its payloads is asked for."""
+    """Payloads of a run, wherever they are stored. Each shard's journal is scanned once, when the first of its payloads
+    is needed."""
 
     def __init__(self, journal: Path) -> None:
         self._journal = journal
         self._shelves: dict[int, _Shelf] = {}
 
     def payload(self, inserted: ev.Inserted) -> StoredGroup:
-        """Of a group in the journal of the run, wherever it lies.
+        """Return the payload of a group in the journal of the run.
 
         Raises:
-            JournalError: the shard's journal is not here, is damaged, or was not retained.
+            JournalError: the shard's journal is missing, damaged, or was not retained.
         """
         where = inserted.payload
         if not isinstance(where, Elsewhere):

@@ -1,4 +1,4 @@
-"""What the shards ask of the planner, and what others ask of it about them."""
+"""The planner's handlers for requests of shards, and for requests of other peers about shards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl.replay.shards.store import question_of
 
 
 def with_shards(handlers: Handlers, payloads: InShards) -> Handlers:
-    """`handlers`, which now know the verbs of shards and about shards."""
+    """Add the verbs `shards` and `collect` to `handlers`, and return it."""
     shards = ShardHandlers(handlers, payloads)
     handlers.shared_verbs["shards"] = shards.addresses
     handlers.shard_verbs["collect"] = shards.collect
@@ -23,15 +23,15 @@ def with_shards(handlers: Handlers, payloads: InShards) -> Handlers:
 
 
 class ShardHandlers:
-    """See the module."""
+    """Handlers of the verbs `shards` and `collect`."""
 
     def __init__(self, handlers: Handlers, payloads: InShards) -> None:
         self._handlers, self._payloads = handlers, payloads
         self._paused: dict[int, str] = {}
-        """Shards that can take in nothing, and why."""
+        """Shard -> why it cannot accept payloads; empty if it can."""
 
     def addresses(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
-        """Where every shard listens, once all are there."""
+        """Return where each shard listens, once all shards are known."""
 
         def retry() -> Answer | None:
             found = self._payloads.addresses()
@@ -46,8 +46,8 @@ class ShardHandlers:
         return now_or_later(retry, give_up, body, "addresses", are_known)
 
     def collect(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
-        """A shard says where it listens and names keys that it holds; it is told which of them are free. Asked again
-        and again, so nothing need be remembered on either side and a lost answer does no harm."""
+        """Take the address of a shard and keys that it holds; return which of them are free. A shard asks again and
+        again, so neither side has to remember anything and a lost answer does no harm."""
         number, address, seal, paused, rows = wire.sequence(body, "collect", 5)
         asked = [question_of(row) for row in wire.sequence(rows, "questions")]
         why = wire.text(paused, "paused")

@@ -1,8 +1,8 @@
-"""One shard behind the server's socket: it stores and hands out, and asks the planner what it may forget.
+"""One shard behind the server's socket: it stores payloads, hands them out, and asks the planner what it may delete.
 
 consumes:     puts of rollout workers, gets of learner ranks, answers of the planner
-waits for:    nothing; while the planner is silent nothing is forgotten, and after `wait_timeout_s` the shard ends
-unblocked by: the planner's answer to the question that is asked again and again: which of these keys are free?
+waits for:    nothing; while the planner is silent nothing is deleted, and after `wait_timeout_s` the shard exits
+unblocked by: the planner's answer to a question that is repeated: which of these keys are free?
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ from asyncrl.replay.shards.store import Held, Key, ShardStore, key_for, key_of
 from asyncrl.types import GroupHeader, Routers
 
 KEYS_ASKED = 16384
-"""In one question."""
+"""Limit on keys in one question to the planner."""
 SPARE = 2
-"""A shard gives credits for this many times `replay.max_bytes`, and takes no more from one worker. The planner's
-credits end before, or a shard that holds all of it and orders under way besides could keep out the very group that the
-learner waits for."""
+"""A shard grants credits for this many times `replay.max_bytes`, and accepts no more from one worker. It is more than
+the planner's credits: otherwise a shard full of stored groups and groups in flight could keep out the very group that
+the learner waits for."""
 MOST = 2 * SPARE
-"""A shard holds no more than this many times `replay.max_bytes`: one worker that heeds no credit leaves others room."""
+"""A shard holds no more than this many times `replay.max_bytes`, so that a worker that ignores its credit leaves room
+for others."""
 MAX_TAGS = 2
-"""Payloads of one attempt that a shard takes from one worker, which announces one."""
+"""Limit on payloads of one attempt that a shard accepts from one worker; an honest worker announces one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Which shard this is."""
+    """The number of this shard, the number of shards, and the address of this one."""
 
     shard: int
     count: int
@@ -51,7 +52,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """The planner's answer."""
+    """The planner's answer to `collect`."""
 
     run_id: str
     free: list[int]
@@ -59,10 +60,11 @@ class Heard:
     vocabulary: int
     routers: Routers | None
     over: bool
+    """The run is over: the shard may exit."""
 
 
 class Planner(Protocol):
-    """Whom a shard asks."""
+    """The planner as a shard sees it."""
 
     def ask(self, held: Sequence[tuple[Key, Held]], paused: str) -> Future[Response]: ...
 
@@ -78,7 +80,11 @@ class PlannerLink:
         self._who = [place.shard, place.address, seals.address(place.shard, place.address)]
 
     def ask(self, held: Sequence[tuple[Key, Held]], paused: str) -> Future[Response]:
-        """Which of these are free? `paused`: why this shard can take in nothing, if it cannot."""
+        """Ask which of these keys are free.
+
+        Args:
+            paused: why this shard cannot accept payloads; empty if it can.
+        """
         rows = [[*key, item.maker] for key, item in held]
         return self._connection.request("collect", [*self._who, paused[: wire.MAX_TEXT], rows])
 
@@ -87,7 +93,7 @@ class PlannerLink:
 
 
 def heard(response: Response) -> Heard:
-    """Raises WireError."""
+    """Decode the planner's answer. Raises WireError."""
     run_id, free, vocabulary, routers, over = wire.sequence(response.body, "collected", 5)
     return Heard(
         wire.text(run_id, "run", wire.MAX_NAME),
@@ -100,12 +106,14 @@ def heard(response: Response) -> Heard:
 
 @dataclass(slots=True)
 class ShardProgress:
+    """See `server.served.Progress`."""
+
     finished: bool = False
     applied: int = 0
 
 
 class ShardHost:
-    """Who is there, and what the planner says. Called by the server's loop alone."""
+    """Tracks the workers of a shard and polls the planner. Called only by the server's loop."""
 
     def __init__(self, store: ShardStore, link: Planner, config: ReplayConfig, first: Heard) -> None:
         self.store, self.vocabulary, self.routers = store, first.vocabulary, first.routers
@@ -117,7 +125,7 @@ class ShardHost:
         self._ask_at = 0.0
         self._cursor = 0
         self._seen: dict[str, float] = {}
-        """Workers by incarnation."""
+        """Incarnation of a worker -> when it was last heard."""
 
     @property
     def workers(self) -> int:
@@ -127,7 +135,7 @@ class ShardHost:
         self._seen[incarnation] = self.clock()
 
     def hello_learner(self, rank: str, incarnation: str) -> None:
-        """Whoever has the keys may read."""
+        """Nothing to record: every learner with the keys may read."""
 
     def heartbeat(self, worker: str, incarnation: str, stats: dict[str, float]) -> None:
         self._seen[incarnation] = self.clock()
@@ -139,10 +147,10 @@ class ShardHost:
         self._seen.pop(incarnation, None)
 
     def expire(self) -> list[str]:
-        """Also the moment to hear the planner and to ask anew.
+        """Forget silent workers. Also take the planner's answer if it has arrived, and ask the next question.
 
         Raises:
-            AsyncRLError: the planner serves another run or has another shard of this number, or nobody answers for it.
+            AsyncRLError: the planner serves another run, has another shard of this number, or does not answer.
         """
         now = self.clock()
         self._seen = {name: seen for name, seen in self._seen.items() if now - seen <= self._silence_s}
@@ -159,14 +167,14 @@ class ShardHost:
     def _hear(self, asked: list[tuple[Key, Held]], said: Heard) -> None:
         self.vocabulary, self.routers = said.vocabulary, said.routers
         free = (asked[position] for position in said.free if position < len(asked))
-        # What was put again meanwhile may be needed after all: it is asked about anew.
+        # A payload that was put again since the question may be needed after all: the planner is asked about it anew.
         self.state.applied += self.store.release(key for key, held in free if self.store.held.get(key) is held)
         if said.over:
             self.state.finished = True
             self._link.close()
 
     def _next_part(self) -> list[tuple[Key, Held]]:
-        """All, or the next part of them."""
+        """Return the next `KEYS_ASKED` held payloads; after the last, start over."""
         held = self.store.held
         start = self._cursor if self._cursor < len(held) else 0
         self._cursor = start + KEYS_ASKED
@@ -174,7 +182,7 @@ class ShardHost:
 
 
 class ShardDesk:
-    """Verbs `put` and `get`."""
+    """Handlers of the verbs `put` and `get`."""
 
     over = False
 
@@ -183,7 +191,11 @@ class ShardDesk:
         self._max_bytes = max_bytes
 
     def handle(self, session: Session, verb: str, body: Any, frames: Sequence[Frame]) -> Reply:
-        """Raises WireError for what the wire forbids, ReplayError for what is not here."""
+        """Run one request of a peer.
+
+        Raises:
+            WireError: the protocol forbids it. ReplayError: the payload is not here.
+        """
         if verb == "put" and session.role == "worker":
             return self._put(session.name, body, frames)
         if verb == "get" and session.role == "learner":
@@ -191,8 +203,8 @@ class ShardDesk:
         raise WireError(f"a {session.role} has no verb {wire.short(verb)} at a shard")
 
     def window(self) -> int:
-        """Bytes each producer may have unacknowledged: an even share of the memory that is free. Never zero, which is
-        silence: where there is no room, one group at a time is told so and asks again."""
+        """Bytes that each producer may have unacknowledged: an even share of the free memory. Never zero, as a worker
+        without credit would send nothing; if there is no room, one group at a time is refused and sent again."""
         free = SPARE * self._max_bytes - self._host.store.nbytes
         return max(1, -(-free // max(1, self._host.workers)))
 
@@ -211,7 +223,7 @@ class ShardDesk:
         return Answer([self._place.shard, key.tag, seal, self.window()])
 
     def _has_room(self, header: GroupHeader) -> bool:
-        """Raises WireError for a group that could never be taken in."""
+        """Whether there is room for a group now. Raises WireError if it could never be accepted."""
         store, most_of_one = self._host.store, SPARE * self._max_bytes
         if header.nbytes > most_of_one:
             raise WireError(

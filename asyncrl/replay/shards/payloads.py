@@ -1,4 +1,4 @@
-"""Payloads that are in shards: the planner keeps who has what, and which shards may be believed."""
+"""`Payloads` in shards: the planner records which shard has which payload, and verifies what shards report."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from asyncrl.types import GroupHeader, Routers
 
 
 class Peer(Protocol):
-    """One life of a process that is connected."""
+    """One incarnation of a connected process."""
 
     incarnation: str
     seen: float
-    """When it was last heard."""
+    """When it was last heard, in seconds of the server's clock."""
 
 
 class InShards:
-    """Checked and stored by a shard, whose sealed receipt comes with the insert. A rank is told where to ask.
+    """Payloads are checked and stored by shards. An insert carries the sealed receipt of a shard, and a lease tells a
+    rank where to fetch.
 
     Args:
-        count: of shards.
-        silence_s: after so long a shard that is not heard is taken for dead, and another may have its number.
-        clock: that of `Peer.seen`.
+        count: number of shards.
+        silence_s: seconds of silence after which a shard counts as dead, and another process may take its number.
+        clock: the clock of `Peer.seen`.
     """
 
     def __init__(
@@ -71,10 +72,11 @@ class InShards:
         return [[], [], [], rows], []
 
     def enlist(self, shard: Any, address: Any, seal: Any, peer: Peer) -> int:
-        """A shard says where it listens. Returns its number.
+        """Record where a shard listens. Returns its number.
 
         Raises:
-            WireError: it is none of this run's. FencedError: another one of this number is alive, elsewhere.
+            WireError: it is not a shard of this run. FencedError: another shard of this number is alive at another
+                address.
         """
         wire.integer(shard, "shard", 0, self.count - 1)
         wire.text(address, "address", wire.MAX_NAME)
@@ -93,13 +95,13 @@ class InShards:
         return shard
 
     def addresses(self) -> list[str] | None:
-        """Of every shard in order; None while one is missing."""
+        """The addresses of all shards in order; None while one is missing."""
         known = [self._addresses.get(shard) for shard in range(self.count)]
         found = [address for address in known if address is not None]
         return found if len(found) == self.count else None
 
     def missing(self) -> NoProgress:
-        """Whom those wait for who ask for the addresses."""
+        """Return the error for a peer that asked for the addresses: it names the missing shards."""
         names = ", ".join(str(shard) for shard in range(self.count) if shard not in self._addresses)
         return NoProgress(f"shard {names} of {self.count} has not come to the replay server; start it")
 
@@ -111,9 +113,9 @@ def _where(payload: Any) -> tuple[int, str]:
 
 
 def free_of(asked: Sequence[tuple[Key, str]], entries: Mapping[int, Entry], shard: int) -> Iterable[int]:
-    """Positions in `asked`, keys with their makers, of what `shard` need not keep. What the worker that holds an
-    attempt may still announce is kept, as is what the core keeps; everything else was dropped, committed, refused,
-    given to another attempt or put by a worker without that order."""
+    """Yield the positions in `asked` (keys with the workers that put them) of payloads that `shard` need not keep. It
+    must keep what the worker that holds the attempt may still announce, and what the core keeps. Everything else was
+    dropped, committed, refused, reassigned as another attempt, or put by a worker without that assignment."""
     for position, (key, maker) in enumerate(asked):
         entry = entries.get(key.group_id)
         if entry is None or entry.attempt != key.attempt:

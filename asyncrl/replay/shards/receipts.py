@@ -1,8 +1,8 @@
-"""How the planner knows that a shard really has a payload: it comes with the shard's seal, which only servers can make.
+"""Receipts that prove to the planner that a shard has a payload: sealed with a key that only servers have.
 
-A worker puts a payload at a shard and takes the sealed receipt to the planner with the header. Without the seal a
-worker could announce a group that nobody has, and the learner would wait for it. Sealed with a key derived from the
-secret CURVE key of the shards, which the planner has too and nobody else.
+A worker puts a payload at a shard and sends the sealed receipt to the planner with the header. Without the seal a
+worker could announce a group that nobody has, and the learner would wait for it. The key of the seal is derived from
+the secret CURVE key of the shards, which only the shards and the planner have.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CONTEXT = b"asyncrl receipt"
 
 
 class Seals:
-    """Made the same by the planner and every shard of a run.
+    """Makes seals. The planner and every shard of a run make the same ones.
 
     Args:
         keys: `replay.keys`.
@@ -33,15 +33,16 @@ class Seals:
         self._key = hashlib.blake2b(secret, key=run_digest.encode()[:64], person=_CONTEXT).digest()
 
     def receipt(self, run_id: str, shard: int, header: GroupHeader, tag: str) -> str:
-        """That `shard` has stored, durably, the payload `tag` of `header`, and found that they agree."""
+        """Seal of the statement that `shard` has checked the payload `tag` against `header` and stored it durably."""
         return self._seal(["stored", run_id, shard, headers.packed_header(header), tag])
 
     def address(self, shard: int, address: str) -> str:
-        """That shard number `shard` listens at `address`."""
+        """Seal of the statement that shard number `shard` listens at `address`."""
         return self._seal(["listens", shard, address])
 
     @staticmethod
     def same(one: str, other: str) -> bool:
+        """Compare two seals in constant time."""
         return hmac.compare_digest(one.encode(), other.encode())
 
     def _seal(self, what: list[Any]) -> str:

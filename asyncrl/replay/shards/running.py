@@ -1,4 +1,4 @@
-"""One shard of a run's payloads, wired: it meets the replay server (the planner) first, then opens its journal."""
+"""Assemble and run one shard: it first contacts the replay server (the planner), then opens its journal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ from asyncrl.storage.full_disk import Patience
 log = logging.getLogger(__name__)
 
 TURN_S = 0.2
+"""Seconds between two looks at `stopped` while waiting for the planner."""
 PAUSE_S = 1.0
+"""Seconds before the planner is asked again after it refused this shard."""
 
 
 def run_shard(
@@ -47,13 +49,14 @@ def run_shard(
     """Serve one shard until the planner says that the run is over, until `stop` is set, or until SIGTERM or SIGINT.
 
     Args:
-        disk: where its journal is; or in `folder`.
-        patience: with a full disk.
-        fresh: throw away the journal of an earlier run; that of the planner's own run is kept.
+        disk: disk of the journal, in place of `folder`.
+        folder: folder of the journal.
+        fresh: delete the journal of an earlier run; that of the planner's own run is kept.
+        patience: how long to wait while the disk is full.
 
     Raises:
-        ConfigError: see `entrance`. ReplayError: the planner serves another run. FencedError: it has another shard of
-            this number. NoProgress: nobody answers for it.
+        ConfigError: see `entrance`. ReplayError: the planner serves another run. FencedError: the planner has another
+            shard of this number. NoProgress: the planner does not answer.
         JournalError: the journal is damaged, in use, of another run or version, or its disk failed.
     """
     keep_heap()
@@ -61,7 +64,7 @@ def run_shard(
     place = Place(shard=shard, count=config.shards, address=config.shard_address)
     seals = Seals(config.keys, run_digest)
     with contextlib.ExitStack() as stack:
-        # The sockets first: a second shard at this address must not touch the journal of the first.
+        # Bind the sockets first: a second shard at this address must not touch the journal of the first.
         way_in = stack.enter_context(entrance(replace(config, address=place.address), "shard"))
         link = stack.enter_context(contextlib.closing(PlannerLink(config, place, run_digest, seals)))
         first = meet(link, stopped, 2 * config.heartbeat_timeout_s)
@@ -96,8 +99,9 @@ def opened(
     patience: Patience | None = None,
     folder: Path | None = None,
 ) -> Iterator[tuple[ShardStore, SyncThread]]:
-    """The store, recovered from the journal on `disk` where there is one; the journal is whole when this ends."""
-    # Whoever restarts a shard gives it the settings it had: its own payloads are acknowledged already.
+    """Yield the store, recovered from the journal on `disk` if there is one. On exit the journal is written
+    to the end."""
+    # A restarted shard gets the settings it had, so also `fresh`; its own payloads are acknowledged and must be kept.
     if fresh and run_of(disk) not in (None, run_id):
         discard(disk)
     store = open_store(disk, journal_settings(config), {"run_id": run_id, "shard": shard})
@@ -109,10 +113,11 @@ def opened(
 
 
 def meet(link: Planner, stopped: threading.Event, patience_s: float) -> Heard | None:
-    """The planner's first answer; the connection bounds the wait. None when stopped before.
+    """Return the planner's first answer, or None if stopped before. The connection bounds the wait.
 
     Args:
-        patience_s: so long the planner may still take an earlier life of this shard, at another address, for alive.
+        patience_s: seconds for which the planner may still consider an earlier process of this shard, at another
+            address, alive.
     """
     until = time.monotonic() + patience_s
     while not stopped.is_set():
@@ -131,7 +136,7 @@ def meet(link: Planner, stopped: threading.Event, patience_s: float) -> Heard | 
 
 
 def shard_config(arguments: Sequence[str]) -> tuple[int, Config]:
-    """Number and settings of a shard, from `N key=value ...`. Raises ConfigError."""
+    """Parse the number and the settings of a shard from `N key=value ...`. Raises ConfigError."""
     number, *overrides = arguments or [""]
     if "=" in number:
         number, overrides = "none", list(arguments)

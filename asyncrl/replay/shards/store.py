@@ -1,12 +1,12 @@
-"""What one shard keeps: payloads by key, each on its journal before it is acknowledged, until they are released.
+"""The payload store of one shard: payloads by key, each journaled before it is acknowledged, kept until released.
 
-    put(header, payload) -> key     appended; durable like any record (`promised`, `durable`)
-    find(key)                       the payload, from memory
-    release(keys)                   forgotten; the segments they lay in are used again
+    put(header, payload) -> key     appends the payload; durable like any record (`promised`, `durable`)
+    find(key)                       returns the payload, from memory
+    release(keys)                   forgets payloads; the segments they lay in are reused
 
-A key names the attempt and the bytes: (group id, attempt, tag). The same group sent twice has the same key, and nobody
-can take the place of another's group without having its very bytes. Nothing is decided here: what is released, and
-when, the planner says.
+A key identifies the attempt and the bytes: (group id, attempt, tag). The same group sent twice has the same key, and no
+peer can replace another's group without having its exact bytes. The store decides nothing: the planner says what is
+released, and when.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ from asyncrl.replay.journal.segments import REPAIR, Record, offset_of, read_at, 
 from asyncrl.types import GroupHeader
 
 SHARD = "shard-"
-"""Begins the name of a shard's folder in that of the journal."""
+"""Prefix of a shard's folder name in the journal folder."""
 
 
 class Key(NamedTuple):
+    """Identifies a payload."""
+
     group_id: int
     attempt: int
     tag: str
@@ -43,7 +45,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Record: a payload was put."""
+    """Journal record: a payload was put."""
 
     tag: str
     header: GroupHeader
@@ -52,7 +54,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Record: nobody needs these any more."""
+    """Journal record: these payloads are no longer needed."""
 
     keys: list[Any]
     """Rows `[group id, attempt, tag]`."""
@@ -63,16 +65,18 @@ KINDS: Mapping[str, type] = {kind.__name__: kind for kind in (Stored, Released, 
 
 @dataclass(frozen=True, slots=True)
 class Held:
+    """A payload in memory."""
+
     position: int
-    """Of its record in the journal."""
+    """Position of its record in the journal."""
     nbytes: int
     maker: str
-    """Name of the worker that put it; empty where an older journal does not say."""
+    """Name of the worker that put it; empty if an older journal does not record it."""
     payload: StoredGroup
 
 
 def shard_folder(journal: Path, shard: int) -> Path:
-    """Of its journal, in the journal folder of the run."""
+    """Path of a shard's journal in the journal folder of the run."""
     return journal / f"{SHARD}{shard}"
 
 
@@ -81,8 +85,8 @@ def key_for(header: GroupHeader, stored: StoredGroup) -> Key:
 
 
 def tag_of(header: GroupHeader, stored: StoredGroup) -> str:
-    """128 bits over the header and every payload byte, in hex."""
-    # Which array is where in the frames follows from the header.
+    """128-bit hash over the header and every payload byte, in hex."""
+    # Frames are hashed without their layout, which follows from the header.
     digest = xxhash.xxh3_128(wire.pack([headers.packed_header(header), len(stored.texts)]))
     for frame in stored.frames:
         digest.update(frame)
@@ -90,7 +94,7 @@ def tag_of(header: GroupHeader, stored: StoredGroup) -> str:
 
 
 def key_of(row: Any) -> Key:
-    """Raises WireError unless `row` is `[group id, attempt, tag]`."""
+    """Decode a key. Raises WireError unless `row` is `[group id, attempt, tag]`."""
     group_id, attempt, tag = wire.sequence(row, "key", 3)
     return Key(
         wire.integer(group_id, "group_id", 0, wire.MAX_ID),
@@ -100,17 +104,17 @@ def key_of(row: Any) -> Key:
 
 
 def question_of(row: Any) -> tuple[Key, str]:
-    """A key and who put it. Raises WireError unless `row` is `[group id, attempt, tag, maker]`."""
+    """Decode a key and the worker that put it. Raises WireError unless `row` is `[group id, attempt, tag, maker]`."""
     *key, maker = wire.sequence(row, "question", 4)
     return key_of(key), wire.text(maker, "maker", wire.MAX_NAME)
 
 
 class ShardStore(SegmentLog):
-    """See the module.
+    """Payloads in memory and in a journal, see the module docstring.
 
     Args:
-        run: whose payloads these are: `run_id`, and `shard`, its number.
-        held: what the journal holds already.
+        run: identifies the shard: `run_id` and `shard`, its number.
+        held: payloads that the journal holds already.
     """
 
     def __init__(
@@ -125,24 +129,25 @@ class ShardStore(SegmentLog):
         self.held: dict[Key, Held] = {}
         self.nbytes = 0
         self.bytes_by: Counter[str] = Counter()
-        """Held, by maker."""
+        """Bytes held, by maker."""
         self.tags_by: Counter[tuple[int, int, str]] = Counter()
-        """Held, by (group id, attempt, maker)."""
+        """Number of payloads held, by (group id, attempt, maker)."""
         for key, item in (held or {}).items():
             self._keep(key, item)
         super().__init__(disk, settings, previous_end)
 
     def put(self, header: GroupHeader, payload: StoredGroup, key: Key | None = None) -> Key:
-        """Take in a group of `header.worker`; one that is there already is not written again, except for another
-        worker, whose it is then. Durable once `durable >= promised` as it is after this call.
+        """Store a group of `header.worker`. A payload that is held already is not written again, unless another worker
+        sends it: then it is counted for that worker. Durable once `durable` reaches the value that `promised` has after
+        this call.
 
         Args:
-            key: `key_for` of these two, where the caller has it.
+            key: `key_for(header, payload)`, if the caller has computed it.
         """
         key = key or key_for(header, payload)
         known = self.held.get(key)
         if known is not None and known.maker == header.worker:
-            # Another object: what was asked about the key before this says nothing any more.
+            # A new object, so that an answer to a question asked about this key before the put is ignored.
             self.held[key] = replace(known)
             return key
         position = self._append(encode_event(Stored(key.tag, header, payload)))
@@ -156,7 +161,7 @@ class ShardStore(SegmentLog):
         return None if held is None else held.payload
 
     def release(self, keys: Iterable[Key]) -> int:
-        """Forget these; unknown ones are forgotten already. Returns how many there were."""
+        """Forget these payloads; return how many were held. Unknown keys have been forgotten already."""
         known = [key for key in dict.fromkeys(keys) if key in self.held]
         if known:
             self._append(encode_event(Released([list(key) for key in known])))
@@ -188,10 +193,10 @@ class ShardStore(SegmentLog):
 
 
 def open_store(disk: Disk, settings: JournalSettings, run: dict[str, Any]) -> ShardStore:
-    """The store as the journal on `disk` left it; an empty one where there is none.
+    """Open the store, recovered from the journal on `disk`; empty if there is none.
 
     Raises:
-        JournalError: the journal is damaged, of another version, or another shard's or run's.
+        JournalError: the journal is damaged, of another version, or of another shard or run.
     """
     chain = segment_chain(disk)
     if not chain:
@@ -203,19 +208,19 @@ def open_store(disk: Disk, settings: JournalSettings, run: dict[str, Any]) -> Sh
             "before; for a new run give another run.dir, or overwrite=true"
         )
     held, end = _recover(disk, newest)
-    # Found does not mean durable: a killed process leaves it in the page cache.
+    # What was read may not be durable: a killed process leaves its writes in the page cache.
     disk.sync(segment_name(newest.number))
     return ShardStore(disk, settings, run, end, held)
 
 
 def check_store(disk: Disk) -> None:
-    """Read what a store would be opened with. Raises JournalError where that is damaged."""
+    """Read everything that opening the store would read. Raises JournalError if it is damaged."""
     if chain := segment_chain(disk):
         _recover(disk, chain[-1])
 
 
 def _recover(disk: Disk, newest: Begun) -> tuple[dict[Key, Held], int]:
-    """`(what is held, where the journal ends)`, from the newest segment and the older payloads it points to."""
+    """Return `(held payloads, end of the journal)`, from the newest segment and the older payloads it points to."""
     older: dict[Key, int] = {}
     held: dict[Key, Held] = {}
     end = -1
@@ -247,14 +252,14 @@ def _attach(disk: Disk, key: Key, position: int) -> Held:
 
 
 def read_stored(disk: Disk, position: int) -> Stored | None:
-    """The payload record at a journal position, None where there is none."""
+    """Return the payload record at a journal position, or None if there is none."""
     record = read_at(disk, position)
     event = None if record is None else decode_record(record)
     return event if isinstance(event, Stored) else None
 
 
 def read_positions(disk: Disk) -> dict[Key, int]:
-    """Where each payload lies that the journal ever took in and still has: released ones too.
+    """Return the position of every payload that is still in the journal, including released ones.
 
     Raises:
         JournalError: there is no journal of a shard, or it is damaged.
@@ -274,7 +279,7 @@ def read_positions(disk: Disk) -> dict[Key, int]:
 
 
 def decode_record(record: Record) -> Stored | Released | ev.Snapshotted:
-    """Raises JournalError where the bytes are whole but this program does not know them."""
+    """Decode a record. Raises JournalError if its bytes are intact but of a kind this version does not know."""
     try:
         return decode_event(record.body, KINDS)
     except WireError as error:
