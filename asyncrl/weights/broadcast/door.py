@@ -1,4 +1,4 @@
-"""Who is there for the publisher's group: workers that live, those of them that said hello, what they are answered."""
+"""Candidates for the publisher's group: which workers are live, which of them said hello, and the answers to them."""
 
 # torch documents its stores at `torch.distributed` but does not list them in `__all__`.
 # pyright: reportPrivateImportUsage=false
@@ -19,27 +19,32 @@ log = logging.getLogger(__name__)
 
 
 class Door:
-    """`grace_s`: what a living member gets to say hello or accept."""
+    """Receives hellos and answers them.
+
+    Args:
+        grace_s: seconds that a live member has to say hello or accept.
+    """
 
     def __init__(self, rendezvous: PublisherRendezvous, store: dist.Store, grace_s: float) -> None:
         self._rendezvous, self._store, self._grace_s = rendezvous, store, grace_s
         self._seen = 0
-        """Hellos so far."""
+        """Number of hellos at the last call to `waiting`."""
         self.refused = 0
-        """Workers of a version that is not understood."""
+        """Number of workers refused because of another protocol version."""
 
     def live(self) -> list[Peer]:
         return [(member.worker, member.incarnation) for member in self._rendezvous.members()]
 
     @property
     def rang(self) -> bool:
-        """Whether somebody has said hello since `waiting` was asked."""
+        """Whether a worker has said hello since the last call to `waiting`."""
         return self._store.add("hellos", 0) != self._seen
 
     def waiting(self, members: Collection[Peer], live: Collection[Peer]) -> list[Peer]:
-        """Those of `live` that said hello and wait for an invitation.
+        """Return the peers of `live` that said hello and wait for an invitation.
 
-        Each question is a round trip, so members are asked only when somebody has said hello since the last time.
+        Each check is a round trip to the store, so `members` are checked only if a worker has said hello since the last
+        call.
         """
         hellos = self._store.add("hellos", 0)
         inside = set(members) if hellos == self._seen else set()
@@ -48,7 +53,8 @@ class Door:
         return [peer for peer in waiting if self._understands(peer)]
 
     def _understands(self, peer: Peer) -> bool:
-        """Whether a worker is of a version that this one can serve; one that is not waits for ever, so it is told."""
+        """Whether a worker has a protocol version that this publisher can serve. If not, send it a refusal, as it would
+        wait forever."""
         hello = fetch(self._store, hello_key(*peer))
         refusal = other_version("the learner", peer[0], hello.get("protocol"))
         if refusal:
@@ -58,11 +64,11 @@ class Door:
         return not refusal
 
     def answer(self, peer: Peer, hello: Mapping[str, Any], message: Mapping[str, Any]) -> None:
-        """To what it said; it may say hello once more."""
+        """Answer a hello and delete it, so that the peer may say hello again."""
         self._store.delete_key(hello_key(*peer))
         post(self._store, invite_key(*peer, hello["hello"]), message)
 
     def come(self, keys: Mapping[Peer, str]) -> list[Peer]:
-        """Those whose key is there within the grace."""
+        """Return the peers whose key appears in the store within `grace_s` seconds."""
         deadline = time.monotonic() + self._grace_s
         return [peer for peer, key in keys.items() if wait_key(self._store, key, max(deadline - time.monotonic(), 0.0))]

@@ -1,8 +1,9 @@
-"""Broadcast transport, learner end: forms the group, sends, verifies acknowledgements, re-forms without the silent.
+"""Broadcast transport, learner end: forms the group, sends weights, checks the acknowledgements, and re-forms the group
+without members that are silent.
 
-One bad receiver aborts a broadcast for all. So whatever goes wrong has one cure: dissolve the group, let every member
-that lives say hello again, form the next epoch with those, re-send. A member that was dropped says hello when it can,
-and is brought up to date by the next epoch.
+One bad receiver aborts a broadcast for all. So every failure is handled in the same way: dissolve the group, let all
+live members say hello again, form the next epoch with them, and send again. A member that was dropped says hello when
+it can, and the next epoch brings it up to date.
 """
 
 from __future__ import annotations
@@ -44,28 +45,32 @@ from asyncrl.weights.sliced import Wanted, wanted_from_wire
 log = logging.getLogger(__name__)
 
 REPORTED = ("load_s", "stall_s", "canary_max", "canary_mean")
-"""What engines say of a version they serve: the worst of them becomes a metric, until the next that says it."""
+"""Measurements that engines report for a version they serve. The largest over the engines becomes a metric, which is
+kept until a later version reports it again."""
 _STATS = (
     "wire_s", "wire_bytes", "delta_s", "update_s", "engines", "resends", "dropped", "refused",
     "canary_failed", "epoch", "bytes",
 )  # fmt: skip
 _MAX_ATTEMPTS = 8
 _KEPT_EVENTS = 256
-"""Of an epoch: a member that stood still, or whose engine loaded, for longer says hello again."""
+"""Number of events of an epoch that stay in the store. A member that falls further behind, because it stood still or
+its engine was loading, says hello again."""
 _GRACE_S = 2.0
-"""What a living member gets to say hello or accept; one that missed it comes back by itself."""
+"""Seconds that a live member has to say hello or accept. A member that misses this returns by itself."""
 
 
 class BroadcastSender:
     """Implements `snapshot.Sender`.
 
     Args:
-        host: address the store binds, and at which the workers reach it.
-        port: 0 is any that is free.
+        host: address that the store binds, and at which workers reach it.
+        port: port of the store; 0 for any free one.
+        timeout_s: timeout in seconds of the store, the group and the acknowledgements.
         backend: `gloo`, `nccl` or `ipc`; subscribers learn it from the board.
-        interface: `weights.interface`, of this end.
+        interface: `weights.interface`, for this end.
+        poll_members_s: seconds between two looks for new members while nothing is sent.
         delta: `weights.delta`.
-        senders: learner ranks that send, this one among them.
+        senders: number of learner ranks that send, including this one.
     """
 
     def __init__(
@@ -88,7 +93,7 @@ class BroadcastSender:
         self._poll_members_s = poll_members_s
         self._delta = DeltaChoice(delta)
         self._base: int | None = None
-        """Version that every member of this epoch has staged, whole."""
+        """Version that every member of this epoch has staged completely; None if there is none."""
         self._store, self._port = publisher_store(host, timeout_s, port)
         self._door = Door(rendezvous, self._store, min(_GRACE_S, timeout_s))
         self._absent = Absent(self._store, f"{host}:{self._port}")
@@ -100,7 +105,7 @@ class BroadcastSender:
         self._rooms = Rooms(device if device is not None and backend != "gloo" else "cpu", shared=backend == "ipc")
         self._members: list[Peer] = []
         self._seats: dict[Peer, int] = {}
-        """First rank of each member; an engine with several processes occupies as many ranks."""
+        """Member -> its first rank. An engine with several processes takes as many ranks."""
         self._next_look = self._next_tick = 0.0
         self._stats: dict[str, float] = dict.fromkeys(_STATS, 0.0) | {"sent_version": float(NO_VERSION)}
         self._announce()
@@ -115,7 +120,7 @@ class BroadcastSender:
 
     @property
     def meeting(self) -> Meeting:
-        """Where the other learner ranks find this one."""
+        """Address at which the other learner ranks connect to this one."""
         return Meeting(host=self._host, port=self._port, publisher=self._publisher)
 
     def send(self, snapshot: Snapshot, previous: Snapshot | None = None) -> None:
@@ -141,10 +146,10 @@ class BroadcastSender:
             except RuntimeError as error:
                 broken, gone = str(error).splitlines()[0], isinstance(error, WeightsGoneError)
             if gone and self._event == said:
-                return  # nothing of it has left, and the group is whole: it gets the next
+                return  # nothing of this version was sent and the group is intact: it gets the next version
             if broken:
-                # Not in the handler: the exception's frames hold the group, whose sockets would stay open and keep
-                # the other members waiting for their whole timeout.
+                # Not in the `except` block: there the exception's frames hold the group, whose sockets would stay open
+                # and keep the other members waiting for their whole timeout.
                 log.warning("weights: epoch %d broke at version %d: %s", self._epoch, snapshot.policy_version, broken)
                 self._dissolve()
             if gone:
@@ -163,7 +168,7 @@ class BroadcastSender:
         if newest is None or not (due or self._door.rang):
             return
         if newest.reading is not None and newest.reading.gone:
-            return  # the next version is about to come, and goes to all
+            return  # the learner is about to write the next version, which goes to all
         self._next_look = time.monotonic() + self._poll_members_s
         waiting = self._door.waiting(self._members, live := self._door.live())
         self._absent.look(live)
@@ -178,7 +183,7 @@ class BroadcastSender:
         self._others.end()
         if self._lanes is not None:
             self._post_event({"kind": "bye"})
-            # Waits for members to hang up, briefly: a store that vanishes under them fills their logs with traces.
+            # Wait briefly for members to disconnect: a store that vanishes before fills their logs with tracebacks.
             deadline = time.monotonic() + 0.5
             while time.monotonic() < deadline and self._store.add(f"{self._epoch}/gone", 0) < len(self._members):
                 time.sleep(POLL_S)
@@ -197,7 +202,7 @@ class BroadcastSender:
         self._rendezvous.announce({"weights": board})
 
     def _dissolve(self) -> None:
-        """End the epoch, and give its members a moment to say hello for the next."""
+        """End the epoch, and give its members up to `_GRACE_S` seconds to say hello for the next."""
         if self._lanes is None:
             return
         self._post_event({"kind": "next"})
@@ -206,14 +211,15 @@ class BroadcastSender:
         self._lanes = self._base = None
         expected, self._members = set(self._members) & set(self._door.live()), []
         deadline = time.monotonic() + min(_GRACE_S, self._timeout_s)
-        # Waits for the members of the old epoch; who stays silent is left out.
+        # Wait for the members of the old epoch; those that stay silent are left out.
         while expected and time.monotonic() < deadline:
             expected -= {peer for peer in expected if self._store.check([hello_key(*peer)])}
             time.sleep(POLL_S)
         self._drop(expected)
 
     def _form(self, snapshot: Snapshot) -> bool:
-        """Next epoch with everyone who said hello; false when that is nobody. One that fails is tried ever later.
+        """Form the next epoch with all peers that said hello; return false if there are none. Retries with growing
+        delays if the group cannot be formed.
 
         Raises:
             WeightsError: another learner rank that has to send is silent.
@@ -267,7 +273,7 @@ class BroadcastSender:
     def _invite(
         self, hellos: Mapping[Peer, Mapping[str, Any]], snapshot: Snapshot, flows: Flows | None, world: int
     ) -> list[Peer]:
-        """Invite all; those who accepted within the grace."""
+        """Invite all peers that said hello; return those that accepted in time."""
         plan = {"manifest": snapshot.whole.to_wire()}
         if flows is not None:
             plan["flows"] = flows.to_wire()
@@ -292,13 +298,18 @@ class BroadcastSender:
             self._store.delete_key(f"{self._epoch}/prints/{self._event - _KEPT_EVENTS}")
 
     def _tick(self) -> None:
-        """The members wait for the next event in the store itself: this brings them back to look around."""
+        """Post an event if there was none for `TICK_S` seconds. Members block in the store until the next event; this
+        one wakes them, so that they check whether to go on."""
         self._others.tick()
         if self._lanes is not None and time.monotonic() >= self._next_tick:
             self._post_event({"kind": "tick"})
 
     def _broadcast(self, snapshot: Snapshot, previous: Snapshot | None) -> bool:
-        """Send all buckets and collect the acknowledgements; false when somebody's bytes differed."""
+        """Send all buckets and collect the acknowledgements; return false if a member received other bytes.
+
+        Raises:
+            WeightsError: an engine refused the version.
+        """
         started = time.perf_counter()
         deltas = Deltas()
         if previous is not None and previous.policy_version == self._base and self._delta.wanted():
@@ -315,7 +326,7 @@ class BroadcastSender:
         served = sum(verdict == "ok" for verdict, _ in answers)
         refused = [i for i, (verdict, _) in enumerate(answers) if verdict in ("fail", "unproven")]
         if refused:
-            # Its own thread has stopped and its worker will fail with the reason; the others must not wait for it.
+            # The subscriber's thread has stopped, and its worker will fail with the reason; the others must not wait.
             self._stats["refused"] += len(refused)
             self._stats["canary_failed"] += sum(verdict == "unproven" for verdict, _ in answers)
             who = f"{self._members[refused[0]][0]}: {answers[refused[0]][1]}"
@@ -329,14 +340,16 @@ class BroadcastSender:
         found |= {"update_s": time.perf_counter() - started, "sent_version": float(snapshot.policy_version)}
         complete = served == len(answers)
         if complete:
-            self._stats = self._stats | found  # another one, at once: the learner may be reading the old one
+            self._stats = self._stats | found  # replaced, not updated: the learner may be reading the old one
         self._base = snapshot.policy_version if complete else None
         return complete
 
     def _transmit(self, snapshot: Snapshot, deltas: Deltas) -> dict[str, float]:
-        """Every bucket, whole or as a delta, and then their fingerprints, those of the whole buckets either way.
+        """Send every bucket, whole or as a delta, then the fingerprints, which are those of the whole buckets in both
+        cases.
 
-        Returns `wire_s` and `wire_bytes`.
+        Returns:
+            `wire_s` and `wire_bytes`.
         """
         lanes = self._lanes
         assert lanes is not None
@@ -344,9 +357,9 @@ class BroadcastSender:
         event = {"kind": "send", "policy_version": snapshot.policy_version, "canary": canary}
         if deltas.buckets:
             event |= {"base": self._base, "delta": [delta.header() for delta in deltas.buckets]}
-        # Whoever does not get through this one whole has nothing that a delta could start from.
+        # A member that does not receive this version completely has no base for a delta.
         self._base = None
-        snapshot.filling.wait(1)  # the deadlines of the members begin with the event
+        snapshot.filling.wait(1)  # before the event, with which the members' deadlines begin
         started = time.perf_counter()
         self._post_event(event)
         self._others.send(self._epoch, self._event, snapshot.policy_version)
@@ -360,7 +373,7 @@ class BroadcastSender:
         post(self._store, f"{self._epoch}/prints/{self._event}", prints)
         seconds = time.perf_counter() - started
         if deltas.buckets:
-            # A whole version's seconds are those from the first copied bytes on.
+            # Add the time of copying, as the seconds of a whole version count from the first copied bytes.
             self._delta.sent_delta(deltas.encode_s, deltas.copied_s + seconds)
         else:
             self._delta.sent_full(seconds)
