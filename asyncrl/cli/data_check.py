@@ -1,6 +1,7 @@
-"""`asyncrl data check SETTINGS`: the rows as a run would use them, and whether the reward knows their own answers.
+"""`asyncrl data check SETTINGS`: show the rows as a run would use them, and check that the reward accepts each row's
+own right answer.
 
-Exit code 0: nothing is wrong; 1: a row is, and is named; 2: settings or data are refused, as at a start.
+Exit code 0: nothing is wrong; 1: a row is wrong, and is named; 2: settings or data are refused, as at a start.
 """
 
 from __future__ import annotations
@@ -31,20 +32,21 @@ from asyncrl.schema import Config, RewardConfig
 from asyncrl.telemetry.live.console import PlainConsole
 
 COUNTED = 4096
-"""Prompts of each source that are tokenized, beside the first and the longest."""
+"""Number of prompts of each source that are tokenized, in addition to the first and the longest."""
 SCORED = 8
-"""First rows of each source whose own answer is scored."""
+"""Number of first rows of each source whose own answer is scored."""
 UNUSED = "reward.function=unused:unused"
-"""Where no reward is given: it is then not called."""
+"""Added if no reward is given, so that the settings are accepted. It is never called."""
 SHOWN = 2000
+"""Limit on the characters shown of the first prompt."""
 TRUTHS = ("reward_model.ground_truth", "ground_truth", "answer", "solution", "target", "label")
-"""Columns that people keep the right answer in; the first that a row has."""
+"""Columns that usually contain the right answer; the first one present in a row is used."""
 FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>", "The answer is {}.", "Answer: {}")
-"""How rewards ask for it; the best score of them counts."""
+"""Forms in which rewards expect the answer. Each is scored, and the best score counts."""
 
 
 def main(overrides: Sequence[str]) -> int:
-    """Raises ConfigError and DataError as the start of a run would."""
+    """Print what was found; return the exit code. Raises ConfigError and DataError as the start of a run would."""
     rewarded = any(text.startswith(("reward=", "reward.", "experiment=")) for text in overrides)
     config = load_config([*overrides, *([] if rewarded else [UNUSED])])
     check_data(config)
@@ -93,7 +95,7 @@ def _shares(config: Config) -> Iterator[str]:
 
 
 def _rendered(found: Survey) -> Text:
-    """The first prompt, dim, and where the sampled part begins: those tokens alone are in the loss."""
+    """Render the first prompt, dim, and in green the part that is sampled. Only sampled tokens are in the loss."""
     where, row = found.first_rows[0]
     text = Text(f"the first prompt ({plain(where)}); dim is given, green is sampled and alone in the loss:\n")
     prompt = found.first_prompt or str(row["prompt"])
@@ -103,7 +105,7 @@ def _rendered(found: Survey) -> Text:
 
 
 def ground_truth(row: Row) -> str | None:
-    """The row's right answer as text; None where no column that people use for it is there."""
+    """Return the row's right answer as text; None if it has none of the columns `TRUTHS`."""
     for name in TRUTHS:
         value: Any = row
         for part in name.split("."):
@@ -118,7 +120,10 @@ def ground_truth(row: Row) -> str | None:
 
 
 def judged(reward: RewardConfig, rows: Sequence[tuple[str, Row]]) -> tuple[list[str], list[str]]:
-    """What the reward says of each row's own answer and of none: lines for the screen, and those about wrong rows.
+    """Score each row's own right answer and an empty answer.
+
+    Returns:
+        Lines for the screen, and the lines about wrong rows.
 
     Raises:
         ConfigError: the reward cannot be loaded or called.
@@ -157,7 +162,7 @@ def judged(reward: RewardConfig, rows: Sequence[tuple[str, Row]]) -> tuple[list[
 
 
 def _value(outcome: Outcome) -> float:
-    """No score is less than any."""
+    """The score; minus infinity if the reward failed, so that any score is larger."""
     return -np.inf if isinstance(outcome, RewardError) else outcome.value
 
 

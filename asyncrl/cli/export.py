@@ -1,4 +1,4 @@
-"""`asyncrl export RUN --step 50`: a checkpoint of a run as a Hugging Face model, without its other ranks or a GPU."""
+"""`asyncrl export RUN --step 50`: write a checkpoint as a Hugging Face model, without other ranks or a GPU."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ from asyncrl.telemetry.folder.run_folder import config_note, origin_of
 
 CPU = torch.device("cpu")
 TRIES = 10
-"""A run that goes on deletes checkpoints while they are read, each time for newer ones."""
+"""Limit on attempts to read a checkpoint: an active run may delete the one being read, each time for a newer one."""
 
 
 def main(run: Path, step: int | None, target: Path | None, *, average: bool) -> int:
     """Write the model of the checkpoint after `step` (None: the newest whole one) to `target`.
 
     Args:
-        average: the moving average of the policy (`learner.proximal_ema`) instead of the policy.
+        average: export the moving average of the policy (`learner.proximal_ema`) instead of the policy.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it is damaged. RunFolderError, ConfigError: `run` is no run, or
-            `target` holds what would be lost.
+        CheckpointError: there is no such checkpoint, or it is damaged. RunFolderError, ConfigError: `run` is not a run
+            folder, or `target` contains files that would be lost.
     """
     transformers_logging.disable_progress_bar()
     config = settings_of(run)
@@ -67,9 +67,9 @@ def main(run: Path, step: int | None, target: Path | None, *, average: bool) -> 
     target.parent.mkdir(parents=True, exist_ok=True)
     patience = disk_patience(config)
     if not target.is_relative_to(run.resolve()):
-        patience = replace(patience, board=None)  # the run has another disk, and does not wait
+        patience = replace(patience, board=None)  # the target's disk is not the run's, which does not wait
     said = f"note: another export writes into {target.parent}: waiting for its end"
-    with in_turn(target.parent, lambda: print(said, file=sys.stderr)):  # each writes aside first, under the same name
+    with in_turn(target.parent, lambda: print(said, file=sys.stderr)):  # exports write aside first, under the same name
         refuse_lossy(target, config.model)
         export_hf(model, config.model, target, 0, patience, trained=steps)
     print(f"{path} is in {target}: the {'averaged ' if average else ''}policy after {steps} steps")
@@ -84,15 +84,15 @@ def settings_of(run: Path) -> Config:
         print(f"note: {said}", file=sys.stderr)
     if not is_supervised(run):
         return read_config(file)
-    # Without the second it would be said in which folder the run is repeated, and none is.
+    # Without these overrides a note would say in which folder the run is repeated, but it is not repeated.
     return learner_config(load_sft(with_files([str(file), "overwrite=true", "resume=never"], SftConfig)))
 
 
 def refuse_lossy(target: Path, model: ModelConfig) -> None:
-    """An export replaces the folder that it is written to.
+    """Refuse a target whose files the export would delete: it replaces the folder that it is written to.
 
     Raises:
-        RunFolderError: that holds what no export wrote.
+        RunFolderError: the folder contains files that no export wrote.
     """
     for folder in [target, *([adapter_of(target)] if model.lora_rank else [])]:
         if not folder.exists():
@@ -110,7 +110,7 @@ def refuse_lossy(target: Path, model: ModelConfig) -> None:
 
 
 def chosen_checkpoint(run: Path, step: int | None) -> Path:
-    """Proven, and of this run. Raises CheckpointError."""
+    """Return the checkpoint to export, after checking that it is intact and of this run. Raises CheckpointError."""
     folder = run / CHECKPOINT_DIR
     if step is None:
         path = newest_proven(run, lambda line: print(f"note: {line}", file=sys.stderr))
@@ -126,12 +126,19 @@ def chosen_checkpoint(run: Path, step: int | None) -> Path:
 
 
 def read(config: Config, run: Path, step: int | None, part: str) -> tuple[PolicyModel, Path, int]:
-    """Returns the model, the checkpoint that it was read from, and after how many steps that was saved.
+    """Read a part of a checkpoint.
+
+    Args:
+        part: `model`, or `average` for the moving average.
+
+    Returns:
+        The model, the checkpoint that it was read from, and the number of steps trained before that was saved.
 
     Raises:
         CheckpointError: there is none, it is damaged, or its run deleted it meanwhile.
     """
-    # On one rank that computes in half precision a model is sharded, which takes ranks: nothing is computed here.
+    # A model that computes in half precision is sharded even on one rank, which needs a group of ranks. Use float32, as
+    # nothing is computed here.
     whole = replace(config, model=replace(config.model, dtype="float32"))
     model: PolicyModel | None = None
     for _ in range(TRIES):
@@ -160,7 +167,7 @@ def not_there(path: Path) -> str:
 
 
 def fill(model: PolicyModel, path: Path, part: str) -> None:
-    """Weights alone, of the optimizer nothing is read. Raises CheckpointMismatchError."""
+    """Fill `model` with the weights of a checkpoint, without reading the optimizer. Raises CheckpointMismatchError."""
     saved = {name: shape for name, shape in shapes_in(path).items() if name.startswith(f"{part}.")}
     if not saved:
         raise CheckpointMismatchError(f"{path} has no {part}: it was trained without learner.proximal_ema")
@@ -171,12 +178,12 @@ def fill(model: PolicyModel, path: Path, part: str) -> None:
     loaded = {part: weights}
     check_fits(path, saved, loaded)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that it is one process
+        warnings.simplefilter("ignore", UserWarning)  # a warning that there is only one process
         state_dict_loader.load(loaded, checkpoint_id=path, no_dist=True)
     set_model_state_dict(model, weights, options=PARTS)
 
 
-if __name__ == "__main__":  # of a learner, for `learner.export_every`
+if __name__ == "__main__":  # started by a learner, for `learner.export_every`
     make_streams_plain()
     try:
         sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), None, average=False))

@@ -1,4 +1,4 @@
-"""Lengths of rows, as lines of text."""
+"""Text histogram of the lengths of rows."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from collections.abc import Sequence
 import numpy as np
 
 BAR = 40
+"""Characters of the longest bar."""
 BINS = 10
+"""Largest number of bins for lengths within the limit."""
 
 
 def histogram(
     tokens: Sequence[int], limit: int, *, of: str = "prompts", key: str = "data.max_prompt_tokens"
 ) -> list[str]:
-    """One line per bin; those over the limit in a bin of their own.
+    """Return a heading and one line per bin; lengths over the limit are in one bin of their own.
 
     Args:
-        of, key: what is counted, and the setting of its limit.
+        of, key: what is counted, and the name of the setting `limit`.
     """
     inside = [count for count in tokens if count <= limit]
     counts: list[tuple[str, int]] = []

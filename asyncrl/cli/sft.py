@@ -2,7 +2,7 @@
 
 consumes:     exit code of torchrun; rows of metrics.jsonl, to show them
 waits for:    torchrun, whose end is the end of the run
-unblocked by: its end, Ctrl-C, SIGTERM or SIGHUP; torchrun that was killed is started again and resumes
+unblocked by: its end, Ctrl-C, SIGTERM or SIGHUP; if torchrun was killed it is restarted and resumes
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from asyncrl.telemetry.reports.summary import read_metrics, summary, without
 
 MODULE = "asyncrl.sft"
 SHOWN_TOKENS = 600
-"""Of the row that is shown."""
+"""Limit on the tokens shown of the first row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is known before the start."""
+    """Everything that is determined before training starts."""
 
     given: SftConfig
     overrides: tuple[str, ...]
@@ -55,14 +55,18 @@ class Plan:
     looked: list[Looked]
     course: Course
     begun: Path | None
-    """From which checkpoint it goes on."""
+    """Checkpoint that the run resumes from; None to start from step 0."""
 
 
 def main(arguments: Sequence[str], *, dry_run: bool = False) -> int:
-    """Exit code: 0, 1 when training failed, 128 + a signal's number when stopped by one.
+    """Fine-tune, or with `dry_run` print the plan.
+
+    Returns:
+        Exit code: 0; 1 if training failed; 128 + the number of the signal that stopped it.
 
     Raises:
-        ConfigError: a setting or this machine was refused. DataError: a row was. RunFolderError: the folder is in use.
+        ConfigError: a setting or this machine was refused. DataError: a row was refused. RunFolderError: the folder is
+            in use.
     """
     overrides = tuple(with_files(arguments, SftConfig))
     given = load_sft(overrides)
@@ -90,7 +94,7 @@ def main(arguments: Sequence[str], *, dry_run: bool = False) -> int:
 
 
 def show(plan: Plan, console: PlainConsole) -> None:
-    """`--dry-run`: lengths, the first row with its loss, and what would be started."""
+    """Print for `--dry-run`: lengths, the first row with the parts that carry loss, and what would be started."""
     given, config = plan.given, learner_config(plan.given)
     for line in histogram(
         [count for each in plan.looked for count in each.tokens],
@@ -115,7 +119,7 @@ def show(plan: Plan, console: PlainConsole) -> None:
 
 
 def rendered(looked: Looked, encoder: Encoder) -> Text:
-    """The first row: dim is given, green between the marks is learned."""
+    """Render the first row: tokens without loss are dim, tokens with loss are green between marks."""
     assert looked.first is not None
     text = Text(f"the first row ({plain(looked.first_at)}); dim is given, green between ▶ and ◀ carries loss:\n")
     left = SHOWN_TOKENS
@@ -133,7 +137,7 @@ def _run(plan: Plan, console: PlainConsole, typed: Sequence[str]) -> int:
     folder = Path(given.run.dir).resolve()
     resumed = plan.course.first_step
     if resumed >= plan.course.steps and trained_in(folder / EXPORT_DIR) == resumed:
-        # `learner.steps` goes before `learner.epochs`, also where a file of settings gives it.
+        # `learner.steps` takes precedence over `learner.epochs`, also if a settings file gives it.
         longer = (
             f"learner.steps={2 * resumed}" if given.learner.steps else f"learner.epochs={2 * given.learner.epochs:g}"
         )
@@ -147,7 +151,7 @@ def _run(plan: Plan, console: PlainConsole, typed: Sequence[str]) -> int:
     prepare_run_folder(given, run_id, overrides=plan.overrides, begins=plan.begun)
     note_steps(given, plan.course.steps)
     config = learner_config(given)
-    # The folder is prepared once, here: ranks that are restarted must find what they saved.
+    # The folder is prepared only once, here (so no `overwrite`): restarted ranks must find what they saved.
     kept = [text for text in with_absolute_run_dir(config, plan.overrides) if not text.startswith("overwrite=")]
     command = learner_command(config, kept, run_id, MODULE)
     console.print(f"  {command}", markup=False)
@@ -162,7 +166,7 @@ def _run(plan: Plan, console: PlainConsole, typed: Sequence[str]) -> int:
 
 
 def tell(given: SftConfig, folder: Path, console: PlainConsole, typed: Sequence[str], ended: Ended) -> None:
-    """What came of it, and what to type next."""
+    """Print the result, and the command to run next."""
     rows = read_metrics(folder)
     said = [f"\n{summary(rows)}", f"run folder: {folder}"]
     if given.learner.keep_best:

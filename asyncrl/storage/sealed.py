@@ -19,12 +19,12 @@ from asyncrl.storage.objects import read_object
 MANIFEST = "manifest.json"
 CHUNK_BYTES = 1 << 22
 SETTLED_NS = 2_000_000_000
-"""A file that was changed within this may change again and have the same time."""
+"""Nanoseconds after a change within which a file may change again without getting another time."""
 
 Marks = tuple[tuple[str, int, int, int], ...]
 _whole: dict[tuple[Path, bool], Marks] = {}
-"""What this process has found whole, and by what it would see that somebody touched it since: a start looks several
-times at the checkpoint that it goes on from, and each reads all of it."""
+"""Folders that this process has verified, with the marks that would show a later change. A start verifies the
+checkpoint that it resumes from several times, and each verification would read all of it."""
 
 
 class Entry(TypedDict):
@@ -198,7 +198,8 @@ def verify(folder: Path, way_out: str = "", *, more: bool = False) -> None:
 
 
 def _marks(folder: Path) -> Marks:
-    """Empty where they would prove nothing."""
+    """Return the path, inode, size and change time of every file; empty if a file changed so recently that they would
+    prove nothing."""
     try:
         found = [(path, path.stat()) for path in [folder / MANIFEST, *_files(folder)]]
     except OSError:

@@ -1,4 +1,5 @@
-"""`--dry-run`: what would be started, and the arithmetic that decides if it fits. Starts nothing, loads no torch."""
+"""`--dry-run`: print what would be started, and the arithmetic that decides whether it fits. Starts nothing, loads no
+torch."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ def process_lines(config: Config, command: str, overrides: Sequence[str]) -> lis
 
 
 def support_line(config: Config) -> str:
-    """Of truncated sampling: what travels with every token. How many there are is known where the model is here."""
+    """Describe the data that truncated sampling adds to every token. Its limit is stated if the model is in a local
+    folder."""
     given = " ".join(f"rollout.{name}={value:g}" for name, value in truncations(config.rollout).items())
     vocabulary = of_its_decoder(model_settings(config.model.path)).get("vocab_size")
     most = f", at most {size(4 + math.ceil(vocabulary / 8))} (a bit per token of {vocabulary:,})" if vocabulary else ""
@@ -122,7 +124,7 @@ def staleness_lines(config: Config) -> list[str]:
 
 
 def learning_lines(config: Config) -> list[str]:
-    """Loss and advantage with every part that they use, and the learning rate."""
+    """Describe loss and advantage with every part that they use, and the learning rate."""
     learner, advantage = config.learner, config.advantage
     parts = (
         f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in loss_parts(config)
@@ -152,7 +154,8 @@ def loss_parts(config: Config) -> list[tuple[str, object]]:
 
 
 def plan_text(config: Config, command: str, overrides: Sequence[str], found: Preflight | None = None) -> str:
-    """The whole plan, headed by what it belongs to; what `auto` is for GPUs that are here, or planned for."""
+    """Return the whole plan under a heading that names the run. `auto` is resolved for the GPUs that are here, or
+    planned for."""
     digest = run_digest(config)
     kinds = {side: kind_to_plan(config, getattr(config, side).device) for side in ("learner", "engine")}
     config = with_dtypes(config, **kinds)
@@ -174,10 +177,10 @@ def plan_text(config: Config, command: str, overrides: Sequence[str], found: Pre
 
 
 def resume_lines(config: Config, command: str) -> list[str]:
-    """From which checkpoint a resume would go on, what it passes over, and what it changes.
+    """Describe which checkpoint a resume would continue from, what it would skip, and which settings it would change.
 
     Raises:
-        CheckpointDamagedError, RunFolderError: the start would be refused for what lies there.
+        CheckpointDamagedError, RunFolderError: the start would be refused because of the content of the run folder.
     """
     said: list[str] = []
     folder = Path(config.run.dir).resolve()
@@ -189,7 +192,7 @@ def resume_lines(config: Config, command: str) -> list[str]:
 
 
 def main(command: str, overrides: Sequence[str]) -> int:
-    """Raises ConfigError and RunFolderError as the real start would."""
+    """Print the plan. Raises ConfigError and RunFolderError as the real start would."""
     config = shard_config(overrides)[1] if command == "shard" else load_config(overrides)
     if command in ("local", "learner", "rollout"):
         overrides = [*overrides, *kept_dtypes(config, overrides)]
@@ -200,7 +203,7 @@ def main(command: str, overrides: Sequence[str]) -> int:
     if command in ("local", "learner"):
         check_own_learning(config)
         refuse_used_folder(config)
-        changes_in(config)  # what is no folder to go on in is refused before its rows are looked at
+        changes_in(config)  # a folder that cannot be resumed is refused before the rows are read
     found = look_ahead(config) if command in ("local", "rollout") else None
     if found and command == "local":
         config, overrides = with_steps(config, overrides, found.rows)

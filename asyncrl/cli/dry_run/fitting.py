@@ -1,4 +1,4 @@
-"""Whether a learner rank fits its GPU, and if not the layout that would: for `--dry-run`. Estimates, see `memory`."""
+"""For `--dry-run`: estimate whether a learner rank fits its GPU, and if not, find a layout that does. See `memory`."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ from asyncrl.placement import WHOLE_SHARE
 from asyncrl.schema import Config
 
 PLANNED_GB = 80.0
-"""Memory of a GPU that is planned for and is not here."""
+"""Memory in GB assumed for a planned GPU that is not on this machine."""
 ROOM = 0.5
-"""As `learner.parallel.place.ROOM`, which torch comes with: above so much `learner.reduce_gradients=auto` is `each`."""
+"""Share of memory above which `learner.reduce_gradients=auto` means `each`. A copy of `learner.parallel.place.ROOM`,
+whose import would load torch."""
 NEIGHBOURS = (2, 4, 8)
-"""Ranks on one machine that may share sequences, or layers."""
+"""Numbers of ranks on one machine that are tried for `sequence_parallel` and `tensor_parallel`."""
 Changes = dict[str, Any]
 """Setting -> value."""
 
 
 def fitting_lines(config: Config, command: str) -> list[str]:
-    """Nothing where the learner computes on a CPU, or where the size of its model is not known.
+    """State whether a learner rank fits, and if not, the first change of settings with which it does. Empty if the
+    learner computes on a CPU, or if the size of its model is unknown.
 
     Args:
         command: `local` or `learner`.
@@ -64,24 +66,28 @@ def fitting_lines(config: Config, command: str) -> list[str]:
 
 
 def gpu_gb() -> float:
-    """Memory of the smallest GPU here, in GB of 10^9 bytes."""
+    """Memory of the smallest GPU on this machine, in GB of 10^9 bytes; `PLANNED_GB` without one."""
     found = []
     for line in (smi_says() or "").splitlines():
-        _, *numbers = line.rsplit(",", 3)  # a name may have commas too
+        _, *numbers = line.rsplit(",", 3)  # from the right: a name may contain commas
         if len(numbers) == 3 and numbers[0].strip().isdecimal():
             found.append(int(numbers[0]) * 2**20 / 1e9)
     return min(found, default=PLANNED_GB)
 
 
 def share_of(config: Config, command: str) -> float:
-    """Of a GPU, for a rank."""
+    """Smallest share of a GPU's memory that a learner rank may use."""
     if command != "local":
         return WHOLE_SHARE
     return min((rank.memory for rank in placement_of(config, len(gpus_to_plan(config))).learner), default=WHOLE_SHARE)
 
 
 def taken(config: Config, model: ModelSize, command: str, memory: int) -> float:
-    """Bytes of rank 0, which holds the copies of weights on their way, as the learner will run."""
+    """Bytes that rank 0 takes, including copies of weights that are being sent if these are on its GPU.
+
+    Args:
+        memory: bytes that a rank has, which decide what `learner.reduce_gradients=auto` means.
+    """
     learner = config.learner
     if learner.reduce_gradients == "auto":
         mine = policy_held(config, model)
@@ -96,8 +102,8 @@ def taken(config: Config, model: ModelSize, command: str, memory: int) -> float:
 
 
 def candidates(config: Config) -> Iterator[Changes]:
-    """In the order of what they cost in time: to compute activations again, smaller micro-batches, to exchange tokens,
-    to compute layers together, to copy weights to and fro. Each also with copies of weights spread over the ranks."""
+    """Yield changes of settings, in the order of their cost in time: activation checkpointing, smaller micro-batches,
+    sequence parallelism, tensor parallelism, offloading. Each also with copies of weights spread over the ranks."""
     again: Changes = {} if config.model.activation_checkpointing else {"model.activation_checkpointing": True}
     budget, longest = config.learner.max_tokens_per_microbatch, longest_sequence(config)
     budgets: list[Changes] = [{}]
@@ -120,7 +126,7 @@ def candidates(config: Config) -> Iterator[Changes]:
 
 
 def changed(config: Config, changes: Changes) -> Config | None:
-    """`config` with other settings; None where the start would refuse them."""
+    """Return `config` with changed settings; None if a start would refuse them."""
     found = config
     for key, value in changes.items():
         room, _, name = key.partition(".")

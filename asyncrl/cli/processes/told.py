@@ -1,4 +1,4 @@
-"""What other programs say when they are asked: nvidia-smi, or a Python of its own."""
+"""Run short programs and read what they print: nvidia-smi, or a separate Python process."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import subprocess
 from shutil import which
 
 TOLD_S = 60.0
-"""Longest wait for a program that is asked something."""
+"""Timeout in seconds of such a program."""
 
 
 def told_by(*command: str) -> str | None:
-    """What a program prints; None where there is none, or it fails."""
+    """Return what a program prints; None if it is not installed, fails or times out."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TOLD_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -19,7 +19,8 @@ def told_by(*command: str) -> str | None:
 
 
 def smi_says() -> str | None:
-    """Of each GPU, see `gpus`; None where there is no nvidia-smi."""
+    """Return the output of nvidia-smi: `name, total MiB, used MiB, driver`, a line per GPU. A sentence without commas
+    if it fails or hangs; None if it is not installed."""
     query = "--query-gpu=name,memory.total,memory.used,driver_version"
     told = told_by("nvidia-smi", query, "--format=csv,noheader,nounits")
     return "nothing: it fails or hangs. See that the driver is loaded" if told is None and which("nvidia-smi") else told

@@ -1,7 +1,8 @@
-"""What the files of a run folder say of each other: journal, ledger, metrics, checkpoint and exports each know how far
-the run got. Asked before a resume starts anything, and by `asyncrl audit`.
+"""Compare the files of a run folder with each other: journal, ledger, metrics, checkpoint and exports each record how
+far the run got. Used before a resume starts anything, and by `asyncrl audit`.
 
-A contradiction that a resume would build on is refused by name; what is merely missing, or can be made again, is told.
+A contradiction that would affect a resume is refused, naming the files. What is only missing, or can be made again, is
+reported.
 """
 
 from __future__ import annotations
@@ -31,19 +32,21 @@ from asyncrl.telemetry.metrics.raised import ALARMS_FILE
 CONFIG_FILE = "config.yaml"
 EXPORTS = ("hf", "critic", "adapter")
 ASKED = ("restore", "trained", "committed", "finished")
-"""Events of the ledger that the learner asked for: it asks for the next when the one before is durable."""
+"""Events of the ledger that the learner requested. It requests the next once the previous one is durable."""
 
 
 @dataclass(slots=True)
 class Findings:
+    """What was found in a run folder."""
+
     refusals: list[str] = field(default_factory=list)
-    """Nothing may be built on this folder as it is."""
+    """Reasons why a run must not continue in this folder as it is."""
     notes: list[str] = field(default_factory=list)
-    """Missing or damaged, and told."""
+    """What is missing or damaged and only reported."""
     checkpoint: Path | None = None
-    """From which `resume=auto` goes on."""
+    """Checkpoint that `resume=auto` continues from."""
     bare: str = ""
-    """Why it cannot, where there is none."""
+    """Why `resume=auto` cannot continue, if there is no checkpoint; else empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +58,11 @@ class JournalEnd:
     version: int
     events: int
     first_event: int
-    """The first one that it still has, apart from the snapshot before it."""
+    """Number of the first event that it still has, not counting the snapshot before it."""
 
 
 def examine(folder: Path) -> Findings:
-    """Read everything that a run left in `folder`, and compare."""
+    """Read everything that a run left in `folder`, and compare it."""
     found = Findings()
     journal = _attempt(found.refusals, lambda: journal_end(folder / JOURNAL_DIR, found.notes))
     for shard in sorted((folder / JOURNAL_DIR).glob(f"{SHARD}*")):
@@ -94,18 +97,21 @@ def examine(folder: Path) -> Findings:
 
 
 def _compared(row: Row) -> Row:
-    """What is held against other files: a sample is long."""
+    """Return the fields that are compared with other files; the rest is dropped, as samples are long."""
     return {name: row[name] for name in ("step", "policy_version", "n", "event") if name in row}
 
 
 def refuse_damaged(folder: Path, resume: str, say: Callable[[str], None]) -> Path | None:
-    """Before a resume in `folder`, by the setting `resume`: tell the notes.
+    """Check `folder` before a resume, and pass each note to `say`.
+
+    Args:
+        resume: the setting `resume`.
 
     Returns:
-        The checkpoint that `resume=auto` goes on from.
+        The checkpoint that `resume=auto` continues from.
 
     Raises:
-        RunFolderError: with everything that cannot be built on.
+        RunFolderError: the run must not continue here; the message has all reasons.
     """
     found = examine(folder)
     for note in found.notes:
@@ -118,8 +124,8 @@ def refuse_damaged(folder: Path, resume: str, say: Callable[[str], None]) -> Pat
 
 
 def tell(run: Path, told: str = "") -> int:
-    """Print what the files of a run folder say of each other, but for the refusal that is `told` already. Returns 1
-    where they contradict, else 0."""
+    """Print the findings for a run folder, except the refusal `told`, which the caller has printed. Returns 1 if files
+    contradict each other, else 0."""
     if run.name == JOURNAL_DIR:
         return 0
     found = examine(run)
@@ -132,7 +138,7 @@ def tell(run: Path, told: str = "") -> int:
 
 
 def journal_end(folder: Path, notes: list[str]) -> JournalEnd | None:
-    """How far the journal in `folder` goes; None where there is none. Raises JournalError."""
+    """Return how far the journal in `folder` goes; None if there is none. Raises JournalError."""
     if not folder.is_dir():
         return None
     disk = FolderDisk(folder, locked=False)
@@ -160,7 +166,7 @@ def journal_end(folder: Path, notes: list[str]) -> JournalEnd | None:
 
 
 def check_shard(folder: Path) -> None:
-    """Raises JournalError, which says of which shard."""
+    """Check the journal of a shard. Raises JournalError, which names the folder."""
     disk = FolderDisk(folder, locked=False)
     try:
         check_store(disk)
@@ -173,7 +179,8 @@ def check_shard(folder: Path) -> None:
 def _lost(
     folder: Path, journal: JournalEnd, metrics: Lines[Row], ledger: Lines[Row], checkpoint: tuple[int, int] | None
 ) -> Iterator[str]:
-    """What others know and the journal does not: they were told when it was durable."""
+    """Yield what other files contain and the journal lacks. They were written once it was durable in the journal, so
+    the journal has lost its end."""
     ends = f"the journal in {folder / JOURNAL_DIR} ends at step {journal.steps}, version {journal.version}"
     way_out = f"so it has lost its end. {REPAIR}"
     versions = [row["policy_version"] for row in metrics.rows if isinstance(row.get("policy_version"), int)]
@@ -187,14 +194,14 @@ def _lost(
 
 
 def _last_history(ledger: Lines[Row]) -> list[dict[str, Any]]:
-    """The lines since the numbers of the events last began anew, with a new journal."""
+    """Return the lines since the event numbers last started again, with a new journal."""
     rows = [row for row in ledger.rows if isinstance(row.get("n"), int)]
     begins = max((place for place in range(1, len(rows)) if rows[place]["n"] <= rows[place - 1]["n"]), default=0)
     return rows[begins:]
 
 
 def _behind(folder: Path, journal: JournalEnd, ledger: Lines[Row], checkpoint: tuple[int, int] | None) -> Iterator[str]:
-    """What others do not know, and the journal does."""
+    """Yield what the journal contains and other files lack."""
     if checkpoint is not None and journal.committed_steps > checkpoint[0]:
         yield (
             f"the journal knows of a checkpoint of step {journal.committed_steps}, and the newest in "
@@ -210,7 +217,8 @@ def _behind(folder: Path, journal: JournalEnd, ledger: Lines[Row], checkpoint: t
 
 
 def _bare(folder: Path, journal: JournalEnd) -> str:
-    """The replay has forgotten the steps before its checkpoint; of a fork see `refuse_bare_fork`."""
+    """Return why a resume without a checkpoint is impossible: the replay has forgotten the steps before the last
+    checkpoint. Empty if it is possible; for a fork see `refuse_bare_fork`."""
     if not journal.committed_steps or (folder / CHECKPOINT_DIR / BRANCH_FILE).exists():
         return ""
     return (
@@ -223,7 +231,7 @@ def _bare(folder: Path, journal: JournalEnd) -> str:
 def _holes(folder: Path, metrics: Lines[Row], samples: Lines[Row], checkpoint: tuple[int, int] | None) -> Iterator[str]:
     steps = [row["step"] for row in metrics.rows if isinstance(row.get("step"), int)]
     branched = (folder / CHECKPOINT_DIR / BRANCH_FILE).exists()
-    begins = min(steps, default=1) if branched else 1  # a fork's rows do later
+    begins = min(steps, default=1) if branched else 1  # rows of a fork begin later
     wanted = range(begins, max([*steps, checkpoint[0] if checkpoint else 0]) + 1)
     missing = sorted(set(wanted) - set(steps))
     if missing:
@@ -238,7 +246,7 @@ def _holes(folder: Path, metrics: Lines[Row], samples: Lines[Row], checkpoint: t
 def _samples_wanted(folder: Path) -> bool:
     try:
         return not re.search(r"^ +samples_per_step: 0\b", (folder / CONFIG_FILE).read_text(), flags=re.MULTILINE)
-    except (OSError, ValueError):  # damaged: written anew by the resume
+    except (OSError, ValueError):  # damaged; the resume writes a new one
         return True
 
 
