@@ -1,4 +1,5 @@
-"""Every setting with its meaning, as typed dataclasses: the schema that Hydra composes into and that is checked whole.
+"""All settings of a run with their meaning, as typed dataclasses: the schema of the config that Hydra composes. Checks
+read the whole config.
 
 Importing this module loads neither torch nor ray.
 """
@@ -20,7 +21,7 @@ from asyncrl.weights.settings import WeightsConfig
 
 
 class RowSettings(Protocol):
-    """What says which rows are drawn, in whatever kind of run: as in `DataConfig`."""
+    """Settings that select and order the rows, common to all kinds of runs; see `DataConfig`."""
 
     path: Any
     prompt_column: str
@@ -32,7 +33,7 @@ class RowSettings(Protocol):
 
 
 class RunSettings(Protocol):
-    """What every kind of run has: a folder, a model, rows, and where it begins. `Config` is one."""
+    """Settings common to all kinds of runs: folder, model, rows, and where to start. `Config` implements it."""
 
     seed: int
     resume: str
@@ -220,27 +221,27 @@ class AdvantageConfig:
 
     @property
     def uses_ratio(self) -> bool:
-        """Whether the traces are cut by learner/behavior."""
+        """Whether the ratio learner/behavior cuts the traces."""
         return self.estimator.startswith(("vtrace", "retrace"))
 
     @property
     def by_turn(self) -> bool:
-        """Whether by that of whole turns."""
+        """Whether traces are cut once per turn, by the ratio of the whole turn."""
         return self.estimator.endswith("_turns")
 
     @property
     def credits_turns(self) -> bool:
-        """Whether each turn has an advantage of its own, from what it and the later ones earned."""
+        """Whether each turn has an advantage of its own, from its own reward and those of later turns."""
         return self.estimator in ("turns", "turns_by_number")
 
     @property
     def within_groups(self) -> bool:
-        """Whether those of a group depend on no other group."""
+        """Whether the advantages of a group depend on no other group."""
         return self.estimator == "group" and self.std != "batch" and self.kl_coef == 0
 
     @property
     def needs_siblings(self) -> bool:
-        """Whether a trajectory alone in its group could not but have an advantage of 0."""
+        """Whether a trajectory that is alone in its group always has an advantage of 0."""
         return not self.uses_critic and (self.baseline not in ("none", "greedy") or self.std == "group")
 
 
@@ -324,7 +325,7 @@ class RayConfig:
 
 @dataclass(kw_only=True, slots=True)
 class PlacementConfig:
-    """Which GPUs of this machine each process of `asyncrl local` gets (CUDA_VISIBLE_DEVICES)."""
+    """Assignment of this machine's GPUs to the processes of `asyncrl local` (CUDA_VISIBLE_DEVICES)."""
 
     mode: str = "auto"
     """`dedicated`: the learner's ranks take the first GPUs and the engines those after them. `colocated`: both begin at
