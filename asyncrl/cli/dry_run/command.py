@@ -9,6 +9,7 @@ from pathlib import Path
 
 from asyncrl.checks.architecture import of_its_decoder
 from asyncrl.checks.dtypes import with_dtypes
+from asyncrl.checks.installed_vllm import missing_vllm
 from asyncrl.checks.machine import check_machine, model_settings
 from asyncrl.checks.rules.learner import resolved_loss, why_never_warm
 from asyncrl.checks.rules.sampling import truncations
@@ -67,7 +68,9 @@ def process_lines(config: Config, command: str, overrides: Sequence[str]) -> lis
         shown = [learner_command(config, overrides, run_id="RUN-ID")]
     else:
         shown = [alone[command](overrides)]
-    return [line for each in shown for line in (f"{each.role}: {counts[each.role.partition('-')[0]]}", f"    {each}")]
+    lines = [line for each in shown for line in (f"{each.role}: {counts[each.role.partition('-')[0]]}", f"    {each}")]
+    lacking = missing_vllm(config) if command in ("local", "rollout") else ()
+    return [*lines, *(f"on this machine it would not start: {problem}" for problem in lacking)]
 
 
 def support_line(config: Config) -> str:

@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 
 from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.checks.hints import nearest
-from asyncrl.checks.machine import vllm_problem
+from asyncrl.checks.installed_vllm import vllm_problem
 from asyncrl.engines.vllm.names import BACKEND, EXTENSION
 from asyncrl.engines.vllm.plugin import OWNER_VARIABLE
 from asyncrl.errors import ConfigError
