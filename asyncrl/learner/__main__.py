@@ -82,7 +82,7 @@ def run(config: Config, place: Place, backend: Backend, opened: ExitStack, overr
     opened.callback(replay.close)
     run_dir = Path(config.run.dir).resolve()
     if place.rank == 0:
-        for change in changes_here(config, place):
+        for change in changes_in(config, with_dtypes(config, learner=place.device.type)):
             log.warning("this resume changes %s", change)
         keep = (JOURNAL_DIR, KEYS_DIR)
         run_dir = prepare_run_folder(config, place.run_id, keep=keep, overrides=overrides)
@@ -129,13 +129,6 @@ def assembled(
         ),
         tokenizer=own,
     )
-
-
-def changes_here(config: Config, place: Place) -> list[str]:
-    """Like `changes_in`, with `auto` resolved: after a restart by torchrun, `auto` is what the run began with."""
-    given = {change.partition(":")[0] for change in changes_in(config)}
-    settled = with_dtypes(config, learner=place.device.type)
-    return [change for change in changes_in(settled) if change.partition(":")[0] in given]
 
 
 def choices(config: Config, place: Place, layout: str) -> str:

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from asyncrl import collector
@@ -59,8 +60,9 @@ def work(overrides: Sequence[str], opened: ExitStack) -> None:
     prepare_process(place, logging.INFO if place.rank == 0 else logging.WARNING)
     backend = opened.enter_context(joined_ranks(config, place))
     run_dir = Path(given.run.dir).resolve()
+    dtype = dtype_on(given.model.dtype, place.device.type)
     if place.rank == 0:
-        for change in changes_in(given):
+        for change in changes_in(given, replace(given, model=replace(given.model, dtype=dtype))):
             log.warning("this resume changes %s", change)
         run_dir = prepare_run_folder(given, place.run_id, overrides=overrides)
     opened.enter_context(lived_in(run_dir))
@@ -74,7 +76,7 @@ def work(overrides: Sequence[str], opened: ExitStack) -> None:
         log=lambda start: open_log(given, run_dir, start),
     )
     if place.rank == 0:
-        begin_settings(given, {"model.dtype": dtype_on(given.model.dtype, place.device.type)})
+        begin_settings(given, {"model.dtype": dtype})
     log.info(
         "%d ranks on %s, from step %d of %d", place.world, place.device, parts.start.step, parts.config.learner.steps
     )

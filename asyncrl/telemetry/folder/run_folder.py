@@ -83,12 +83,23 @@ def prepare_run_folder(
     return folder
 
 
-def changes_in(config: RunSettings) -> list[str]:
+def changes_in(config: RunSettings, settled: RunSettings | None = None) -> list[str]:
     """`key: old -> new`, what resuming with `config` changes in the run in `run.dir`. Changes nothing itself.
+
+    Args:
+        settled: `config` with `auto` resolved, for a rank: restarted by torchrun, it means what the run began with.
 
     Raises:
         RunFolderError: what no resume may change; see `asyncrl.telemetry.folder.resumed`.
     """
+    changes = _changes(config)
+    if settled is None:
+        return changes
+    given = {change.partition(":")[0] for change in changes}
+    return [change for change in _changes(settled) if change.partition(":")[0] in given]
+
+
+def _changes(config: RunSettings) -> list[str]:
     folder = Path(config.run.dir).resolve()
     if config.overwrite or owner_of(folder) is None:
         return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from asyncrl.config import load_config, read_config
 from asyncrl.digests import learner_digest
 from asyncrl.errors import ConfigError, RunFolderError
 from asyncrl.schema import Config
+from asyncrl.sft.rules import load_sft
 from asyncrl.storage import sealed
 from asyncrl.telemetry.folder.run_folder import begin_settings, changes_in, prepare_run_folder
 
@@ -180,3 +182,15 @@ def test_a_run_of_before_resumes_with_its_own_history(loss: str, digest: str) ->
 def test_with_a_schedule_that_ends_the_number_of_steps_counts(task: list[str]) -> None:
     first, second = (load_config([*task, "learner.schedule=linear", f"learner.steps={n}"]) for n in (100, 200))
     assert learner_digest(first) != learner_digest(second)
+
+
+def test_a_rank_that_torchrun_starts_again_changes_no_dtype_that_was_left_to_auto(task: list[str]) -> None:
+    for first in (load_config(task), load_sft([*task[:2], task[3] + "-sft"])):
+        prepare_run_folder(first, "one")
+        begin_settings(first, {"model.dtype": "float32"})
+        assert [change.partition(":")[0] for change in changes_in(first)] == ["model.dtype"]
+        settled = replace(first, model=replace(first.model, dtype="float32"))
+        assert changes_in(first, settled) == []
+        other = replace(first, learner=replace(first.learner, lr=2e-6))
+        (line,) = changes_in(other, replace(other, model=settled.model))
+        assert line.startswith("learner.lr: ")
