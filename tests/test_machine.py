@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.checks.machine import check_machine
+from asyncrl.checks.resources import missing_devices
 from asyncrl.cli.dry_run.command import process_lines
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
@@ -238,3 +239,16 @@ def test_a_plan_for_the_gpus_of_another_machine_needs_no_vllm_here_and_says_so(
     assert "on this machine it would not start: engine=vllm needs vLLM" in process_lines(there, "rollout", [])
     with pytest.raises(ConfigError, match="engine=vllm needs vLLM"):
         check_machine(there, "rollout")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "refused"), [("", "auto", True), ("0,1", "cpu", True), ("0,1", "auto", False)]
+)
+def test_nccl_for_a_learner_that_computes_on_a_cpu_is_refused_before_the_start(
+    gpus: str, device: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    config = load_config([*REQUIRED, "weights.backend=nccl", f"learner.device={device}", "rollout.host=process"])
+    said = [line for line in missing_devices(config, "learner") if "weights.backend=nccl" in line]
+    assert bool(said) == refused and all("Set weights.backend=gloo" in line for line in said)
+    assert not list(missing_devices(config, "rollout"))

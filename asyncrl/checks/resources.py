@@ -52,6 +52,12 @@ def _more_than_there_are(config: Config, role: str, gpus: int) -> Iterator[str]:
         first = int(device.partition(":")[2] or 0)
         if device.startswith("cuda") and first + wanted > gpus:
             yield f"{key}={device} needs {first + wanted} GPU(s), and this machine has {gpus}. Set {key}=auto or cpu"
+    on_cpu = config.learner.device == "cpu" or (config.learner.device == "auto" and not gpus)
+    if role in ("local", "learner") and config.weights.backend == "nccl" and on_cpu:
+        yield (
+            f"weights.backend=nccl needs a learner on GPUs: learner.device={config.learner.device}, and this machine "
+            f"has {gpus}. Set weights.backend=gloo"
+        )
 
 
 def taken_addresses(config: Config, role: str) -> Iterator[str]:
