@@ -84,7 +84,7 @@ def test_recording_writes_nothing():
     ("read", "match"),
     [
         (lambda t: t.narrow(0, 1, 3), r"reads \(\(1, 4\), \(0, 8\), \(0, 5\)\) of 'w'"),
-        (lambda t: t.clone(), "does clone with 'w'"),
+        (lambda t: t.clone(), "calls clone with 'w'"),
         (lambda t: t + 1, "with 'w', which it did not"),
     ],
 )

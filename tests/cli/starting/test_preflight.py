@@ -224,7 +224,7 @@ def test_a_row_whose_data_source_has_no_reward_is_refused_by_its_line(
     write_rows(Path("d.jsonl"), *({"prompt": "p", "answer": "1", "data_source": source} for source in ("a", "b", "c")))
     some = [*task[:2], "reward.function=", "reward.functions.one={function: r.py:score, data_source: [a, b]}"]
     said = refused(some, capsys)
-    assert "d.jsonl:3: no reward of reward.functions is for data_source='c'; they are for a, b. Name it in" in said
+    assert "d.jsonl:3: no reward of reward.functions is for data_source='c'; they are for a, b. Add it to" in said
     assert main(["local", *some, "reward.functions.rest=format", "--dry-run"]) == 0
 
 

@@ -167,7 +167,7 @@ def learn(roles: Roles, updates: int) -> None:
         ({"path": "other"}, "has other weights"),
         ({"lora_alpha": 16}, "another model.lora_alpha"),
         ({"lora_targets": ["q_proj"]}, "another model.lora_targets"),
-        ({"lora_rank": 0}, "holds adapters and model.lora_rank=0"),
+        ({"lora_rank": 0}, "holds adapters, but model.lora_rank=0"),
     ],
 )
 def test_a_checkpoint_refuses_another_base(tmp_path: Path, change: dict[str, object], message: str):
@@ -209,7 +209,7 @@ def test_a_full_checkpoint_is_refused_for_adapters(tmp_path: Path):
     roles.optimizer.step()
     checkpoints = Checkpoints(tmp_path / "ckpt", rank=0, keep=1)
     path = checkpoints.save(STATE, roles, {})
-    with pytest.raises(CheckpointMismatchError, match=r"holds a full model and model\.lora_rank=4"):
+    with pytest.raises(CheckpointMismatchError, match=r"holds a full model, but model\.lora_rank=4"):
         checkpoints.load(path, build_roles(lora, CPU, None))
 
 
