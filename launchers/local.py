@@ -1,4 +1,7 @@
-"""All processes on this machine, from a checkout: `python launchers/local.py key=value ...` is `asyncrl local`."""
+"""Start a run with all its processes on this machine, from a checkout.
+
+`python launchers/local.py key=value ...` does what `asyncrl local key=value ...` does.
+"""
 
 from __future__ import annotations
 
