@@ -1,5 +1,5 @@
-"""What asyncrl costs and gains, measured: one question per file, one JSON line as the answer.
+"""Benchmarks of what asyncrl costs and gains. Each file asks one question and answers it with one JSON line.
 
-python -m benchmarks.NAME [--smoke] [options]        from the checkout; the line can go to benchmarks/results/NAME.jsonl
-python -m benchmarks                                 makes benchmarks/RESULTS.md anew from those lines
+python -m benchmarks.NAME [--smoke] [options]        from the checkout; keep the line in benchmarks/results/NAME.jsonl
+python -m benchmarks                                 regenerates benchmarks/RESULTS.md from the kept lines
 """

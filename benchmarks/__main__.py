@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: makes RESULTS.md anew from the lines in results/."""
+"""`python -m benchmarks`: regenerate RESULTS.md from the lines in results/."""
 
 from __future__ import annotations
 

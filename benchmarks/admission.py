@@ -1,21 +1,23 @@
-"""What does each stale policy, and each window of admission, train of what was generated: how much is wasted, and are
+"""How much of what was generated does each stale policy and each admission window train: how much is wasted, and are
 the long trajectories lost, or late?
 
     python -m benchmarks.admission [--steps 300] [--groups 16] [--size 8] [--max-staleness 4] [--pipeline-depth 2]
 
-The real core of the replay in virtual time: a train step takes 1 s, weights are served at once, the members of a group
-are decoded side by side, so fast that a group takes 2.5 s on average. Lengths are log-normal; half of the variance of
-their logarithm is the prompt's, and none is over 32 times the median; `sigma` is that logarithm's standard deviation.
-Rows: `mask`, `drop`, `wait`; `window=W`, windowed FIFO: strictly in order, of one batch, and the widest that the bound
-allows; `reuse=2`: `mask` with `replay.max_times_sampled=2`. Of engines that decode no more than the members of one
-batch at once, a quarter more waiting in them: the same policies, each with `replay.admission=sample` too (`by sample`).
+Runs the real core of the replay in virtual time. A train step takes 1 s, weights are served at once, and the members of
+a group are decoded in parallel, so fast that a group takes 2.5 s on average. Lengths are log-normal; half of the
+variance of their logarithm comes from the prompt, and no length exceeds 32 times the median; `sigma` is the standard
+deviation of that logarithm.
+Rows: `mask`, `drop`, `wait`; `window=W`, windowed FIFO with three windows: strictly in order, one batch, and the widest
+that the staleness bound allows; `reuse=2`: `mask` with `replay.max_times_sampled=2`. Then the stale policies with
+engines that decode at most the members of one batch at once while a quarter of a batch more waits in them, each also
+with `replay.admission=sample` (`by sample`).
 
-Of the groups admitted after the first tenth of the steps and before the last 30: `waste`, share of the generated tokens
-that no step trained; `length_bias`, mean length of the trajectories of which something was trained over the mean length
-generated; `token_bias`, the same with each trajectory counted by the share of it that was trained; `longest_trained`,
-share of the tokens of the longest tenth of trajectories that was trained. Of the whole run: `early`, mean length of
-what the first 5 steps trained over the mean generated; `idle`, share of the time that the learner waited;
-`staleness_mean` and `staleness_max` of the tokens trained. Prints one JSON line.
+Columns for the groups admitted after the first tenth of the steps and before the last 30 steps: `waste`, share of the
+generated tokens that no step trained; `length_bias`, mean length of the trajectories that were trained at least in part
+over the mean length generated; `token_bias`, the same with each trajectory weighted by the share of it that was
+trained; `longest_trained`, trained share of the tokens of the longest tenth of trajectories. For the whole run:
+`early`, mean length of what the first 5 steps trained over the mean length generated; `idle`, share of the time that
+the learner waited; `staleness_mean` and `staleness_max` of the trained tokens. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -42,13 +44,13 @@ MEDIAN = 500
 LONGEST = 32 * MEDIAN
 WORKERS = 8
 TAIL = 30
-"""Steps in which what was admitted before them is decided."""
+"""Steps at the end of a run. They are enough to decide the fate of every group admitted before them."""
 EARLY = 5
 SIGMAS = (0.5, 1.0, 1.5)
 
 
 def draw_lengths(group_id: int, sigma: float, size: int) -> np.ndarray:
-    """[size] int64, of this prompt: the same under every policy."""
+    """Draw the lengths of a group, [size] int64. A prompt gets the same lengths under every policy."""
     rng = np.random.default_rng([group_id, 20])
     logs = sigma * np.sqrt(0.5) * (rng.standard_normal() + rng.standard_normal(size))
     return np.clip(MEDIAN * np.exp(logs), 1, LONGEST).astype(np.int64)
@@ -56,7 +58,7 @@ def draw_lengths(group_id: int, sigma: float, size: int) -> np.ndarray:
 
 @dataclass
 class Made:
-    """A group: its lengths, how much of each was trained, and the steps trained when it was admitted."""
+    """A group: its lengths, the number of tokens of each that were trained, and the steps done when it was admitted."""
 
     lengths: np.ndarray
     admitted: int
@@ -67,10 +69,11 @@ class Made:
 
 
 class World:
-    """Workers and a learner around a core; what happens next is the earliest of `events`.
+    """Workers and a learner around a replay core. The earliest of `events` happens next.
 
     Args:
-        rows: members that all engines together decode at once; the others wait in them, first in first out. 0: all.
+        rows: members that all engines together decode at once; the others wait in them, first in first out. 0: no
+            limit.
     """
 
     def __init__(self, settings: AdmissionSettings, sigma: float, rows: int = 0) -> None:
@@ -83,7 +86,7 @@ class World:
         self.numbers = count()
         self.groups: dict[int, Made] = {}
         self.published = [0.0]
-        """When each version was."""
+        """Virtual time at which each version was published."""
         self.step = 0
         self.idle = 0.0
         self.free_since: float | None = 0.0
@@ -93,7 +96,7 @@ class World:
         core.publish(policy_version=0, parent=NO_VERSION)
         self.workers = [f"w{number}" for number in range(WORKERS)]
         self.rows = dict.fromkeys(self.workers, -(-rows // WORKERS) if rows else 1 << 30)
-        """Free ones of each engine."""
+        """Free rows of each engine."""
         self.queues: dict[str, deque[Callable[[], None]]] = {worker: deque() for worker in self.workers}
         for worker in self.workers:
             core.hello(worker, worker, 0)
@@ -169,7 +172,7 @@ class World:
         assert reply.status == "accepted", reply
 
     def runs(self, began: float, length: int) -> tuple[tuple[int, int], ...]:
-        """Which versions sampled the tokens of a trajectory that began then."""
+        """Return as (version, tokens) runs which versions sampled a trajectory of `length` tokens begun at `began`."""
         version = bisect_right(self.published, began) - 1
         result, done = [], 0
         while done < length:
@@ -242,7 +245,7 @@ def policies(base: AdmissionSettings, widest: int) -> dict[str, AdmissionSetting
 
 
 def both_ways(base: AdmissionSettings) -> dict[str, AdmissionSettings]:
-    """Each stale policy, by group and by sample."""
+    """Return the settings of each stale policy, with admission by group and by sample."""
     found = {}
     for policy in StalePolicy:
         given = replace(base, stale_policy=policy)

@@ -1,18 +1,18 @@
-"""How near does `rollout.autotune` come to the best fixed setting, from a bad start?
+"""How close does `rollout.autotune` come to the best fixed setting, from a bad start?
 
     python -m benchmarks.autotune [--workloads 200] [--steps 250] [--real]
 
-Random workloads (engines, lengths, how a batch slows an engine down, how fast the learner is beside them, weight
-updates, environments) in the planner's virtual time. The best fixed setting of each is searched for: of the depths with
-all groups in flight, and of the best with a half and a quarter of them, the least stale of those within 1 % of the
-fastest. It is searched for with other completions than it is then judged by: the fastest of a dozen would be the one
-that had luck with its completions, too.
-Then it is tuned, once from depth 0 and once from the deepest. What is counted, of it and of the fixed setting with the
-same completions, begins at step 50. `good`: 95 % of the tokens/s of the fixed one or more, at a mean staleness of at
-most 1.05 times its own + 0.25.
+Random workloads (engines, lengths, how a batch slows an engine down, speed of the learner relative to the engines,
+weight updates, environments) run in the planner's virtual time. For each workload the best fixed setting is searched
+for. The candidates are all depths with all groups in flight, and the best depth with a half and a quarter of them; the
+best is the least stale of those within 1 % of the fastest. The search uses other completions than the comparison:
+otherwise the fastest of a dozen would partly be the one with lucky completions.
+Then the workload is tuned, once from depth 0 and once from the deepest. Tuned and fixed setting have the same
+completions, and both are measured from step 50 on. `good`: at least 95 % of the tokens/s of the fixed setting, at a
+mean staleness of at most 1.05 times that of the fixed setting + 0.25.
 
-`--real`: three real runs of the replay server and the workers' loops, whose engines and learner sleep (see
-`benchmarks.plan`), beside the fixed setting that is the best of them in simulation, run too.
+`--real`: also three real runs of the replay server and the workers' loops, whose engines and learner sleep (see
+`benchmarks.plan`), each beside a real run of the fixed setting that is best in simulation.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from benchmarks.parts.answer import answer, parse
 FAST, LEAN, FRESH, WARM_UP = 0.95, 1.05, 0.25, 50
 NEAR_BEST = 0.99
 SEARCHED = 100_000
-"""Added to the seed for the search."""
+"""Offset added to the seed for the search."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Workload:
         return simulate(setup, self.costs, steps=steps, warm_up=WARM_UP, seed=seed), depth, in_flight
 
     def best(self, steps: int, seed: int) -> Outcome:
-        """Of the best fixed setting."""
+        """Return the outcome of the best fixed setting."""
         _, depth, in_flight = self.searched(SEARCHED + seed)
         return self.at(depth, in_flight, seed, steps)[0]
 
@@ -106,7 +106,7 @@ class Workload:
         return least_stale([*tried, *(self.at(depth, part, seed) for part in {max(1, most // 2), max(1, most // 4)})])
 
     def tuned(self, depth: int, steps: int, seed: int) -> tuple[Outcome, int]:
-        """What it came to, and how many moves it took."""
+        """Return the outcome of a tuned run that starts at `depth`, and the number of moves of the tuner."""
         most = self.setup.settings.max_in_flight
         simulation = Simulation(with_bounds(self.setup, pipeline_depth=depth, most_in_flight=most), self.costs, seed)
         simulation.run(WARM_UP)
@@ -157,7 +157,7 @@ DEPTHS, PARTS = (0, 1, 2, 3, 4, 6, 8), (4, 6, 8, 12, 16, 24, 32)
 
 
 def best_case(case: plan.Case) -> plan.Case:
-    """The best fixed setting in simulation."""
+    """Return the best fixed setting in simulation."""
     tried = []
     for depth in DEPTHS:
         for in_flight in PARTS:
@@ -170,7 +170,7 @@ def best_case(case: plan.Case) -> plan.Case:
 
 
 def real(case: plan.Case, steps: int, folder: Path) -> tuple[Measured, dict[str, Any]]:
-    """What was measured from step 50 on, and the last row."""
+    """Run `case` for real. Return what was measured from step 50 on, and the last row."""
     rows = plan.run(case, steps, folder)
     found = plan.read_run(folder, case.setup, rows)
     return replace(found, rows=rows[min(WARM_UP, steps // 2) :]).found(), rows[-1]

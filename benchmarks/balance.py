@@ -1,14 +1,14 @@
-"""What do the ranks of a learner lose by sharing a batch: to waiting for the fullest of them, and to prompts that are
-computed on several?
+"""What do the ranks of a learner lose by sharing a batch: by waiting for the fullest rank, and by computing a prompt on
+several ranks?
 
     python -m benchmarks.balance [--batches 1000] [--prompt 1024]
 
-Batches of groups of log-normal completions, split by `asyncrl.replay.core.batches.balance` as the replay server does.
-`packed`: tokens that are computed over those of the trajectories one by one, with a prompt counted once per rank and
-group. `over_bound`: cost of the fullest rank over what no split can go below (an even share of the whole with no prompt
-twice, or the costliest trajectory). `by_trajectory`: the same of single trajectories, longest first to the emptiest
-rank; `karmarkar_karp`: of whole groups, by the largest differencing method. `ms`: processor time per batch. Prints one
-JSON line.
+Splits batches of groups of log-normal completions with `asyncrl.replay.core.batches.balance`, as the replay server
+does. `packed`: computed tokens over the tokens of the single trajectories, with a prompt counted once per rank and
+group. `over_bound`: cost of the fullest rank over a lower bound of any split (an even share of the whole with no prompt
+twice, or the costliest trajectory). `by_trajectory`: the same for a split of single trajectories, longest first, each
+to the emptiest rank. `karmarkar_karp`: the same for a split of whole groups by the largest differencing method. `ms`:
+processor time per batch. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ SHAPES = [(ranks, per_rank, size) for size in (8, 16) for ranks, per_rank in ((1
 
 
 def batch(rng: np.random.Generator, count: int, size: int, prompt: int) -> Groups:
-    """Prompts of half to one and a half times `prompt`, completions of a median half as long, at most 8 times that."""
+    """Draw `count` groups. Prompts have 0.5 to 1.5 times `prompt` tokens; completions a median of half of `prompt`, at
+    most 8 times that median."""
     groups = []
     for _ in range(count):
         asked = int(rng.uniform(0.5, 1.5) * prompt)
@@ -59,8 +60,8 @@ def by_trajectory(groups: Groups, world: int) -> Shards:
 
 
 def karmarkar_karp(groups: Groups, world: int) -> Shards:
-    """Partitions of groups over ranks, at first one for each group, are merged: always the two whose ranks are furthest
-    apart, the costliest rank of one with the cheapest of the other."""
+    """Split whole groups over ranks. Starts with one partition per group, and always merges the two partitions whose
+    ranks are furthest apart in cost: the costliest rank of one with the cheapest rank of the other."""
     of = [[(0, [])] * (world - 1) + [(cost(group.values()), [index])] for index, group in enumerate(groups)]
     heap = [(-ranks[-1][0], index, ranks) for index, ranks in enumerate(of)]
     heapq.heapify(heap)

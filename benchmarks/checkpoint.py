@@ -1,13 +1,14 @@
-"""How long do steps stand still for a checkpoint, written beside them and written by them?
+"""How long do steps stand still for a checkpoint, written in the background and written synchronously?
 
     python -m benchmarks.checkpoint [--parameters 60000000] [--ranks 2] [--rounds 5] [--tokens 512]
 
-FSDP2 ranks over gloo train a Qwen2 of so many parameters (fp32, AdamW), and save it with everything a checkpoint of a
-run has: tensors of all ranks, hashes, syncs, commit. A round measures, one after another: a step alone; a save that the
-steps wait for (`sync_s`); and a save beside steps, as many as it takes. Its stall is what the loop stands still: the
-call that begins it and the optimizer's wait for the copy. `beside` is what the whole costs: the time of the steps
-beside the save less that of as many steps alone, over `sync_s` (on few cores the writing takes them from the steps).
-Ratios are medians over rounds of what was measured in one round. Prints one JSON line.
+FSDP2 ranks over gloo train a Qwen2 of `--parameters` parameters (fp32, AdamW), and save it with everything a checkpoint
+of a run has: tensors of all ranks, hashes, syncs, commit. A round measures, one after another: a step alone; a save
+that the steps wait for (`sync_s`); and a save in the background of as many steps as it takes. `stall` is how long the
+loop stands still for the background save: the call that begins it and the optimizer's wait for the copy. `beside` is
+its whole cost: the time of the steps during the save minus that of as many steps alone, over `sync_s` (with few cores
+the writing takes them from the steps). Ratios are medians over rounds of what was measured in one round. Prints one
+JSON line.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ from benchmarks.parts.answer import answer, parse
 
 SMOKE = {"parameters": 200_000, "rounds": 1, "tokens": 16}
 SNAPSHOT = {"groups": b"\0" * (1 << 20)}
-"""Of the replay: a megabyte."""
+"""Snapshot of the replay in each checkpoint: one megabyte."""
 
 
 def model_of(parameters: int) -> PreTrainedModel:
-    """8 layers and a small vocabulary, about so many parameters."""
+    """Return a model with 8 layers, a small vocabulary and about `parameters` parameters."""
     width = max(64, round((parameters / (8 * 12)) ** 0.5 / 64) * 64)
     settings = Qwen2Config(
         vocab_size=1024, hidden_size=width, intermediate_size=8 * width // 3, num_hidden_layers=8,
@@ -53,7 +54,7 @@ def model_of(parameters: int) -> PreTrainedModel:
 
 
 class Learner:
-    """One rank."""
+    """One rank of the learner."""
 
     def __init__(self, given: argparse.Namespace, folder: Path) -> None:
         rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
@@ -71,7 +72,7 @@ class Learner:
         self.steps, self.saved = 0, list[int]()
 
     def step(self) -> float:
-        """Seconds."""
+        """Train one step. Returns its seconds."""
         started = time.perf_counter()
         self.policy.hf(input_ids=self.ids, labels=self.ids).loss.backward()
         self.roles.optimizer.step()
@@ -79,7 +80,7 @@ class Learner:
         return time.perf_counter() - started
 
     def begin(self, *, background: bool) -> float:
-        """Seconds until steps may follow."""
+        """Begin a save. Returns the seconds until steps may follow."""
         dist.barrier()
         self.steps += 1
         state = LearnerState(step=self.steps, policy_version=self.steps, skipped_steps=0)
@@ -88,7 +89,7 @@ class Learner:
         return time.perf_counter() - started
 
     def going_on(self) -> bool:
-        """On any rank: they step together."""
+        """Return whether the save in the background still goes on on any rank. The ranks step together."""
         self.saved += self.saves[True].saved()
         flag = torch.tensor(float(self.saved[-1:] != [self.steps]))
         dist.all_reduce(flag)
@@ -117,7 +118,7 @@ def rank_main(rank: int, given: argparse.Namespace, folder: str, told: Any) -> N
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=given.ranks)
     learner = Learner(given, Path(folder))
-    learner.round()  # memory for the copies
+    learner.round()  # warm-up: allocates the memory for the copies
     for _ in range(given.rounds):
         measured = learner.round()
         if rank == 0:

@@ -2,10 +2,11 @@
 
     python -m benchmarks.deaths [--millions 1 10 100] [--steps 6] [--repeats 1] [key=value ...]
 
-`asyncrl local` with random weights, one rank and one worker, and every process of it killed in turn. A death costs the
-seconds from the kill until so many more steps are trained than ever before, less what as many took just before it:
-steps that are trained again from the last checkpoint (every tenth) count, and batches that were ready do. Prints one
-JSON line: by millions of weights and role the seconds that were lost and those of a step, and what the audit says.
+Runs `asyncrl local` with random weights, one rank and one worker, and kills each of its processes in turn. The cost of
+a death is the time from the kill until `--steps` more steps are trained than ever before, minus the time that as many
+steps took just before it. Steps trained again from the last checkpoint (one every ten steps) count, and so do batches
+that were ready at the kill. Prints one JSON line: by millions of weights and role the seconds lost and the seconds of a
+step, and the exit code of the audit.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from benchmarks.parts.rows import rows_so_far
 PATIENCE_S = 600.0
 ROLES = ("a rollout worker", "the rollout pool", "the replay server", "a learner rank", "torchrun")
 WIDTHS = {1: (128, 4), 10: (384, 4), 100: (1024, 6)}
-"""Hidden size and layers, by millions of weights."""
+"""Millions of weights -> hidden size and number of layers."""
 
 
 class Run:
-    """`asyncrl local`, to be ended with it."""
+    """A running `asyncrl local`. `end` must be called to stop it."""
 
     def __init__(self, folder: Path, millions: int, overrides: list[str]) -> None:
         self.run_dir, self._log = folder / "run", folder / "local.log"
@@ -68,12 +69,12 @@ class Run:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
 
     def step(self) -> int:
-        """The newest that is trained; of steps that are trained again, those too."""
+        """Return the newest trained step, 0 before the first. While steps are trained again, the newest of those."""
         rows = rows_so_far(self.run_dir)
         return rows[-1]["step"] if rows else 0
 
     def wait(self, what: Callable[[], Any], why: str) -> Any:
-        """waits for: what the run writes; unblocked by: its end, or the deadline."""
+        """waits for: something that the run writes; unblocked by: the run's end, or the deadline."""
         deadline = time.monotonic() + PATIENCE_S
         while not (found := what()):
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -82,7 +83,7 @@ class Run:
         return found
 
     def trained(self, steps: int) -> float:
-        """Seconds until so many more are trained than so far."""
+        """Wait until `steps` more steps are trained than so far. Returns the seconds that this took."""
         wanted, began = self.step() + steps, time.monotonic()
         self.wait(lambda: self.step() >= wanted, f"step {wanted}")
         return time.monotonic() - began
@@ -96,14 +97,14 @@ class Run:
         return None
 
     def lost(self, role: str, steps: int) -> dict[str, float]:
-        """Of a death of this role: seconds that it cost, and those of a step before it."""
-        self.trained(steps // 2)  # the death before this one is over
+        """Kill the process of `role`. Returns the seconds that its death cost, and the seconds of a step before it."""
+        self.trained(steps // 2)  # so that the recovery from the death before is not measured
         usual = self.trained(steps)
         self.wait(lambda: self.process(role), f"there is {role}").kill()
         return {"lost_s": self.trained(steps) - usual, "step_s": usual / steps}
 
     def end(self) -> int:
-        """The exit code of its audit."""
+        """Stop the run. Returns the exit code of its audit."""
         self._process.send_signal(signal.SIGINT)
         try:
             self._process.wait(60)
@@ -117,7 +118,7 @@ def measured(millions: int, steps: int, repeats: int, overrides: list[str]) -> d
     with tempfile.TemporaryDirectory() as folder:
         run, found = Run(Path(folder), millions, overrides), dict[str, list[dict[str, float]]]()
         try:
-            run.trained(steps)  # what is loaded and made once
+            run.trained(steps)  # warm-up: what is loaded and made only once
             for _ in range(repeats):
                 for role in ROLES:
                     found.setdefault(role, []).append(run.lost(role, steps))

@@ -1,12 +1,13 @@
-"""What does the learner do while its batch fills up: how long does it wait, with and without `learner.early_groups`?
+"""How long does the learner wait while its batch fills up, with and without `learner.early_groups`?
 
     python -m benchmarks.early [--steps 24] [--early 2] [--spread 3.0] [--repeats 1] [key=value ...]
 
-The quickstart's task with a model of 3 M parameters, as a user starts it, 16 groups of 8 per step. Rewards wait
-(`parts/slow_reward.py`): a group becomes whole at any time of `--spread` seconds, and nobody computes meanwhile. Rows:
-`max_staleness` 0, where nothing is made while the learner trains, and 2 with a depth of 1. Of each, without and with
-`early_groups`: groups trained per second, the share of the time that the learner waited, seconds of a step in which it
-trained on groups before the batch was full and after, and the mean staleness.
+Runs the quickstart's task with a model of 3 M parameters, as a user starts it, with 16 groups of 8 per step. Rewards
+wait (`parts/slow_reward.py`): each group becomes complete at some time within `--spread` seconds, and nothing computes
+meanwhile. Rows: `max_staleness` 0, where nothing is generated while the learner trains, and `max_staleness` 2 with a
+pipeline depth of 1, each without and with `early_groups`. Columns: groups trained per second, the share of the time
+that the learner waited, the seconds of a step in which it trained on groups before the batch was full and after, and
+the mean staleness.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from benchmarks.parts.slow_reward import SPREAD_S
 
 WIDER = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
 BOUNDS = ((0, 0), (2, 1))
-"""Each a `max_staleness` and a `pipeline_depth`."""
+"""Pairs of `max_staleness` and `pipeline_depth`."""
 
 
 def settings(given: argparse.Namespace, model: Path, bound: tuple[int, int], early: int) -> Sequence[str]:
@@ -43,7 +44,7 @@ def settings(given: argparse.Namespace, model: Path, bound: tuple[int, int], ear
 
 
 def of_run(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Means over its steps; rates over all of them."""
+    """Return the figures of a run: means over its steps, and rates over all of them together."""
 
     def mean(name: str) -> float:
         return statistics.mean(row.get(name, 0.0) for row in rows)

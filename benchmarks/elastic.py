@@ -1,11 +1,11 @@
-"""Does throughput follow when a second pool of rollout workers joins a running job and leaves it again?
+"""Does throughput follow when a second pool of rollout workers joins a running job and leaves again?
 
     python -m benchmarks.elastic [--seconds 30] [key=value ...]
 
-Rollouts that wait (`parts/waiting_reward.py`: 0.1 s per completion, in two reward processes per worker), so that
-neither the engine nor the cores are the limit: a pool makes at most 5 groups of 4 per second, whatever the machine.
-The pools are `asyncrl local` and `asyncrl rollout` as a user starts them. Prints one JSON line: groups trained per
-second before, with, and after the second pool, and what `asyncrl audit` says of the run.
+Rewards wait (`parts/waiting_reward.py`: 0.1 s per completion, in two reward processes per worker), so that neither the
+engine nor the cores are the limit: a pool makes at most 5 groups of 4 per second, whatever the machine. The pools are
+`asyncrl local` and `asyncrl rollout`, as a user starts them. Prints one JSON line: groups trained per second before,
+with, and after the second pool, and what `asyncrl audit` says about the run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PATIENCE_S = 300.0
 
 
 class Job:
-    """`asyncrl local`, and the pools that join it."""
+    """A running `asyncrl local` and the pools that join it."""
 
     def __init__(self, folder: Path, overrides: list[str]) -> None:
         self.run_dir, self._folder = folder / "run", folder
@@ -57,7 +57,7 @@ class Job:
         return rows_so_far(self.run_dir)
 
     def wait(self, what: Callable[[list[dict[str, Any]]], bool], why: str) -> None:
-        """waits for: a row of metrics that says so; unblocked by: the run's end, or the deadline."""
+        """waits for: rows of metrics for which `what` holds; unblocked by: the run's end, or the deadline."""
         deadline = time.monotonic() + PATIENCE_S
         while not what(self.rows()):
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -66,18 +66,18 @@ class Job:
 
     def wait_workers(self, count: int, settle: int) -> None:
         self.wait(lambda rows: bool(rows) and rows[-1]["replay/workers"] == count, f"{count} workers")
-        seen = self.rows()[-1]["step"]  # what was made before is still in the buffer
+        seen = self.rows()[-1]["step"]  # groups made before the change are still in the buffer
         self.wait(lambda rows: rows[-1]["step"] >= seen + settle, f"{settle} more steps")
 
     def groups_per_s(self, seconds: float) -> float:
-        """Over the steps of the next `seconds`."""
+        """Return the groups trained per second over the steps of the next `seconds`."""
         first = self.rows()[-1]
         time.sleep(seconds)
         last = self.rows()[-1]
         return GROUPS_PER_STEP * (last["step"] - first["step"]) / (last["time"] - first["time"])
 
     def stop(self) -> dict[str, Any]:
-        """End the run; what its audit finds."""
+        """Stop the run. Returns what its audit finds."""
         self._process.send_signal(signal.SIGINT)
         self._process.wait(60)
         audit = subprocess.run(

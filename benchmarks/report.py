@@ -1,13 +1,13 @@
-"""How long does `asyncrl report` take to write the page of many long runs, and a browser to open it?
+"""How long does `asyncrl report` take to write the page of many long runs, and how long does a browser take to open it?
 
     python -m benchmarks.report [--runs 20] [--steps 10000] [--repeats 3]
 
-Random walks under the names of a real run's metrics. Medians over the repeats:
+The runs are random walks under the names of a real run's metrics. Medians over the repeats:
 
-    written_s    the command, its start included
+    written_s    time of the command, its start included
     page_mb      size of the page
-    opened_s     until it is read, its tables made and the first curves drawn, in headless Chromium with a new profile;
-                 left out where there is none
+    opened_s     time until headless Chromium with a new profile has read the page, made its tables and drawn the first
+                 curves; left out where Chromium is not installed
 """
 
 from __future__ import annotations
