@@ -2,16 +2,17 @@
 
     python -m benchmarks.endpoint [--calls 2000] [--agents 32]
 
-Milliseconds per call, by an engine that answers at once with 64 tokens; one key per conversation, of four calls each:
+The engine answers at once with 64 tokens. Each conversation has one key and four calls. Milliseconds per call:
 
-    plain        one call after the other over one connection, by a client that only writes bytes and reads them
-    openai       the same by the `openai` package, whose own work is in it
-    package      the same package asking a server that answers every request with the same bytes: that work alone,
-                 measured in turns with `openai`, conversation by conversation
-    over         `openai` less `package`, the median of the differences of such pairs: what a call costs over the engine
-    crowd        by `agents` plain clients at once: time over calls
+    plain        one call after another over one connection, by a client that only writes and reads bytes
+    openai       the same by the `openai` package; includes the package's own work
+    package      the same package with a server that answers every request with the same bytes: the package's own work
+                 alone, alternating with `openai` conversation by conversation
+    over         `openai` minus `package`, the median of the differences of such pairs: what a call costs beyond the
+                 engine
+    crowd        by `agents` plain clients at once: elapsed time over number of calls
     processor    processor time per call of `crowd`, clients and server together
-    chat         of a call: processor time of rendering, or going on from the turn before, and of reading the reply
+    chat         processor time per call of rendering the prompt or extending the turn before, and of parsing the reply
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from benchmarks.parts.chat import END, TEXTS, chat, tokenizer
 
 REPLY_TOKENS = 64
 CALLS = 4
-"""Of one conversation, so that most calls go on from a turn before."""
+"""Calls per conversation. Most of them extend a turn before."""
 HINT = "That is not all. Think of the padding."
 QUESTION = "Why is a batch packed? " * 8
 
 
 class AtOnce:
-    """Implements what `Calls` asks of the engine."""
+    """An engine that answers at once. Implements what `Calls` needs of an engine."""
 
     def __init__(self) -> None:
         ids = tokenizer().encode((TEXTS / "data.md").read_text(), add_special_tokens=False)[:REPLY_TOKENS]
@@ -62,7 +63,7 @@ class AtOnce:
 
 
 class Plain:
-    """A connection over which requests are written as bytes."""
+    """A client that writes requests as bytes over one connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, place: str) -> None:
         self._reader, self._writer, self._place = reader, writer, place
@@ -84,7 +85,7 @@ class Plain:
 
 
 class Server:
-    """The endpoint with conversations as an environment opens them."""
+    """The endpoint, with conversations opened as an environment opens them."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
@@ -112,7 +113,7 @@ async def serving() -> AsyncIterator[Server]:
 
 
 async def by(complete: Any, server: Server, conversations: int) -> list[float]:
-    """Seconds of each call."""
+    """Hold conversations by `complete`. Returns the seconds of each call."""
     times = []
     for number in range(conversations):
         messages: list[dict[str, Any]] = [{"role": "user", "content": f"{number}: {QUESTION}"}]
@@ -140,7 +141,7 @@ def by_package(client: openai.AsyncOpenAI) -> Any:
 
 
 async def with_package(server: Server, conversations: int) -> dict[str, float]:
-    """`openai`, `package` and `over`, in seconds."""
+    """Return `openai`, `package` and `over`, in seconds."""
     async with (
         echoing() as url,
         openai.AsyncOpenAI(base_url=server.endpoint.url, api_key="none") as ours,
@@ -160,7 +161,7 @@ async def with_package(server: Server, conversations: int) -> dict[str, float]:
 
 @asynccontextmanager
 async def echoing() -> AsyncIterator[str]:
-    """The address of a server that reads a request and answers with the bytes that it has ready."""
+    """Run a server that answers every request with the same prepared bytes. Yields its base URL."""
     said = tokenizer().decode(AtOnce().ids.tolist(), skip_special_tokens=True)
     choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": said}}
     completion = {"id": "call_0", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]}
@@ -196,7 +197,7 @@ async def measure(calls: int, agents: int) -> dict[str, float]:
 
 
 def chat_s(conversations: int) -> float:
-    """Seconds per call of what `Calls` asks of the chat."""
+    """Return the processor seconds per call of what `Calls` asks of the chat."""
     talk, reply = chat(), AtOnce().ids.tolist()
     started = time.process_time()
     for number in range(conversations):

@@ -1,10 +1,10 @@
-"""How many tokens per second does the transformers engine make, beside a bare loop over the same model, and while a
-learner publishes a version in every round?
+"""How many tokens per second does the transformers engine generate, compared with a bare loop over the same model, and
+while a learner publishes a version in every round?
 
     python -m benchmarks.engine [--prompts 32] [--n 8] [--new 10] [--rounds 20]
 
-The bare loop is the least one can do: one padded batch, prefill, DynamicCache, multinomial, no requests, no versions.
-Versions come from a process of its own through the broadcast. Prints one JSON line.
+The bare loop is the minimum: one padded batch, prefill, DynamicCache, multinomial, no requests, no versions. Versions
+come from a separate learner process through the broadcast. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SMOKE = {"prompts": 2, "n": 2, "new": 3, "rounds": 1}
 
 @torch.inference_mode()
 def bare_loop(model: torch.nn.Module, prompts: np.ndarray, n: int, new: int) -> int:
-    """One batch of `len(prompts) * n` rows, `new` tokens each; returns the tokens made."""
+    """Generate one batch of `len(prompts) * n` rows, `new` tokens each. Returns the number of tokens."""
     ids = torch.from_numpy(prompts).repeat_interleave(n, 0)
     cache = DynamicCache(config=model.config)
     logits = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
@@ -63,7 +63,7 @@ async def engine_round(engine: TransformersEngine, prompts: np.ndarray, n: int, 
 
 
 def learner_process(board: Any, wanted: Any) -> None:
-    """Publishes another version each time one is wanted."""
+    """Publish each version that arrives in the queue `wanted`."""
     torch.set_num_threads(1)
     policy = PolicyModel(tiny_model())  # pyright: ignore[reportArgumentType]
     publisher = BackgroundPublisher(
@@ -78,7 +78,7 @@ def learner_process(board: Any, wanted: Any) -> None:
 
 
 class Updates:
-    """An engine's subscriber, and the learner that it listens to."""
+    """An engine's subscriber, and the learner process that publishes to it."""
 
     def __init__(self, engine: TransformersEngine, board: Any) -> None:
         context = multiprocessing.get_context("spawn")

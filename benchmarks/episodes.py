@@ -1,16 +1,16 @@
-"""Does one rollout worker carry a thousand conversations at once?
+"""Can one rollout worker carry a thousand conversations at once?
 
     python -m benchmarks.episodes [--episodes 1000] [--rate 14000] [--seconds 60]
 
-Groups of 8 episodes of three turns are made all the time, up to `episodes` of them at once, by an engine that costs
-nothing and gives at most `rate` tokens per second in all; siblings wait for the longest reply, and 10,000 are left of
-14,000. Of the last two thirds of the time:
+Generates groups of 8 episodes of three turns all the time, up to `episodes` episodes at once. The engine costs nothing
+and gives at most `rate` tokens per second in total; since siblings wait for the longest reply, 10,000 remain of 14,000.
+Measured over the last two thirds of the time:
 
-    lag_ms_p50, lag_ms_p99   how much later than asked for the event loop comes back to a task that sleeps 5 ms
-    chat_percent             processor time of rendering, parsing and decoding, of one core; replies have 64 tokens on
-                             average, and what a turn costs hardly depends on how many
-    processor_percent        of the whole process, likewise
-    mb_grown                 resident memory at the end, less that after the first third
+    lag_ms_p50, lag_ms_p99   how much later than asked for the event loop returns to a task that sleeps 5 ms
+    chat_percent             processor time of rendering, parsing and decoding, in percent of one core; replies have 64
+                             tokens on average, and the cost of a turn hardly depends on how many
+    processor_percent        processor time of the whole process, in percent of one core
+    mb_grown                 resident memory at the end minus that after the first third
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ QUESTION = [
 
 
 class ThreeTurns(ChatEnvironment):
-    """A question, and two times a hint of some length."""
+    """A question, followed by two hints of some length."""
 
     async def episode(self, chat: Any, row: dict[str, Any]) -> float:
         for _ in range(2):
@@ -55,7 +55,7 @@ class ThreeTurns(ChatEnvironment):
 
 
 class Timed:
-    """Processor time of the calls through it. They are on one thread and wait for nothing."""
+    """Adds up the processor time of the functions that it wraps. They run on one thread and wait for nothing."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -95,7 +95,7 @@ def made_runner(engine: PacedEngine, spent: Timed) -> EpisodeRunner:
 
 
 class Load:
-    """Keeps so many groups under way until it is told to stop."""
+    """Generates groups one after another in each of its tasks, until `over` is set or the task is cancelled."""
 
     def __init__(self, runner: EpisodeRunner) -> None:
         self._runner, self._numbers, self.over, self.finished = runner, iter(range(1 << 40)), False, 0

@@ -1,10 +1,10 @@
-"""What does `engine.exact` cost: tokens per second of the engine and of the learner, with it and without?
+"""What does `engine.exact` cost, in tokens per second of the engine and of the learner with it and without?
 
     python -m benchmarks.exact [--rounds 5] [--prompt 32]
 
-In one process and on one thread, in turns: 32 completions of 32 tokens after prompts of 32; and forward and backward of
-the learner over as many, 8 of each prompt packed with it. Random Qwen2 models: the quickstart's, and one of 4 layers of
-256.
+One process with one thread alternates between both settings. The engine generates 32 completions of 32 tokens after
+prompts of 32 tokens; the learner computes forward and backward over as many, with the 8 completions of a prompt packed
+behind it. The models are random Qwen2 models: the quickstart's, and one with 4 layers of width 256.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def policy_of(model: PreTrainedModel, exact: bool) -> PolicyModel:
 def packed(
     prompts: int, length: int, new: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Packing]:
-    """Ids, positions, the completions' places, their predictors, and how `SIBLINGS` of each prompt share it."""
+    """Return token ids, position ids, the places of completion tokens, the places that predict them, and the `Packing`
+    by which `SIBLINGS` completions of each prompt share it."""
     rows: list[np.ndarray] = []
     positions, chosen, before, start = [], [], [], 0
     for _ in range(prompts):
@@ -76,7 +77,7 @@ def packed(
 
 
 def learner_rate(policy: PolicyModel, prompts: int, length: int, new: int) -> float:
-    """Completion tokens per second of a forward and backward."""
+    """Return the completion tokens per second of one forward and backward."""
     *tensors, packing = packed(prompts, length, new)
     started = time.perf_counter()
     policy(*tensors, packing, 1.0)[0].sum().backward()

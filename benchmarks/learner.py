@@ -1,22 +1,24 @@
-"""What does the learner cost beside transformers alone: padded or packed, on the same batches and as a whole system?
+"""What does the learner cost compared with transformers alone, padded or packed, on the same batches and as a whole
+system?
 
     python -m benchmarks.learner [--rounds 3] [--quick 25] [--steps 60] [--pairs 3]
 
-`batches`: CPU seconds, one thread, of an optimizer step on a batch of 32 log-normal completions (median 128, at most
-512 tokens) of a 20 M-parameter Qwen3 in float32, 4,096 tokens a micro-batch, for prompts of 64 and 1,024 tokens in
-groups of 8 and 16; ours is the whole `train_step` (plan, pack, advantages, loss with diagnostics, AdamW) under FSDP2,
-as it runs. `padded_over_ours`: transformers on rows of like length; `by_arithmetic`: what it would be if time were
-operations (layers, head, attention), which nobody who computes the same can pass. `packed_over_ours`: transformers on
-sequences end to end, each with its prompt. `packed_over_unshared`: the same, where ours is given siblings whose prompts
-differ. `compiled_over_ours`: ours with `model.compile=true`, built before, needs so many times the CPU seconds.
+`batches`: CPU seconds, on one thread, of an optimizer step on a batch of 32 log-normal completions (median 128, at most
+512 tokens) of a 20 M-parameter Qwen3 in float32, 4,096 tokens per micro-batch, for prompts of 64 and 1,024 tokens in
+groups of 8 and 16. Ours is the whole `train_step` (plan, pack, advantages, loss with diagnostics, AdamW) under FSDP2,
+as in a run. `padded_over_ours`: transformers on rows of similar length, over ours; `by_arithmetic`: that ratio if time
+were proportional to operations (layers, head, attention), a limit for anybody who computes the same.
+`packed_over_ours`: transformers on sequences laid end to end, each with its prompt. `packed_over_unshared`: the same,
+where ours gets siblings whose prompts differ. `compiled_over_ours`: CPU seconds of ours with `model.compile=true`,
+compiled before the measurement.
 
-`quick`: the same of the quickstart's steps: its model of 149 k parameters, 32 groups of 8, prompts of 7 tokens and
-completions of 4 to 10, 1,024 tokens a micro-batch; also `fsdp2_over_ours`, of transformers on rows under FSDP2, as its
-hooks are in a loop that is written for several ranks.
+`quick`: the same ratios for the quickstart's steps: its model of 149 k parameters, 32 groups of 8, prompts of 7 tokens
+and completions of 4 to 10, 1,024 tokens per micro-batch; also `fsdp2_over_ours`, transformers on rows under FSDP2,
+whose hooks are part of a loop that is written for several ranks.
 
-`system`: optimizer steps per second of the quickstart (no evaluations) over those of a loop of generate, score and
-train in one process with two threads, of the same model, task, batch and lengths. Run after one another, in pairs; on
-a machine with other work the two threads of the loop wait for each other, and the figure says little.
+`system`: optimizer steps per second of the quickstart (without evaluations) over those of a loop of generate, score and
+train in one process with two threads, with the same model, task, batch and lengths. They run one after the other, in
+pairs. On a machine with other work the two threads of the loop wait for each other, and the figure says little.
 
 Figures are medians. Prints one JSON line.
 """
@@ -67,11 +69,11 @@ SEQUENCES, BUDGET, VOCABULARY = 32, 4096, 4096
 QUICK_GROUPS, QUICK_SIZE, QUICK_PROMPT, QUICK_BUDGET = 32, 8, 7, 1024
 SHAPES = [(prompt, size) for prompt in (64, 1024) for size in (8, 16)]
 WARM = 8
-"""Steps left out of the speed of a whole run."""
+"""First steps of a whole run, left out of its speed."""
 
 
 def model_of_20m(small: bool) -> PreTrainedModel:
-    """20.0 M parameters: hidden 448, 8 layers, 7 heads of 64 on one key-value head."""
+    """Return a model of 20.0 M parameters: hidden 448, 8 layers, 7 heads of 64 on one key-value head."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCABULARY, hidden_size=64 if small else 448, intermediate_size=128 if small else 1216,
@@ -150,7 +152,7 @@ class Ours:
 def begin_ours(
     folder: Path, opened: ExitStack, budget: int = BUDGET, compiled: Sequence[bool] = (False, True)
 ) -> list[Ours]:
-    """One for each `model.compile`."""
+    """Build one learner for each value of `model.compile`."""
     configs = [
         load_config(
             [
@@ -168,7 +170,7 @@ def begin_ours(
 
 
 def arithmetic_of_rows(ours: Ours, given: Batch) -> float:
-    """Operations of a forward of all batches padded to rows; of attention only what a row's tokens see of its own."""
+    """Return the operations of a forward of the batch padded to rows. Attention counts only pairs within a row."""
     total = 0
     for part in padded(given.members, given.prompt, BUDGET):
         rows, longest = part.inputs["input_ids"].shape
@@ -178,7 +180,7 @@ def arithmetic_of_rows(ours: Ours, given: Batch) -> float:
 
 
 def arithmetic_of_packs(ours: Ours, given: Batch) -> float:
-    """The same of ours."""
+    """Return the operations of a forward of the batch as the learner packs it."""
     budget = Budget.of(ours.config.learner)
     (minibatch,) = plan_minibatches(given.lease.plan, rank=0, updates=1, budget=budget)
     packs = [pack(given.lease, members, torch.device("cpu")) for members in minibatch.micro_batches]
@@ -192,7 +194,7 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 
 
 def medians(rounds: int, contenders: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """CPU seconds of each, by turns."""
+    """Return the median CPU seconds of each contender. The contenders take turns."""
     times = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, work in contenders.items():
@@ -232,7 +234,11 @@ def compare_batches(rounds: int, small: bool, folder: Path) -> dict[str, dict[st
 
 
 def compare_quick(rounds: int, small: bool, folder: Path) -> dict[str, float]:
-    """Args: small: nothing is compiled, which takes longer than all the rest."""
+    """Compare the contenders on the quickstart's steps.
+
+    Args:
+        small: leave out the compiled learner, since compiling takes longer than all the rest.
+    """
     torch.set_num_threads(1)
     bare, given = build_model(WarmupRecipe()).eval(), quick_batch()
     bare.save_pretrained(folder)

@@ -3,15 +3,15 @@
     python -m benchmarks.losses [--tokens 1000000] [--vocabulary 150000] [--rows 2048] [--width 256]
 
 Losses: forward and backward of the composed PPO-clip against one written by hand, on packed tokens, one thread. The
-hand-written loss is given no diagnostics; the composed one is timed without and with them. `small` is the size of a
+hand-written loss computes no diagnostics; the composed one is timed without and with them. `small` is the size of a
 micro-batch in the quickstart.
 
-Log-probs: hidden states to the log-probs of the sampled tokens and back to all gradients, chunked as in the learner
-(which also gives the entropy) and by log_softmax over the whole table, each in a process of its own. `peak_mb` is what
-the process grew by beyond its inputs.
+Log-probs: from hidden states to the log-probs of the sampled tokens and back to all gradients, chunked as in the
+learner (which also gives the entropy) and by log_softmax over the whole table, each in a process of its own. `peak_mb`
+is how much memory the process grew beyond its inputs.
 
-Times are processor time, the best of several rounds, and a ratio is the median over the rounds: the two losses of a
-round meet the same neighbours on the machine. Prints one JSON line.
+Times are processor time, the best of several rounds. A ratio is the median over the rounds, since both losses of a
+round meet the same other work on the machine. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def timed(inputs: LossInputs, loss: Callable[[], Tensor]) -> float:
 
 
 def measure(tokens: int, rounds: int) -> dict[str, float]:
-    """Least milliseconds of each loss, and the median over the rounds of what it takes relative to the one by hand."""
+    """Return the least milliseconds of each loss, and the median over the rounds of its time over the hand-written."""
     inputs = make_inputs(tokens)
     config = preset("ppo")
     losses: dict[str, Callable[[], Tensor]] = {
@@ -94,7 +94,7 @@ def measure(tokens: int, rounds: int) -> dict[str, float]:
 
 
 def logprob_path(path: str, rows: int, vocabulary: int, width: int) -> dict[str, float]:
-    """Seconds and memory of one way to the log-probs, in this process."""
+    """Return the processor seconds and the growth of peak memory (MiB) of one way to the log-probs, in this process."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(rows, width, generator=generator).requires_grad_()
     weight = (torch.randn(vocabulary, width, generator=generator) / width**0.5).requires_grad_()

@@ -2,12 +2,12 @@
 
     python -m benchmarks.nodes [--steps 25] [--repeats 1] [key=value ...]
 
-Two "machines" on one: `launchers/learner.sh` twice with `RDZV_BACKEND=c10d NNODES=1:2`, one rank each, a folder that
-both see, beside a replay server and a rollout worker as a cluster has them. The second joins a run of one, trains with
-it, and is killed with -9, ranks and all. Prints one JSON line: seconds from the start of the second until the first
-step of two ranks is trained, from its death until the first step of one rank, steps that were trained again, and what
-`asyncrl audit` says. Most of it is torchrun's: 15 s until a silent machine is called lost, 30 s in which it waits for
-more of them.
+Simulates two machines on one: `launchers/learner.sh` runs twice with `RDZV_BACKEND=c10d NNODES=1:2`, one rank each and
+a shared folder, beside a replay server and a rollout worker as in a cluster. The second machine joins a run of one,
+trains with it, and is killed with -9, its ranks included. Prints one JSON line: seconds from the start of the second
+machine until the first step of two ranks is trained, seconds from its death until the first step of one rank, steps
+that were trained again, and the exit code of `asyncrl audit`. Most of the time is torchrun's: 15 s until it calls a
+silent machine lost, and 30 s in which it waits for more machines.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SAVE_EVERY = 10
 
 
 class Cluster:
-    """Processes of one run by their names, each with a log; all of them end with it."""
+    """The processes of one run by name, each with a log. All of them are killed when the context ends."""
 
     def __init__(self, folder: Path, overrides: list[str]) -> None:
         self.run_dir, self._folder = folder / "run", folder
@@ -76,7 +76,7 @@ class Cluster:
             )
 
     def kill(self, name: str) -> None:
-        """-9 to it and to all that it started, as a machine without power."""
+        """Kill process `name` and all its descendants with -9, as when a machine loses power."""
         started = self._started.pop(name)
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(started.pid)
@@ -89,7 +89,7 @@ class Cluster:
         return self._folder / f"{name}.log"
 
     def begun(self) -> list[tuple[int, int]]:
-        """(ranks, first step) of each time that ranks began to train. Rank 0 says so, on whichever machine it is."""
+        """Return (ranks, first step) of each time that ranks began to train. Rank 0 logs it, on either machine."""
         said = "\n".join(path.read_text(errors="replace") for path in self._folder.glob("*.log"))
         found = sorted(re.findall(r"^(\S+ \S+) .* (\d+) ranks on .* from step (\d+)", said, re.MULTILINE))
         return [(int(ranks), int(step)) for _, ranks, step in found]
@@ -98,7 +98,7 @@ class Cluster:
         return rows_so_far(self.run_dir)
 
     def wait(self, what: Callable[[], bool], why: str) -> None:
-        """waits for: what the run writes; unblocked by: the first machine's end, or the deadline."""
+        """waits for: something that the run writes; unblocked by: the first machine's end, or the deadline."""
         deadline = time.monotonic() + PATIENCE_S
         while not what():
             if self._started["first"].poll() is not None or time.monotonic() > deadline:
@@ -110,7 +110,7 @@ class Cluster:
         self.wait(lambda: bool(self.steps()) and self.steps()[-1]["step"] >= first + count, f"{count} more steps")
 
     def changed(self, ranks: int, change: Callable[[], None]) -> dict[str, float]:
-        """Makes the change; what it cost until a step of so many ranks was trained."""
+        """Make the change. Returns what it cost until a step of `ranks` ranks was trained."""
         rounds, reached, at = len(self.begun()), 0, time.time()
         change()
 
@@ -121,7 +121,7 @@ class Cluster:
 
         self.wait(together, f"{ranks} ranks")
         begin = self.begun()[-1][1]
-        # Rows of the steps that are trained again are cut off when the rank begins, a moment before it says so.
+        # The rows of steps that are trained again are cut off when the rank begins, a moment before it logs so.
         self.wait(lambda: any(row["step"] > begin and row["time"] > at for row in self.steps()[-1:]), "a step of them")
         row = next(row for row in self.steps() if row["step"] > begin and row["time"] > at)
         return {"seconds": round(row["time"] - at, 1), "steps_trained_again": reached - begin}

@@ -1,10 +1,10 @@
-"""What does asynchrony buy: how many times more tokens are trained per second at `max_staleness` 4 than at 0?
+"""What does asynchrony gain: how many times more tokens are trained per second at `max_staleness` 4 than at 0?
 
     python -m benchmarks.overlap [--steps 120] [--repeats 3] [key=value ...]
 
-The quickstart's task, one core pinned to the rollout worker and one to the learner. In the synchronous run a step is
-Tgen (the learner waits for the batch) plus Ttrain (everything else), so perfect overlap would be (Tgen + Ttrain) /
-max(Tgen, Ttrain) times faster. Another model and data: `model.path=DIR data.path=FILE`.
+Runs the quickstart's task with the rollout worker pinned to one core and the learner to another. In the synchronous run
+a step takes Tgen (the learner waits for the batch) plus Ttrain (everything else), so perfect overlap would be (Tgen +
+Ttrain) / max(Tgen, Ttrain) times faster. For another model and data: `model.path=DIR data.path=FILE`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.parts.quickstart import SMALL, run_quickstart
 
 CORES = sorted(os.sched_getaffinity(0))
 PINS = {"ray::RolloutWorker": CORES[:1], "asyncrl.rollout": CORES[:1], "asyncrl.learner": CORES[-1:]}
-"""What a command line has -> the cores of that process."""
+"""Text in the command line of a process -> the cores it is pinned to."""
 
 
 def pin(process: psutil.Process, command: str) -> None:
@@ -33,7 +33,7 @@ def pin(process: psutil.Process, command: str) -> None:
 
 
 def run(given: argparse.Namespace, max_staleness: int, folder: Path) -> list[dict[str, Any]]:
-    """Its metrics without the first steps."""
+    """Run the quickstart at `max_staleness`. Returns the rows of its metrics without the warm-up steps."""
     settings = (
         *(SMALL if given.smoke else ()),
         *("eval.path=", "eval.every=0", f"learner.steps={given.steps}", f"replay.max_staleness={max_staleness}"),
