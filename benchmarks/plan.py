@@ -1,13 +1,14 @@
-"""Does `asyncrl plan` foretell what a run does: throughput, idle shares, staleness?
+"""How well does `asyncrl plan` predict the throughput, idle shares and staleness of a run?
 
     python -m benchmarks.plan [--steps 40] [--repeats 3] [--together 2]
 
-Real runs of the replay server, the workers' loops and their clients, over real sockets; engines and learner sleep
-instead of computing, so that the processor has next to nothing to do. An engine takes 10 ms for a decode step and
-0.5 ms more for each sequence in it; completions are log-normal. The first two settings are measured and give the costs
-(`asyncrl.planner.calibration`), with which all are foretold. In every repeat all settings are run, `--together` at a
-time; medians. Of each setting, measured and foretold: tokens trained per second, idle shares of learner and workers,
-mean staleness; and by how much they differ, tokens/s as a share. `held` were not run while the planner was written.
+Runs the real replay server, the workers' loops and their clients over real sockets. Engines and learner sleep instead
+of computing, so that the processor has next to nothing to do. An engine takes 10 ms for a decode step and 0.5 ms more
+for each sequence in it; completions are log-normal. Measurements of the first two settings give the costs
+(`asyncrl.planner.calibration`) by which all settings are predicted. Every repeat runs all settings, `--together` at a
+time. The answer has, for each setting, the measured and the predicted (`foretold`) medians of tokens trained per
+second, idle shares of learner and workers, and mean staleness; and the difference in tokens/s as a share. Settings
+marked `held` were not run while the planner was written.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Case:
     in_flight: int
     groups: int = 4
     slower: float = 1.0
-    """Factor of the learner's time."""
+    """Factor on the learner's time."""
     autotune: bool = False
 
     @property
@@ -87,7 +88,7 @@ class Case:
 
 
 def true_costs(case: Case) -> Costs:
-    """Those that are slept for."""
+    """Return the costs for which engines and learner sleep."""
     return Costs(
         decode=Decode(((1, DECODE_S + SEQUENCE_S), (MAX_SEQUENCES, DECODE_S + SEQUENCE_S * MAX_SEQUENCES))),
         lengths=LogNormal(MEAN, SIGMA, LONGEST, of_prompt=0.0),
@@ -104,7 +105,8 @@ HELD = (Case(2, 1, 6, groups=6), Case(3, 6, 24, slower=2.0))
 
 
 class SleepingEngine:
-    """All sequences advance by a token per decode step, which takes as long as many sequences are in it."""
+    """An engine that sleeps. Each decode step advances all its sequences by a token, and takes longer with more of
+    them."""
 
     max_length = 1 << 16
 
@@ -140,7 +142,7 @@ class SleepingEngine:
         ]
 
     async def run(self) -> None:
-        """waits for: sequences; unblocked by: `generate`. Sleeps up to deadlines, so that what is late is made up."""
+        """waits for: sequences; unblocked by: `generate`. Sleeps until absolute times, so that it makes up delays."""
         at = ended = time.monotonic()
         while True:
             while self._waiting and len(self._running) < MAX_SEQUENCES:
@@ -174,7 +176,7 @@ async def score(completions: list[str], row: dict[str, Any], **_: Any) -> list[O
 
 
 async def work(config: ReplayConfig, name: str, slots: int) -> None:
-    """A worker until the server says stop."""
+    """Run a worker until the server says stop."""
     engine, report = SleepingEngine(), WorkerReport()
     report.add(engine.stats)
     client = RolloutClient(config.address, worker=name, run_digest="d", config=config, stats=report)
@@ -235,7 +237,7 @@ def serve(config: ReplayConfig, settings: AdmissionSettings) -> None:
 
 
 def run(case: Case, steps: int, folder: Path) -> list[dict[str, Any]]:
-    """One real run; returns its metrics, and writes its lengths where a run does."""
+    """Run `case` for real. Returns the rows of its metrics, and writes its lengths to the file where a run does."""
     folder.mkdir(parents=True)
     setup = case.setup
     config = ReplayConfig(address=free_address(), keys=some_keys(), max_staleness=8, pipeline_depth=case.depth)
@@ -281,7 +283,7 @@ def train(learner: LearnerClient, case: Case, steps: int, folder: Path) -> list[
             "step": step + 1,
             "time/step": now - before,
             "time/wait_batch": trained_from - waited,
-            # What was too old costs the learner as much, and bears no gradient.
+            # Tokens that are too old cost the learner as much, though they have no gradient: they do not count.
             "perf/trained_tokens_per_s": sum(lease.plan.tokens_by_staleness().values()) / (now - before),
             "weights/update_s": SYNC_S,
             "weights/stall_s": STALL_S,

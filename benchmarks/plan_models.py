@@ -1,15 +1,17 @@
-"""Does `asyncrl plan --from RUN RUN RUN` foretell runs of a tiny model: throughput, idle shares, staleness?
+"""How well does `asyncrl plan --from RUN RUN RUN` predict the throughput, idle shares and staleness of runs of a tiny
+model?
 
     python -m benchmarks.plan_models [--steps 120] [--repeats 3] [--cases 11]
 
-Whole runs of the quickstart's task, as a user starts them, on a machine that does nothing else: one core for the
-learner alone, as it has in a cluster, one for the rollout worker and the replay server, whose work for a group is then
-a part of what the worker needs for it. In every repeat all settings are run, one after the other. Three of them, one
-where learner and engine take turns, one with few sequences and one with many, are `calibrated`: those that the costs
-are taken from, as `--from` does. Each repeat is foretold with its own three, for a machine's speed drifts from one to
-the next. `held` were not run while this was written. Per setting the medians over the repeats, of what was measured, of
-what was foretold, and of by how much they differed: tokens/s as a share of the measured, idle as a share of the time,
-staleness in versions; `within` is of 10 %, 0.1 and 0.5.
+Whole runs of the quickstart's task, as a user starts them, on a machine that does nothing else. One core is for the
+learner alone, as in a cluster; the other is for the rollout worker and the replay server, so that the server's work for
+a group counts as part of the worker's. Every repeat runs all settings, one after the other. Three of them are
+`calibrated`, the runs from which the costs are taken as `--from` does: one where learner and engine take turns, one
+with few sequences and one with many. Each repeat is predicted with its own three, since a machine's speed drifts
+between repeats. Settings marked `held` were not run while this was written. The answer has, for each setting, medians
+over the repeats of the measured and the predicted (`foretold`) values and of their differences: tokens/s as a share of
+the measured, idle as a share of the time, staleness in versions. `within`: the differences are at most 10 %, 0.1 and
+0.5.
 """
 
 from __future__ import annotations
@@ -76,19 +78,20 @@ CASES = (
     Case(48, 1, 12),
     CALIBRATED[2],
 )
-"""The calibrated ones at the beginning, in the middle and at the end: a drift is in all of what is foretold."""
+"""The calibrated ones are at the beginning, in the middle and at the end, so that a drift is in all predictions."""
 BASE = ("rollout.host=process", "eval.path=", "eval.every=0")
 
 
 def run(given: argparse.Namespace, case: Case, folder: Path) -> RunMeasured:
-    """Raises SystemExit: the run failed."""
+    """Run `case` and read its measurements. Raises SystemExit: the run failed."""
     small = SMALL if given.smoke else ()
     run_quickstart(folder, (*small, *BASE, f"learner.steps={given.steps}", *case.settings), pin)
     return run_of(folder)
 
 
 def pin(process: psutil.Process, command: str) -> None:
-    """Where both are busy, a replay server that is free to choose takes time from the learner; else from nobody."""
+    """Pin the replay server to the worker's core too. Unpinned, it takes time from the learner while both cores are
+    busy, and from nobody otherwise."""
     if "asyncrl.replay" in command and process.cpu_affinity() != CORES[:1]:
         process.cpu_affinity(CORES[:1])
     pin_roles(process, command)
@@ -96,12 +99,12 @@ def pin(process: psutil.Process, command: str) -> None:
 
 @dataclass(frozen=True)
 class Repeat:
-    """All settings, run once."""
+    """One run of every setting."""
 
     steps: int
     seen: dict[Case, RunMeasured]
     costs: Costs
-    """Of those that are for that."""
+    """Costs measured in the calibrated runs."""
 
     def foretold(self, case: Case) -> dict[str, float]:
         warm_up, setup = max(1, round(WARM_UP * self.steps)), self.seen[case].setup
@@ -109,7 +112,7 @@ class Repeat:
 
 
 def repeated(given: argparse.Namespace, cases: Sequence[Case], where: Path) -> Repeat:
-    """Raises SystemExit: a run failed."""
+    """Run all `cases` once. Raises SystemExit: a run failed."""
     folders = {case: where / str(number) for number, case in enumerate(cases)}
     seen = {case: run(given, case, folder) for case, folder in folders.items()}
     calibrated = [folders[case] for case in CALIBRATED if case in folders]
@@ -117,7 +120,7 @@ def repeated(given: argparse.Namespace, cases: Sequence[Case], where: Path) -> R
 
 
 def compared(case: Case, repeats: Sequence[Repeat]) -> dict[str, Any]:
-    """Measured and foretold."""
+    """Return the row of a setting: measured values, predictions and their differences."""
     measured = [middle([repeat.seen[case].found()]) for repeat in repeats]
     foretold = [repeat.foretold(case) for repeat in repeats]
     off = [{name: one[name] - other[name] for name in OFF} for one, other in zip(foretold, measured, strict=True)]

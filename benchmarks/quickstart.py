@@ -1,8 +1,9 @@
-"""How long from launch until the quickstart's held-out accuracy is 0.95? Wall seconds per seed, base model cached.
+"""How long does it take from launch until the quickstart's held-out accuracy is 0.95? Wall seconds per seed, with a
+cached base model.
 
     python -m benchmarks.quickstart [--seeds 0,1,2] [key=value ...]
 
-A base model that is not cached yet is trained by the first run, and its time counts. Peak memory is that of the largest
+If the base model is not cached yet, the first run trains it, and that time counts. Peak memory is that of the largest
 process of each kind.
 """
 
@@ -25,12 +26,12 @@ MARKS = {
     "rollout_worker": ("ray::RolloutWorker", "asyncrl.rollout"),
     "reward": ("asyncrl.rewards",),
 }
-"""Kind of process -> what its command line has."""
+"""Kind of process -> texts of which its command line has one."""
 GOAL = 0.95
 
 
 class PeakMemory:
-    """The largest resident size, in MB, of each kind of process."""
+    """Records the largest resident size, in MiB, of each kind of process."""
 
     def __init__(self) -> None:
         self.peaks: dict[str, float] = {}

@@ -2,9 +2,9 @@
 
     python -m benchmarks.ray_queue [--tokens 8192] [--seconds 4] [--each]        `benchmarks.replay` runs it too
 
-A Ray task puts whole groups of 8 trajectories into `ray.util.queue.Queue`, one after the other, this process gets them;
-with `--each` it puts trajectory by trajectory. From 100 KB the arrays are handed over in shared memory, unread. CPU is
-that of this process, which is the consumer, and of all that Ray has started. One JSON line.
+A Ray task puts whole groups of 8 trajectories into `ray.util.queue.Queue`, one after the other, and this process gets
+them; with `--each` the task puts single trajectories. Arrays from 100 KB on are handed over in shared memory, unread.
+CPU is that of this process, the consumer, and of all processes that Ray has started. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.parts.answer import answer, parse
 from benchmarks.parts.measuring import GROUP_SIZE, Row, Size, make_group, make_trajectories, rates
 
 WARM = 10
-"""Items before the clock starts."""
+"""Items that are consumed before the clock starts."""
 
 
 @ray.remote
@@ -38,7 +38,7 @@ def cpu_seconds() -> float:
     for process in (me, *me.children(recursive=True)):
         try:
             times = process.cpu_times()
-        except psutil.NoSuchProcess:  # It has just ended.
+        except psutil.NoSuchProcess:  # it has just ended
             continue
         spent += times.user + times.system
     return spent

@@ -1,10 +1,10 @@
-"""How long does a replay server that starts again take to read its journal?
+"""How long does a restarted replay server take to read its journal?
 
     python -m benchmarks.recovery [--mb 1074] [--tokens 8192] [--repeats 3]
 
-Writes so many MB of groups, then opens the journal in a process of its own, twice: with every group still needed, and
-with all of them trained and committed. The files are in the page cache, as after a killed process. One JSON line:
-seconds to the recovered core, MB of files, peak memory of the process.
+Writes `--mb` MB of groups, then opens the journal in a process of its own. Measures two cases: every group still
+needed, and all groups trained and committed. The files are in the page cache, as after a killed process. Prints one
+JSON line: seconds until the core is recovered, MB of files, peak memory of the process.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def recover(folder: Path, groups: int, answer: Connection) -> None:
     seconds = time.perf_counter() - started
     stored = core.state.buffer.nbytes
     journal.close()
-    status = Path("/proc/self/status").read_text()  # The peak that getrusage knows is the parent's.
+    status = Path("/proc/self/status").read_text()  # getrusage would give the parent's peak
     peak_mb = int(status.split("VmHWM:")[1].split()[0]) / 1024
     answer.send({"seconds": seconds, "stored_mb": stored / 1e6, "peak_mb": peak_mb})
 

@@ -1,32 +1,32 @@
-"""How fast do groups go from a rollout worker to the learner, and what does it cost the replay server?
+"""How fast do groups go from a rollout worker to the learner, and what do they cost the replay server?
 
     python -m benchmarks.replay [--seconds 4] [--repeats 3] [--tokens 1024 8192 32768] [--extras-mb 8] [--only memory]
 
-One producer, one consumer, something in between, each a process; interleaved repeats, medians. One JSON line. A
-producer encodes or pickles each group anew. Except with Ray it has many under way, and more are on their way to the
-consumer.
+One producer, one consumer and something in between, each in its own process; repeats are interleaved, and the figures
+are medians. Prints one JSON line. A producer encodes or pickles each group anew. Except with Ray it has many groups
+under way, and more are on their way to the consumer.
 
-    two_hop   the same frames through a bare ZeroMQ PUSH/PULL proxy in C: nothing is kept, acknowledged, or looked at by
-              the consumer; only the producer checks, as it encodes
-    two_hop_b the same with the send buffers that the replay's sockets have on loopback; ZeroMQ's own are the system's
-    two_hop_ipc  as two_hop_b by unix sockets, as the replay's processes on one machine: two_hop goes by tcp
-    forward   as two_hop, with a proxy in Python that hands on what it gets: the least that a server in Python can do
+    two_hop   the same frames through a bare ZeroMQ PUSH/PULL proxy in C: nothing is kept or acknowledged, and the
+              consumer does not read the groups; only the producer checks them, as it encodes
+    two_hop_b the same with the send buffers that the replay's sockets have on loopback; ZeroMQ's are the system's
+    two_hop_ipc  as two_hop_b by unix sockets, like the replay's processes on one machine; two_hop goes by tcp
+    forward   as two_hop, with a proxy in Python that hands on what it gets: the minimum for a server in Python
     decoded   as two_hop, and the consumer makes arrays of the groups, as the learner's does
     pickle    pickled groups through the same proxy, unpickled by the consumer
-    ray       groups through ray.util.queue, one after the other (`ray_queue.py`, which says more)
+    ray       groups through ray.util.queue, one after the other (see `ray_queue.py`)
     ray_each  the same, trajectory by trajectory
     memory    the replay server: acquire, insert, lease, train, commit; the producer and the server check every value
     journal   the same with `replay.durability=journal`; `ack_*_ms` is from insert to durable acknowledgement
     *_tcp     the same two with `replay.local_sockets=false`: by tcp and encrypted, as between machines
     shards    the same with `replay.shards=2`, all on this machine; `server_*` is the planner alone
 
-Not all of them do the same work. `memory` / `two_hop` is the ratio that is worked on, and what is bare about the bare
-one is in it: it acknowledges nothing, so 150 groups and more are in its pipes (48 of a producer here until they are
-acknowledged), it has no order, credit, check or second request for any of them, and its consumer throws bytes away.
-`memory` / `decoded` compares what ends in the same, arrays in the consumer. Its producer encodes as the replay's does:
-a faster encoder helps both, and `two_hop` more, which does little else for short groups.
+Not all of them do the same work. `memory` / `two_hop` is the ratio to improve, and it includes what the bare proxy does
+not do: the proxy acknowledges nothing, so that 150 groups and more are in its pipes (the replay's producer has at most
+48 unacknowledged); it has no order, credit, check or second request for any group; and its consumer throws the bytes
+away. `memory` / `decoded` compares two ways with the same end, arrays in the consumer. Its producer encodes as the
+replay's does: a faster encoder helps both, and `two_hop` more, which does little else for short groups.
 
-`cpu_us_per_group` is what all processes together spent, which says more than the rates where others use the machine.
+`cpu_us_per_group` is the CPU time of all processes together. It says more than the rates where others use the machine.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ from benchmarks.parts.measuring import (
 from benchmarks.parts.proxy import decode, measure_proxy, unpickle
 
 STEP_BYTES = 32 << 20
-"""Of a batch; small groups go 64 to a batch."""
+"""Bytes of a batch, but a batch has at least 4 and at most 64 groups."""
 WARM_STEPS = 3
 IN_FLIGHT = 48
-"""Groups that the producer has under way at once."""
+"""Limit on the groups that the producer has under way at once."""
 SMOKE = {
     "seconds": 0.2,
     "repeats": 1,
@@ -87,7 +87,7 @@ SMOKE = {
 
 
 def measure_ray(size: Size, seconds: float, *options: str) -> Row:
-    """In a process of its own: Ray takes time from the others for as long as it runs."""
+    """Run `benchmarks.ray_queue` in a process of its own: Ray takes time from the others for as long as it runs."""
     options = ("--tokens", str(size.tokens), "--extras", str(size.extras), "--seconds", str(seconds), *options)
     command = [sys.executable, "-m", "benchmarks.ray_queue", *options]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -95,7 +95,7 @@ def measure_ray(size: Size, seconds: float, *options: str) -> Row:
 
 
 async def produce(config: ReplayConfig, size: Size, acks: Path) -> None:
-    keep_heap()  # as a rollout worker's process does, both
+    keep_heap()  # a rollout worker's process calls both
     collector.wake()
     client = RolloutClient(config.address, worker="producer", run_digest="d", config=config)
     board = await client.watch(revision=0, wait_s=30)
@@ -177,7 +177,7 @@ def measure_replay(
 
 
 def begin(config: ReplayConfig) -> LearnerClient:
-    keep_heap()  # as a learner's process does, both
+    keep_heap()  # a learner's process calls both
     collector.wake()
     learner = LearnerClient(config.address, rank=0, run_digest="d", config=config)
     restored = learner.restore(step=None, policy_version=NO_VERSION, snapshot=None)
@@ -194,11 +194,12 @@ def consume(
     seconds: float,
     groups_per_step: int,
 ) -> Row:
-    """What a learner does that trains in no time, so that the replay sets the pace and not how long one answer takes.
+    """Consume batches as a learner that trains in no time, so that the replay's throughput sets the pace and not the
+    latency of one answer.
 
-    Two leases are under way, one more than a real learner has, which trains while a batch comes and is decoded. They
-    come on the connection of another rank than the one that reports, and no step waits for the commit of the one
-    before: a real learner commits once per checkpoint.
+    Two leases are under way, one more than for a real learner, which trains while a batch arrives and is decoded. The
+    leases come on the connection of another rank than the one that reports, and no step waits for the commit of the
+    step before: a real learner commits once per checkpoint.
     """
     leases = tuple(LeasePrefetch(fetch, rank=0, world=1, wait_s=30.0) for _ in range(2))
     for ahead in (0, 1):
@@ -245,7 +246,8 @@ CONTENDERS: dict[str, Callable[[Size, float, Path], Row]] = {
 
 
 def compare(names: list[str], sizes: list[Size], seconds: float, repeats: int) -> dict[str, dict[str, Row]]:
-    """Median of each number over the repeats, contenders taking turns so that the machine's moods hit all alike."""
+    """Return the median of each number over the repeats. Contenders take turns, so that changes of the machine's speed
+    affect all of them alike."""
     rows: dict[tuple[Size, str], list[Row]] = {}
     with tempfile.TemporaryDirectory(prefix="bench-replay-") as folder:
         for _ in range(repeats):

@@ -2,7 +2,8 @@
 
     python -m benchmarks.replay_crowd [--workers 1000] [--groups 1000000]
 
-That many connected workers, tiny groups, memory only: groups/s, CPU of the server per group, its memory. One JSON line.
+Connects `--workers` workers that insert tiny groups into a replay server without a journal. Prints one JSON line:
+groups per second, CPU time of the server per group, and its memory.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def serve(config: ReplayConfig) -> None:
 
 
 def run_crowd(config: ReplayConfig, workers: int, run_id: str) -> None:
-    """`workers` connected sockets in one process; each asks for orders and inserts what it is told to make."""
+    """Run `workers` connected sockets in one process. Each asks for orders and inserts the groups ordered."""
     Crowd(config, workers, run_id).run()
 
 
@@ -97,7 +98,7 @@ class Crowd:
     def _send(self, peer: zmq.Socket, verb: str, body: object, frames: list | None = None, plain: bool = False) -> None:
         self.requests[peer] = number = self.requests[peer] + 1
         name, run = self.names[peer], "" if verb == "hello" else self.run_id
-        # All answers to earlier requests have come: this peer has one outstanding.
+        # `number` acknowledges the answers to all earlier requests. Those still under way are never asked for again.
         asked = body if plain else [number, body]
         envelope = Envelope(run=run, verb=verb, request=number, incarnation=name, body=asked)
         peer.send_multipart([wire.encode_envelope(envelope), *(frames or [])])
@@ -108,9 +109,9 @@ class Crowd:
         body = reply.body
         if body is None or (isinstance(body, list) and len(body) == 3 and body[0] == self.run_id):
             self._send(peer, *(("served", [0, "f"]) if body else ("acquire", [4, 5.0])))
-        elif len(body) == 4 and isinstance(body[3], str):  # The reply to a heartbeat has four fields too.
+        elif len(body) == 4 and isinstance(body[3], str):  # the reply to a heartbeat has four fields too
             self._orders(peer, body)
-        elif body[0] in ("accepted", "fenced", "closed"):  # The end of the run fences what is still under way.
+        elif body[0] in ("accepted", "fenced", "closed"):  # the end of the run fences what is still under way
             self.under_way[peer] -= 1
             if self.under_way[peer] == 0:
                 self._send(peer, "acquire", [4, 5.0])

@@ -1,13 +1,13 @@
-"""When rollouts are the bottleneck, what does it buy to train each group k times: how many generated tokens until the
+"""When rollouts are the bottleneck, what does training each group k times gain: how many tokens are generated until the
 held-out accuracy is 0.95?
 
     python -m benchmarks.reuse [--cells-file FILE] [--losses dppo_tv] [--uses 2,1,4] [--age 1] [--lr 3e-4] [--seeds 0]
         [--task reverse|two_turns] [--cells N] [key=value ...]
 
-`replay.max_times_sampled=k`, in the one-process way of `benchmarks.staleness_quality`: before each step 1 / k of the
-groups that it trains are made, by weights that are `--age` versions old, and the replay's own order says which are used
-again. All have as many steps, so k = 2 generates half as many tokens in all, and each group is older when it is used
-again. The cells' file goes on where it was, as there.
+Runs `replay.max_times_sampled=k` in one process, as `benchmarks.staleness_quality` does. Before each step, 1 / k of the
+groups that it trains are generated, by weights that are `--age` versions old; the replay's own order decides which
+groups are used again. All runs have the same number of steps, so k = 2 generates half as many tokens in total, and each
+group is older when it is used again. As there, a stopped benchmark goes on from its cells' file.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ Cells = dict[Cell, dict[str, Any]]
 
 
 def cells(given: argparse.Namespace) -> Iterator[Cell]:
-    """In the order in which they are run."""
+    """Yield the cells in the order in which they are run."""
     for seed, loss, uses in itertools.product(given.seeds, given.losses, given.uses):
         yield Cell(task=given.task, loss=loss, staleness=given.age, lr=given.lr, reuse=uses, seed=seed)
 
 
 def tokens_to_goal(row: dict[str, Any]) -> int | None:
-    """Generated for training when the accuracy first was `GOAL`."""
+    """Return the tokens generated for training until the accuracy first was `GOAL`; None if it never was."""
     return next((tokens for _, accuracy, tokens in row.get("curve", []) if accuracy >= GOAL), None)
 
 
 def result(done: Cells, more: Mapping[str, Cells]) -> dict[str, Any]:
-    """Per task, loss, age and rate a table by k: tokens to the goal, as a share of those of k = 1 of the same seed.
-    Then the same of what the file has of `more` settings."""
+    """Return a table by k for each task, loss, age and learning rate: tokens to the goal, also as a share of those of
+    k = 1 with the same seed. Then the same tables for the cells of the file that were run with `more` settings."""
     said: dict[str, Any] = {
         "cells": len(done),
         "commits of the cells": sorted({row["commit"] for row in done.values()}),

@@ -2,13 +2,13 @@
 
     python -m benchmarks.rewards [--calls 3000] [--tokens 1000] [--sandboxes 20]
 
-Milliseconds per call, the function (a length) and its process included:
+Milliseconds per call, including the reward function (a length) and its process:
 
-    alone       one completion, one call after the other: there and back through two pipes
-    busy        the same with 64 calls under way, as a worker has them
+    alone       one completion, one call after another: a round trip through two pipes
+    busy        the same with 64 calls under way, as in a worker
     group       a group of 16 with the token ids of its completions, 64 calls under way
     processor   processor time of both processes per call of `busy`
-    program     one program that prints a line, in the sandbox, at the strongest level that this machine has
+    program     one program that prints a line, run in the sandbox at the strongest level that this machine has
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def processor_s() -> float:
-    """Of this process and those below it."""
+    """Return the processor seconds of this process and its descendants."""
     total = 0.0
     for pid in (os.getpid(), *(process.pid for process in descendants(os.getpid()))):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

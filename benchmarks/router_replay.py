@@ -1,11 +1,12 @@
-"""How far is the learner of a mixture of experts from the engine that sampled, with `learner.router_replay` and
-without, and what does it cost?
+"""How far are the log-probs of a mixture-of-experts learner from those of the engine that sampled, with
+`learner.router_replay` and without, and what does it cost?
 
     python -m benchmarks.router_replay [--rounds 5] [--layers 8] [--experts 32] [--chosen 4]
 
-A random Qwen3-MoE whose experts differ much. The built-in engine samples in bfloat16; the same weights are scored by
-the learner in float32 and in bfloat16, and weights that are some steps newer (each moved at random by 0.5 % of its
-tensor's deviation) in bfloat16. In one process, on one thread. Gaps are of log-probs, per sampled token.
+The model is a random Qwen3-MoE whose experts differ strongly. The built-in engine samples in bfloat16. The learner
+scores the same weights in float32 and in bfloat16, and in bfloat16 also weights that are like some steps newer (each
+moved at random by 0.5 % of its tensor's standard deviation). All in one process, on one thread. Gaps are differences of
+log-probs per sampled token.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ VOCABULARY = 1024
 
 
 def mixture(given: argparse.Namespace, newer: float = 0.0) -> PreTrainedModel:
-    """Hidden 128. Experts' outputs are large: with a random start one in the place of another would hardly be seen."""
+    """Return a model with hidden size 128. The outputs of its experts are scaled up: with a plain random start, taking
+    one expert instead of another would hardly change the log-probs."""
     torch.manual_seed(0)
     model: Any = Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
@@ -70,7 +72,7 @@ def policy_of(model: PreTrainedModel, dtype: torch.dtype) -> PolicyModel:
 
 
 async def sampled(engine: TransformersEngine, given: argparse.Namespace, seed: int, *, routing: bool) -> list[Any]:
-    """Of each prompt its completions."""
+    """Return each prompt with its completions."""
     rng = np.random.default_rng(seed)
     sampling = SamplingParams(temperature=1.0, max_new_tokens=given.new, record_routing=routing)
     prompts = rng.integers(3, VOCABULARY, (given.prompts, given.prompt), np.int32)
@@ -117,7 +119,7 @@ def logprobs(policy: PolicyModel, batch: MicroBatch) -> Tensor:
 
 
 def gaps(policy: PolicyModel, batch: MicroBatch) -> dict[str, Any]:
-    """To the log-probs that the engine recorded."""
+    """Return the gaps to the log-probs that the engine recorded, with own and with replayed routing."""
     places, found = batch.loss_positions, {}
     assert policy.replay is not None
     for name, each in (("own", unrouted(batch)), ("replayed", batch)):
@@ -138,7 +140,7 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 def costs(given: argparse.Namespace, engine: TransformersEngine, policy: PolicyModel) -> dict[str, float]:
-    """Medians of turns: with what is recorded or replayed, and without."""
+    """Return what recording and replaying the routing cost: medians of alternating rounds with and without it."""
     took: dict[str, list[float]] = {}
     made: list[Any] = []
     for seed in range(given.rounds + 1):

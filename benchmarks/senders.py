@@ -1,12 +1,14 @@
-"""Is a version at the engines sooner when every learner rank sends its share than when rank 0 gathers and sends all?
+"""Does a version reach the engines sooner when every learner rank sends its share than when rank 0 gathers and sends
+everything?
 
     python -m benchmarks.senders [--parameters 10000000] [--ranks 4] [--engines 2] [--processes 1] [--rounds 5]
         [--slices]
 
-Learner ranks shard a model with FSDP2 over gloo; every process of every engine receives whole tensors, or with
-`--slices` its part of their rows, and loads nothing. `staged_bytes` is what one process holds. In each round each way
-publishes one version, in turn, after the ranks have met: the ratios are medians over rounds of what was measured in one
-round. `copy_s` is how long rank 0's optimizer would wait with nothing to compute meanwhile. Prints one JSON line.
+Learner ranks shard a model with FSDP2 over gloo. Every process of every engine receives whole tensors, or with
+`--slices` its part of their rows, and loads nothing. `staged_bytes` is what one such process holds. In each round both
+ways publish one version in turn, after a barrier of the ranks; ratios are medians over rounds of what was measured in
+one round. `copy_s` is how long rank 0's optimizer would wait for the copy if it had nothing to compute meanwhile.
+Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -40,13 +42,13 @@ WAYS = ("rank0", "all")
 
 
 def shape_of(parameters: int) -> tuple[int, int]:
-    """Layers of a model of so many parameters together, and the side of each."""
+    """Return the number of square layers of a model of `parameters` parameters, and the side of each."""
     layers = 4 if parameters < 1_000_000 else 24
     return layers, max(int((parameters / layers) ** 0.5), 1)
 
 
 def model(parameters: int, world: int) -> torch.nn.Module:
-    """Square layers, in shards of `world` ranks."""
+    """Return a model of square layers, sharded over `world` ranks."""
     layers, side = shape_of(parameters)
     net = torch.nn.ModuleList(torch.nn.Linear(side, side, bias=False) for _ in range(layers))
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
@@ -56,14 +58,14 @@ def model(parameters: int, world: int) -> torch.nn.Module:
 
 
 def kept(args: argparse.Namespace, process: int) -> dict[str, tuple[Box, ...]] | None:
-    """Its rows of every layer."""
+    """Return the rows of every layer that a process of an engine receives; None if it receives whole tensors."""
     layers, side = shape_of(args.parameters)
     rows = side * process // args.processes, side * (process + 1) // args.processes
     return {f"{i}.weight": ((rows, (0, side)),) for i in range(layers)} if args.slices else None
 
 
 def receiver(boards: dict[str, Any], staged: Any, worker: str, process: int, args: argparse.Namespace) -> None:
-    """A process of an engine, in a group of each way."""
+    """Run a process of an engine, which joins one group for each way."""
     torch.set_num_threads(1)
     ends = []
     for board in boards.values():
@@ -117,7 +119,7 @@ def learner(boards: dict[str, Any], found: Any, rank: int, args: argparse.Namesp
             if len(served) < receivers:
                 raise TimeoutError(f"{way}: version {version} was served by {len(served)} of {receivers}")
             row |= {f"{way}_update_s": max(when for when, _ in served) - started, f"{way}_copy_s": copied}
-        if rank == 0 and version:  # the first forms the groups
+        if rank == 0 and version:  # the first version forms the groups and is not counted
             found.append(row)
     if rank == 0:
         sent = {f"{way}_wire_bytes": publishers[way].stats()["weights/wire_bytes"] for way in WAYS}

@@ -1,19 +1,19 @@
-"""Which correction holds when data is old? Final accuracy (of `reasoning_gym` the mean reward) by loss, with and
-without score centering, by staleness, learning rate and seed.
+"""Which off-policy correction holds when data is old? Final accuracy (for `reasoning_gym`: mean reward) by loss, with
+and without score centering, by staleness, learning rate and seed.
 
     python -m benchmarks.staleness_quality [--cells-file FILE] [--losses ppo,tis] [--centering off,on] [--ages 0,8]
         [--rates 3e-4,1e-3] [--seeds 0] [--task reverse|two_turns|reasoning_gym] [--live] [--cells N] [key=value ...]
 
-Every cell is a run from the same base model. It is held in one process: engine, environment, rewards, advantages, loss
-and learner are those of a run, and between them is a delay line of weights, so that after a warm-up of as many steps
-every token is exactly so many versions old (`parts/held_age.py`). With --live a cell is a run of its own processes as
-users start them, whose staleness is bounded instead: rollouts are let run as far ahead as the bound allows, and a small
-micro-batch makes its learner the slower side. Live cells are for spot checks of the others.
+Every cell is a run from the same base model, in one process. Engine, environment, rewards, advantages, loss and learner
+are those of a run; a delay line of weights between them makes every token exactly as many versions old as the cell
+says, after a warm-up of as many steps (`parts/held_age.py`). With --live a cell is a run with processes of its own, as
+users start it, and its staleness is bounded instead: rollouts may run as far ahead as the bound allows, and a small
+micro-batch makes the learner the slower side. Live cells are spot checks of the others.
 
-Every finished cell is a line appended to the cells' file; cells that are in it already are skipped, so a stopped
-benchmark goes on where it was. One seed of every cell comes before the second seed of any, and within a seed those that
-tell most come first. The answer is what the file then holds: mean, lowest and highest accuracy in percent, and of how
-many seeds where it is not three. With --cells 0 nothing is run.
+Every finished cell is appended as a line to the cells' file. Cells that are in the file already are skipped, so that a
+stopped benchmark goes on where it was. The first seed of every cell comes before the second seed of any, and within a
+seed the most informative cells come first. The answer is made from what the file then holds: mean, lowest and highest
+accuracy in percent, and the number of seeds where it is not three. With --cells 0 nothing is run.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from benchmarks.parts.quickstart import SMALL, run_quickstart
 
 AGES = (8, 16, 32, 0, 4)
 RATES = (1e-3, 3e-4)
-"""More than three times the quickstart's, and the quickstart's."""
+"""Learning rates: more than three times the quickstart's, and the quickstart's."""
 SEEDS = (0, 1, 2)
 EVALUATED = ("eval.every=25",)
 LIVE = ("rollout=process", "learner.max_tokens_per_microbatch=192")
-"""The small micro-batches make the learner slower than the rollouts: a faster one trains data as soon as it is there,
-long before it reaches the bound."""
+"""Settings of live cells. The small micro-batches make the learner slower than the rollouts: a faster one would train
+data as soon as it arrives, long before it reaches the staleness bound."""
 SMOKE = {"losses": ["cispo"], "ages": [1], "rates": [3e-4], "seeds": [0], "centering": ["on"], "cells_file": None}
 
 Cells = dict[Cell, dict[str, Any]]
 
 
 def cells(given: argparse.Namespace) -> Iterator[Cell]:
-    """In the order in which they are run."""
+    """Yield the cells in the order in which they are run."""
     for seed, lr, age, loss, centering in itertools.product(
         given.seeds, given.rates, given.ages, given.losses, given.centering
     ):
@@ -63,7 +63,7 @@ def cells(given: argparse.Namespace) -> Iterator[Cell]:
 
 
 def run_live(cell: Cell, overrides: Sequence[str]) -> dict[str, Any]:
-    """The row of a cell that is a run of its own processes."""
+    """Run a live cell. Returns its row."""
     depth = (f"replay.max_staleness={cell.staleness}", f"replay.pipeline_depth={cell.staleness}")
     measured = TASKS[cell.task].measured
     with tempfile.TemporaryDirectory() as folder:
@@ -80,8 +80,8 @@ def run_live(cell: Cell, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def result(done: Cells, more: Mapping[str, Cells]) -> dict[str, Any]:
-    """What the cells say: a table per task and rate, the live ones beside those held at their bound, the cost, and what
-    the same file has of `more` settings."""
+    """Return the answer: a table per task and learning rate, live cells beside cells held at their bound, the cost, and
+    the same for the cells of the file that were run with `more` settings."""
     held = {cell: row for cell, row in done.items() if not cell.live}
     live = {cell: row for cell, row in done.items() if cell.live}
     said: dict[str, Any] = {"cells": len(held), "live cells": len(live)}
@@ -101,7 +101,7 @@ def result(done: Cells, more: Mapping[str, Cells]) -> dict[str, Any]:
 
 
 def table(found: Cells) -> dict[str, dict[str, str]]:
-    """Loss -> staleness -> accuracies in %."""
+    """Return loss -> staleness -> accuracies in %."""
     ages = sorted({cell.staleness for cell in found})
     rows: dict[str, dict[str, str]] = {}
     for loss, centering in itertools.product(LOSSES, (False, True)):
@@ -115,7 +115,7 @@ def table(found: Cells) -> dict[str, dict[str, str]]:
 
 
 def spot_checks(live: Cells, held: Cells) -> dict[str, dict[str, str]]:
-    """What identifies a cell but for its seed -> both ways."""
+    """Return what identifies a cell except its seed -> accuracy of live and of held cells."""
     rows: dict[str, dict[str, str]] = {}
     kinds = dict.fromkeys((cell.task, cell.loss, cell.centering, cell.staleness, cell.lr) for cell in live)
     for kind in kinds:
@@ -167,7 +167,7 @@ def main() -> None:
 
 
 def fill(file: CellsFile, given: argparse.Namespace, overrides: list[str]) -> Cells:
-    """All finished cells, with those that were open and are run now."""
+    """Run the cells that are not in the file yet. Returns all finished cells."""
     done = file.read()
     for cell in [cell for cell in cells(given) if cell not in done][: given.cells]:
         row = run_live(cell, overrides) if cell.live else run_cell(cell, overrides)

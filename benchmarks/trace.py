@@ -1,18 +1,18 @@
-"""What does `telemetry.trace=true` cost where most spans are written, in a rollout worker?
+"""What does `telemetry.trace=true` cost in a rollout worker, where most spans are written?
 
     python -m benchmarks.trace [--pairs 40] [--groups 64]
 
-Groups of 8 of the quickstart's size (149 k parameters, 10 tokens: groups are over so soon that more spans are written
-for each second of computing than in any other run), by the built-in engine and the code of a worker's episodes. Blocks
-of `groups` are made in turns, one of two with spans. Medians over the pairs:
+The built-in engine and the code of a worker's episodes generate groups of 8 of the quickstart's size (149 k parameters,
+10 tokens: groups end so soon that more spans are written per second of computing than in any other run). Blocks of
+`groups` groups alternate, one of each pair with spans. Medians over the pairs:
 
-    overhead_percent         processor time of a block with spans over the one without, less 1
-    quartiles_percent        of the pairs
-    spans_per_cpu_s          that were written for each second of processor time
-    span_us                  processor time of a span, alone
-    off_us                   of the same statement where nothing is traced
-    of_spans_percent         what they add up to, `spans_per_cpu_s` times the difference: told apart from 0 on a busy
-                             machine too, but without what the caches lose
+    overhead_percent         processor time of a block with spans over that of the block without, minus 1
+    quartiles_percent        quartiles of that overhead over the pairs
+    spans_per_cpu_s          spans written per second of processor time
+    span_us                  processor time of one span, measured alone
+    off_us                   processor time of the same statement when nothing is traced
+    of_spans_percent         the sum of the spans, `spans_per_cpu_s` times the difference of the two: differs from 0
+                             even on a busy machine, but leaves out the cost of lost cache contents
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ SHAPE = GroupShape(size=GROUP, fewest=GROUP, tries=1)
 
 
 async def block(runner: EpisodeRunner, numbers: Any, groups: int) -> float:
-    """Processor seconds of some groups."""
+    """Generate `groups` groups. Returns the processor seconds."""
     slots, started = asyncio.Semaphore(SLOTS), time.process_time()
     orders = [
         Assignment(group_id=next(numbers), prompt_index=0, seed=1, attempt=0, policy_version=0) for _ in range(groups)
@@ -105,7 +105,7 @@ async def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def each(folder: Path, times: int, on: bool) -> float:
-    """Microseconds of processor time."""
+    """Return the microseconds of processor time of one span, with tracing `on` or off."""
     if on:
         spans.begin(folder, "alone")
     started = time.process_time()
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=64)
     given = parse(parser, {"pairs": 1, "groups": 4})
     with tempfile.TemporaryDirectory() as folder:
-        spans.FILES_KEPT = 2 * given.pairs  # all of them are counted
+        spans.FILES_KEPT = 2 * given.pairs  # keep all files, since all spans are counted
         result = asyncio.run(measure(given, Path(folder) / "a"))
         times = 1000 if given.smoke else 20_000
         result |= {"span_us": each(Path(folder) / "b", times, True), "off_us": each(Path(folder) / "c", times, False)}

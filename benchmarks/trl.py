@@ -1,12 +1,13 @@
-"""How long until the quickstart's held-out accuracy is 0.9, against TRL's `GRPOTrainer` on the same machine?
+"""How long does it take until the quickstart's held-out accuracy is 0.9, compared with TRL's `GRPOTrainer` on the same
+machine?
 
     python -m benchmarks.trl [--seeds 0,1,2] [key=value ...]
 
-TRL is installed into a virtual environment of its own, once, beside the quickstart's models, with the versions of
-constraints.txt. Same base model, rows, reward, prompts and completions per step, temperature, learning rate and its
-schedule, AdamW; TRL's own loss and its single process with two threads. Ours runs as users start it: learner and
-rollouts as processes of one thread each, evaluating while it trains; what TRL's evaluations take is left out of its
-times. Seed by seed one after the other; ratios are medians over the seeds.
+TRL is installed once, into a virtual environment of its own beside the quickstart's models, with the versions of
+constraints.txt. Both have the same base model, rows, reward, prompts and completions per step, temperature, learning
+rate and its schedule, and AdamW; TRL has its own loss, and a single process with two threads. Ours runs as users start
+it: learner and rollouts are processes of one thread each, and it evaluates while it trains; the time of TRL's
+evaluations is left out of its times. The two run one after the other for each seed; ratios are medians over the seeds.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from benchmarks.parts.quickstart import ACCURACY, SMALL, run_quickstart
 
 TRL = "trl==1.16.0"
 STEPS, EVERY = 100, 10
-"""As configs/experiment/quickstart.yaml has them."""
+"""Steps, and steps between evaluations, as in configs/experiment/quickstart.yaml."""
 GOAL = 0.9
 
 
 def python_with_trl() -> Path:
-    """Of the environment that TRL is in, made where it is missing."""
+    """Return the Python of the virtual environment that has TRL. Makes the environment if it is missing."""
     folder = cache_root() / TRL
     if not folder.is_dir():
         with scratch_beside(folder) as made:
@@ -80,7 +81,7 @@ def theirs(python: Path, task: Path, seed: int, steps: int, every: int) -> dict[
 
 
 def compared(runs: list[dict[str, Any]]) -> dict[str, float | None]:
-    """Ours ÷ TRL's, medians over the seeds; None where one of either never got there."""
+    """Return ours ÷ TRL's, medians over the seeds; None where a run of either did not reach the goal."""
     found: dict[str, float | None] = {}
     for name in ("first_step_at_s", "to_90_s", "steps_per_s"):
         pairs = [(run["asyncrl"][name], run["trl"][name]) for run in runs]

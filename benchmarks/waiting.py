@@ -2,10 +2,11 @@
 
     python -m benchmarks.waiting [--workers 1000] [--ranks 64] [--chunks 1000] [--changes 100]
 
-In one process, without sockets: the requests wait at the real core and handlers, one group after the other is inserted,
-and after each the waiting are settled. Microseconds of processor time per change, median and 99th of 100:
+Runs in one process, without sockets. The requests wait at the real core and handlers; groups are inserted one after
+another, and after each the waiting requests are settled. Microseconds of processor time per change, median and 99th
+percentile:
 
-    ranks        all workers and all ranks wait, the batch is not whole
+    ranks        all workers and all ranks wait, and the batch is not complete
     evaluation   the same while chunks of an evaluation wait for workers that serve its version, and none does
 """
 
@@ -30,7 +31,7 @@ WAIT_S = 3600.0
 
 
 class Nobody:
-    """Where answers go."""
+    """Takes answers and drops them. An error answer fails the benchmark."""
 
     def answer(self, *_: object) -> None: ...
 
@@ -64,7 +65,7 @@ class Crowd:
         self.template = encode_group(make_group(make_trajectories(Size(16)))).header
 
     def change(self) -> float:
-        """One group comes in. Processor seconds until nobody can go on."""
+        """Insert one group. Returns the processor seconds of settling until no waiting request can go on."""
         session, order = self.orders.pop()
         header = replace(self.template, group_id=order.group_id, prompt_index=order.prompt_index, worker=session.name)
         self.core.insert(session.name, session.incarnation, header, None)
@@ -73,7 +74,7 @@ class Crowd:
         return time.process_time() - started
 
     def _fill(self, wanted: int) -> list[tuple[Session, Assignment]]:
-        """Orders until no more are given: whoever asks next waits."""
+        """Acquire orders until no more are given, so that whoever asks next waits."""
         orders: list[tuple[Session, Assignment]] = []
         while len(orders) < wanted + 10:
             for session in self.workers:

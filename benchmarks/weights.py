@@ -1,24 +1,25 @@
-"""What does a publication cost, by phase, beside a bare broadcast of the same bytes?
+"""What does publishing weights cost, by phase, compared with a bare broadcast of the same bytes?
 
     python -m benchmarks.weights [--parameters 10000000 100000000 500000000] [--receivers 1] [--rounds 5]
     python -m benchmarks.weights --copies none
     python -m benchmarks.weights --parameters --members 1 8 64 512
 
-One learner process, receivers in processes of their own, gloo on loopback. Every round measures, one after another:
-the bare broadcast, in pieces as the group sends them; the copy into a snapshot alone; AdamW's step alone; updates
-beside a learner that has nothing to compute and steps at once, two with fingerprints and two without, on both sides;
-and one beside a learner that computes forward and backward as the loop does, for at least `--compute` times the copy,
-before its step. An update sends what is copied already while the rest is being copied; `beyond_gather` is what it takes
-longer than the copy alone. Ratios are medians over rounds of what was measured in one round.
+One learner process sends to receivers in processes of their own, by gloo on loopback. Every round measures, one after
+another: the bare broadcast, in pieces as the group sends them; the copy into a snapshot alone; AdamW's step alone;
+updates while the learner has nothing to compute and steps at once, two with fingerprints and two without, in
+symmetric order; and one update while the learner computes forward and backward as the loop does, for at least
+`--compute` times the copy, before its step. An update sends what is copied already while the rest is being copied;
+`beyond_gather` is how much longer it takes than the copy alone. Ratios are medians over rounds of what was measured in
+one round.
 
-What the learner loses to an update, twice: `learner_stall` is what it waits (in `publish`, and in the step for the
-copy); `learner_delay` is how much longer `publish` and the step take together than the step alone, which has what the
-copy and the wire take from its cores in it. `extra_memory` is how far the process grows beyond its weights, gradients
-and moments until the third version is served.
+What the learner loses to an update is measured in two ways. `learner_stall` is how long it waits (in `publish`, and in
+the step for the copy). `learner_delay` is how much longer `publish` and the step take together than the step alone; it
+includes what the copy and the wire take from the learner's cores. `extra_memory` is how far the process grows beyond
+its weights, gradients and moments until the third version is served.
 
-`--copies none`: the same with `weights.copies=none`. `--members`: what an update costs besides the bytes, and what the
-group costs when nothing is sent, with so many simulated members (`benchmarks/parts/crowd.py`): cores and seconds of the
-learner's rank 0. Prints one JSON line, with the load of the machine before.
+`--copies none`: the same with `weights.copies=none`. `--members`: the cost of an update besides the bytes, and of the
+group when nothing is sent, with that many simulated members (`benchmarks/parts/crowd.py`): cores and seconds of the
+learner's rank 0. Prints one JSON line, with the load of the machine before the measurement.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ from benchmarks.parts.crowd import IDLE_S, control_cost
 
 SMOKE = {"parameters": [100_000], "rounds": 1, "members": [2]}
 PATIENCE_S = 600.0
-"""Of the bare group, which stands idle while the rest of a round is measured."""
+"""Timeout of the bare group, which stands idle while the rest of a round is measured."""
 
 
 class Switched(Fingerprint):
-    """None at all while `on` says so: what fingerprints add is the difference."""
+    """A fingerprint that hashes only while `on` is true. The cost of fingerprints is the difference."""
 
     on: Any = None
 
@@ -70,10 +71,10 @@ def switch_by(on: Any) -> None:
 
 
 class Table(torch.nn.Module):
-    """Like a transformer of so many parameters: 12 tensors per layer, 2 to 24 layers."""
+    """Tensors like those of a transformer of `parameters` parameters: 12 tensors per layer, 2 or 24 layers."""
 
     def __init__(self, parameters: int, *, random: bool) -> None:
-        """`random`: to be trained."""
+        """Args: random: make random parameters that can be trained, instead of zeros."""
         super().__init__()
         layers = 2 if parameters < 1_000_000 else 24
         each = parameters // (layers * 12)
@@ -115,7 +116,7 @@ def bare_receiver(port: int, rank: int, world: int, nbytes: int, rounds: int) ->
 
 
 class BareBroadcast:
-    """The same bytes between as many processes, with nothing else."""
+    """Broadcasts the same bytes between as many processes, and does nothing else."""
 
     def __init__(self, nbytes: int, receivers: int, rounds: int) -> None:
         self._store, port = host_store("127.0.0.1", TIMEOUT_S)
@@ -137,7 +138,7 @@ class BareBroadcast:
 
 
 class Compute:
-    """A forward and a backward of a small model, over and over: what the loop does between two optimizer steps."""
+    """Repeats forward and backward of a small model, as the loop does between two optimizer steps."""
 
     def __init__(self) -> None:
         self._layers = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(6)])
@@ -151,7 +152,7 @@ class Compute:
 
 
 class Watched(BackgroundPublisher):
-    """Adds up what optimizers wait for the copy."""
+    """A publisher that adds up the seconds that optimizers wait for the copy."""
 
     waited_s = 0.0
 
@@ -167,14 +168,14 @@ class Watched(BackgroundPublisher):
 
 
 def resident(name: str) -> int:
-    """Bytes of memory that this process has: `VmRSS`, or the most that it had: `VmHWM`."""
+    """Return the bytes of memory of this process: `VmRSS` for the present, `VmHWM` for the peak."""
     with open("/proc/self/status") as file:
         (line,) = [line for line in file if line.startswith(f"{name}:")]
     return int(line.split()[1]) << 10
 
 
 class Learner:
-    """Publishes one version after another and says what each took."""
+    """Publishes one version after another and measures each."""
 
     def __init__(self, board: Any, parameters: int, receivers: int, bucket: int, copies: str) -> None:
         self._board, self._receivers = board, receivers
@@ -196,19 +197,20 @@ class Learner:
         self._version = -1
 
     def begin(self) -> None:
-        """Until all receivers serve the first version: without copies who comes after the step gets the next."""
+        """Publish the first version and wait until all receivers serve it. Without copies, a receiver that arrives
+        after the step would get the next version instead."""
         self._before, self._version = resident("VmRSS"), 0
         self._publisher.publish(0, self._published())
         self._served()
 
     def copy_alone(self) -> float:
-        """Seconds of what `publish` starts, with nobody to send to."""
+        """Return the seconds of the copy that `publish` starts, with no receiver."""
         started = time.perf_counter()
         gather.gather_into(self._manifest, self._published(), self._spare)
         return time.perf_counter() - started
 
     def step_alone(self) -> float:
-        """Seconds of the optimizer's step, which waits for a copy that is under way."""
+        """Return the seconds of the optimizer's step, which waits for a copy that is under way."""
         for parameter, gradient in zip(self._model.values(), self._gradients, strict=True):
             parameter.grad = gradient
         started = time.perf_counter()
@@ -219,7 +221,7 @@ class Learner:
         return [(name, parameter.detach()) for name, parameter in self._model.items()]
 
     def update(self, compute_s: float) -> dict[str, float]:
-        """One update, with a learner that computes for `compute_s` before its optimizer's step."""
+        """Publish one update, with a learner that computes for `compute_s` before its optimizer's step."""
         self._version += 1
         alone, waited = self.step_alone(), self._publisher.waited_s
         started, cpu, clock = time.time(), time.process_time(), time.perf_counter()
@@ -248,14 +250,14 @@ class Learner:
         self._publisher.close()
 
     def _served(self) -> tuple[float, float]:
-        """(time the last receiver served it, its load seconds)."""
+        """Return (time at which the last receiver served the version, its load seconds)."""
         found = self._board.served(self._version, self._receivers, TIMEOUT_S)
         if len(found) < self._receivers:
             raise TimeoutError(f"version {self._version} was served by {len(found)} receivers in {TIMEOUT_S} s")
         return max(found)
 
     def _sent(self) -> dict[str, float]:
-        """The publisher's figures of this version, which come when everybody's answer is there."""
+        """Return the publisher's figures for this version. They are complete when every receiver has answered."""
         deadline = time.monotonic() + TIMEOUT_S
         while self._publisher.stats()["weights/sent_version"] != self._version:
             if time.monotonic() > deadline:
@@ -265,7 +267,7 @@ class Learner:
 
 
 def one_round(learner: Learner, bare: BareBroadcast, on: Any, compute: float) -> dict[str, float]:
-    """Everything once; what is compared is done on both sides of each other."""
+    """Measure everything once. What is compared is measured in symmetric order."""
     before = bare.seconds()
     alone = learner.copy_alone()
     updates: dict[bool, list[dict[str, float]]] = {True: [], False: []}
@@ -294,7 +296,7 @@ def one_round(learner: Learner, bare: BareBroadcast, on: Any, compute: float) ->
 
 
 def measure(parameters: int, receivers: int, rounds: int, bucket: int, compute: float, copies: str) -> dict[str, float]:
-    """Medians over `rounds`, after one that warms up."""
+    """Return medians over `rounds` rounds, after one round of warm-up."""
     context = multiprocessing.get_context("spawn")
     on = context.Value("b", True, lock=False)
     switch_by(on)
