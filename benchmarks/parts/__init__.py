@@ -1,1 +1,1 @@
-"""What the benchmarks share. Here is nothing that answers a question of its own."""
+"""Code that the benchmarks share. No module here answers a question of its own."""

@@ -1,4 +1,4 @@
-"""The line that a benchmark prints: its answer, and where, when and on what it was measured."""
+"""The line that a benchmark prints: its answer, with the machine, date and commit of the measurement."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def parse(parser: ArgumentParser, smoke: Mapping[str, Any]) -> Namespace:
-    """The arguments; with `--smoke` what was not given is as `smoke` says: the smallest that still runs everything."""
+    """Parse the arguments. With `--smoke`, defaults come from `smoke`: the smallest that still run everything."""
     parser.add_argument("--smoke", action="store_true", help="the least that runs every part; says nothing about speed")
     if parser.parse_known_args()[0].smoke:
         parser.set_defaults(**smoke)
@@ -25,7 +25,7 @@ def parse(parser: ArgumentParser, smoke: Mapping[str, Any]) -> Namespace:
 
 
 def answer(name: str, result: Mapping[str, Any], *, smoke: bool) -> None:
-    """Print the line of `benchmarks/NAME.py`."""
+    """Print the line of `benchmarks/NAME.py` to stdout."""
     line = {
         "benchmark": f"benchmarks.{name}",
         "command": shlex.join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
@@ -40,7 +40,7 @@ def answer(name: str, result: Mapping[str, Any], *, smoke: bool) -> None:
 
 
 def commit() -> str:
-    """Of the checkout; with `+` when files differ from it, empty outside of git."""
+    """Return the commit of the checkout, with `+` when files differ from it. Empty outside of git."""
 
     def git(*arguments: str) -> str:
         try:
@@ -53,7 +53,7 @@ def commit() -> str:
 
 
 def machine() -> str:
-    """`2 cores of Intel(R) Xeon(R) Processor, 24 GB`; with the GPUs where there are any."""
+    """Describe this machine, as `2 cores of Intel(R) Xeon(R) Processor, 24 GB`, with its GPUs if it has any."""
     words = [line.partition(":")[2].strip() for line in lines("/proc/cpuinfo") if line.startswith("model name")]
     kilobytes = next(int(line.split()[1]) for line in lines("/proc/meminfo") if line.startswith("MemTotal"))
     cpu = f" of {words[0]}" if words else ""

@@ -1,6 +1,7 @@
-"""The quickstart's task by a loop in one process: generate, score, train, one after the other, with transformers alone.
+"""The quickstart's task in one process with transformers alone: a loop that generates, scores and trains in turn.
 
-`python -m benchmarks.parts.bare_loop FOLDER STEPS SEED` prints a JSON line: seconds of every step, mean rewards.
+`python -m benchmarks.parts.bare_loop FOLDER STEPS SEED` prints a JSON line: for every step its seconds, its CPU seconds
+and the mean reward.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from benchmarks.parts.bare_training import Part, bare_step
 
 PROMPTS, GROUP, NEW_TOKENS, LR = 32, 8, 10, 3e-4
-"""As configs/experiment/quickstart.yaml has them."""
+"""Prompts per step, completions per prompt, most tokens of a completion and learning rate, as in
+configs/experiment/quickstart.yaml."""
 THREADS = 2
 
 
 def collect(model: Any, tokenizer: PreTrainedTokenizerBase, rows: list[dict[str, str]]) -> tuple[Part, float]:
-    """A batch and its mean reward; prompts are padded at the left."""
+    """Generate and score a batch. Returns it with its mean reward. Prompts are padded on the left."""
     asked = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True, padding_side="left")
     width = asked["input_ids"].shape[1]
     with torch.no_grad():

@@ -1,8 +1,8 @@
-"""What one would write without a library: transformers alone, on the batches that the learner is given.
+"""Training as one would write it without a library: transformers alone, on the batches that the learner gets.
 
-Two ways to lay out a batch: rows padded to the longest (sorted by length, so that little is padded), and sequences end
-to end with `position_ids` that begin again, which transformers' masks keep apart. Neither computes logits of the
-prompt.
+There are two layouts of a batch: rows padded to the longest (sorted by length, so that there is little padding), and
+sequences laid end to end with `position_ids` that restart, which transformers' masks keep apart. Neither computes
+logits of the prompt.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from asyncrl.types import Trajectory
 
 @dataclass(frozen=True)
 class Part:
-    """Of a batch: what one forward and backward is given."""
+    """The part of a batch that one forward and backward gets."""
 
     inputs: dict[str, Tensor]
     keep: int | Tensor
-    """`logits_to_keep`: how many at the end of each row, or which places."""
+    """`logits_to_keep` of transformers: the number of positions at the end of each row, or the positions."""
     targets: Tensor
     chosen: Tensor
-    """Which of `targets` were sampled."""
+    """Whether each of `targets` was sampled."""
     advantages: Tensor
-    """Of each of `targets`."""
+    """Advantages; they broadcast to `targets`."""
 
 
 def padded(members: Sequence[tuple[Trajectory, float]], prompt: int, budget: int) -> Iterator[Part]:
-    """Rows of like length, at most `budget` slots together; all prompts have `prompt` tokens."""
+    """Yield parts of rows of similar length, at most `budget` slots each. All prompts have `prompt` tokens."""
     rows: list[tuple[Trajectory, float]] = []
     for member in [*sorted(members, key=lambda member: -len(member[0].token_ids)), None]:
         if member is None or (rows and (len(rows) + 1) * len(rows[0][0].token_ids) > budget):
@@ -61,7 +61,7 @@ def _padded(rows: Sequence[tuple[Trajectory, float]], prompt: int) -> Part:
 
 
 def end_to_end(members: Sequence[tuple[Trajectory, float]], budget: int) -> Iterator[Part]:
-    """As many sequences as `budget` tokens hold, longest first, each where there is room."""
+    """Return parts of at most `budget` tokens each. Sequences are packed first-fit, longest first."""
     bins: list[list[tuple[Trajectory, float]]] = []
     room: list[int] = []
     for member in sorted(members, key=lambda member: -len(member[0].token_ids)):
@@ -90,7 +90,7 @@ def _end_to_end(rows: Sequence[tuple[Trajectory, float]]) -> Part:
 
 
 def bare_step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, parts: Sequence[Part]) -> float:
-    """One optimizer step of the plain policy gradient, clipped to 1; returns the loss."""
+    """Take one optimizer step of the plain policy gradient, with the gradient norm clipped to 1. Returns the loss."""
     count = sum(int(part.chosen.sum()) for part in parts)
     total = 0.0
     for part in parts:

@@ -1,4 +1,4 @@
-"""The board that publisher and receivers meet at, in a process of its own: for the benchmarks of weights."""
+"""The board through which publisher and receivers meet in the benchmarks of weights. It has a process of its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from multiprocessing.managers import BaseManager
 from typing import Any, NamedTuple
 
 TIMEOUT_S = 60.0
-"""For a version to be served."""
+"""Limit in seconds on the time until a version is served."""
 
 
 class Member(NamedTuple):
@@ -46,7 +46,7 @@ class Board:
             self.recorded.notify_all()
 
     def served(self, version: int, receivers: int, wait_s: float) -> list[tuple[float, float]]:
-        """(time, seconds of its load) of each receiver that serves `version`; waits for all of them, bounded."""
+        """Return (time, load seconds) of each receiver that serves `version`. Waits up to `wait_s` for all of them."""
 
         def found() -> list[tuple[float, float]]:
             return [(when, load_s) for what, when, load_s in self.times if what == version]
@@ -57,8 +57,8 @@ class Board:
 
 
 class BoardManager(BaseManager):
-    """In a process that is spawned: a forked one would inherit process groups without their threads, and abort when it
-    collects them."""
+    """Manager of boards in a spawned process. A forked one would inherit process groups without their threads, and
+    abort when it collects them."""
 
     def __init__(self) -> None:
         super().__init__(ctx=get_context("spawn"))

@@ -1,4 +1,4 @@
-"""A page in headless Chromium, where there is one: driven by the DevTools protocol through a pair of pipes."""
+"""Open a page in headless Chromium, if it is installed, by the DevTools protocol through a pair of pipes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ WAIT_S = 60.0
 
 
 def chromium() -> str | None:
-    """Path of the program; None where there is none."""
+    """Return the path of the program; None if none is installed."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 class Browser:
-    """One window. Every answer is waited for, `WAIT_S` seconds at most."""
+    """One window. Every request waits for its answer, `WAIT_S` seconds at most."""
 
     def __init__(self, to: int, of: int) -> None:
         self._to, self._of = to, of
@@ -32,15 +32,15 @@ class Browser:
         self._session = self._ask("Target.attachToTarget", {"targetId": target, "flatten": True})["sessionId"]
 
     def open(self, page: Path) -> None:
-        """Begin to load it."""
+        """Begin to load `page`."""
         self._ask("Page.navigate", {"url": page.resolve().as_uri()})
 
     def run(self, script: str) -> Any:
-        """What the script's promise comes to.
+        """Run `script` and return the value of its promise.
 
         Raises:
-            RuntimeError: it threw.
-            TimeoutError: it did not end.
+            RuntimeError: the script threw, or the browser is gone.
+            TimeoutError: the script did not end in time.
         """
         asked = {"expression": script, "awaitPromise": True, "returnByValue": True}
         said = self._ask("Runtime.evaluate", asked)
@@ -76,7 +76,7 @@ class Browser:
 
 @contextlib.contextmanager
 def browser(folder: Path, *, width: int = 1280) -> Iterator[Browser]:
-    """With its profile in a folder of its own, and a window of that many pixels."""
+    """Start Chromium with its profile in `folder` and a window `width` pixels wide. Stops it at the end."""
     read_by_it, to = os.pipe()
     of, written_by_it = os.pipe()
     command = [
@@ -92,7 +92,7 @@ def browser(folder: Path, *, width: int = 1280) -> Iterator[Browser]:
     try:
         yield Browser(to, of)
     finally:
-        os.close(to)  # the browser ends with it
+        os.close(to)  # the browser ends when this pipe closes
         try:
             process.wait(10)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Cells of a table of runs: what one is, how it is run in one process, the file that finished ones are appended to."""
+"""Cells of a table of runs: their settings, how to run one in one process, and the file of finished cells."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from benchmarks.parts.quickstart import ACCURACY
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     settings: tuple[str, ...] = ()
-    """What `asyncrl quickstart` is told for it."""
+    """Settings of `asyncrl quickstart` for this task."""
     paths: Callable[[], list[str]] = list
-    """Makes its base model and rows where they are not those of `asyncrl quickstart`, and says where they are."""
+    """Makes the base model and rows if they are not those of `asyncrl quickstart`. Returns settings that name them."""
     measured: str = ACCURACY
 
 
 TASKS = {
     "reverse": Task(),
-    # Two turns: the model asks a calculator, and answers with what it said.
+    # Two turns: the model calls a calculator and answers with its result.
     "two_turns": Task(settings=("experiment=tools_quickstart", "learner.steps=100")),
     # A model of 3 M parameters, on four tasks of reasoning-gym at once.
     "reasoning_gym": Task(settings=gym_base.SETTINGS, paths=gym_base.paths, measured=gym_base.MEASURED),
@@ -43,21 +43,21 @@ TASKS = {
 LOSSES: dict[str, tuple[str, ...]] = {
     "no_correction": (),
     "ppo": (),
-    # One update per batch, as of the others, or an age in versions would be twice as many optimizer steps. Its clip is
-    # idle then, and the cap on the behavior weight (AReaL's) is what is left to compare.
+    # One update per batch, as for the others: with two, an age in versions would be twice as many optimizer steps. Its
+    # clip has no effect then, and only the cap on the behavior weight (AReaL's) is left to compare.
     "decoupled_ppo": ("loss.weight_high=5.0", "learner.updates_per_batch=1"),
     "tis": (),
     "cispo": (),
-    # As its cells were run; it is 0.01 by default since, which is said behind the command and then counts.
+    # The value with which its cells were run. The default is now 0.01; a value on the command line overrides this one.
     "dppo_tv": ("loss.behavior_kl=0.001",),
     "m2po_paper": (),
-    # With a critic, as in configs/experiment/vtrace.yaml: the correction is in the advantage.
+    # With a critic, as in configs/experiment/vtrace.yaml. The correction is in the advantage.
     "vtrace": ("advantage=vtrace", "critic.lr=1e-3", "critic.warmup_steps=5"),
 }
-"""Loss -> settings that it needs beside its preset."""
+"""Loss -> settings that it needs in addition to its preset."""
 CENTERING = ("loss.centering=true", "engine.record_topk=64")
 UNCENTERED = ("m2po_paper", "dppo_tv", "ppo")
-"""Losses that refuse to be centered: what a token weighs depends on all others, or is gated by the advantage's sign."""
+"""Losses that refuse centering: the weight of a token depends on all others, or on the sign of the advantage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,16 +66,16 @@ class Cell:
     loss: str
     centering: bool = False
     staleness: int
-    """Of all data, in versions; of a live run the bound."""
+    """Staleness of all data in versions; for a live run its bound."""
     lr: float
     reuse: int = 1
-    """Times that each group is trained (`replay.max_times_sampled`)."""
+    """Number of times that each group is trained (`replay.max_times_sampled`)."""
     seed: int
     live: bool = False
-    """A run of its own processes, as users start them."""
+    """Whether the cell is a run with processes of its own, as users start it."""
 
     def settings(self) -> list[str]:
-        """But those that say how old data gets. The first time the base model of its task is made."""
+        """Return the settings except those that control staleness. The first call makes the base model of the task."""
         centering = CENTERING if self.centering else ()
         named = (f"seed={self.seed}", f"loss={self.loss}", f"learner.lr={self.lr}")
         task = TASKS[self.task]
@@ -83,11 +83,12 @@ class Cell:
 
 
 def run_cell(cell: Cell, overrides: Sequence[str]) -> dict[str, Any]:
-    """In this process. A run that ends itself (gradients that are not finite) has no accuracy and says why.
+    """Run a cell in this process. Returns its row.
 
-    With reuse each step is given 1 / reuse of the groups that it trains: rollouts are what there is too little of.
+    The row of a run that ends itself (non-finite gradients) has the reason in place of an accuracy. With reuse, each
+    step gets 1 / reuse of the groups that it trains, since rollouts are the bottleneck.
     """
-    # Groups age while they wait to be used again: as much room as they can need, whatever age they came with.
+    # Groups age while they wait to be used again. The bound leaves them as much room as they can need at any first age.
     room = cell.staleness + (4 * cell.reuse if cell.reuse > 1 else 0)
     gates = (f"replay.max_staleness={room}", f"replay.pipeline_depth={min(cell.reuse, room - cell.staleness)}")
     reuse = (f"replay.max_times_sampled={cell.reuse}", "rollout=process", "resume=never")
@@ -118,10 +119,10 @@ def run_cell(cell: Cell, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 class CellsFile:
-    """Finished cells, a line each: only ever appended to, so that a stopped table goes on where it was.
+    """The file of finished cells, one per line. It is only appended to, so that a stopped table goes on where it was.
 
     Args:
-        overrides: extra settings; a cell that was run with others is another one.
+        overrides: extra settings. A cell that was run with other ones is a different cell.
     """
 
     def __init__(self, path: Path, overrides: Sequence[str]) -> None:
@@ -131,7 +132,8 @@ class CellsFile:
         return {cell_of(row): row for row in self._rows() if row["overrides"] == self._overrides}
 
     def read_more(self) -> dict[str, dict[Cell, dict[str, Any]]]:
-        """Cells that were run with these settings and more -> what more, as on the command line."""
+        """Return the cells that were run with these settings and more, keyed by the additional settings as on the
+        command line."""
         found: dict[str, dict[Cell, dict[str, Any]]] = {}
         for row in self._rows():
             more = [given for given in row["overrides"] if given not in self._overrides]
@@ -156,7 +158,7 @@ def cell_of(row: dict[str, Any]) -> Cell:
 
 
 def in_percent(rows: Sequence[dict[str, Any]], seeds: int) -> str:
-    """Mean (lowest–highest) of the final accuracies; how many seeds these are where it is not `seeds`."""
+    """Return mean (lowest–highest) of the final accuracies in percent, and the number of seeds if it is not `seeds`."""
     if not rows:
         return ""
     finals = [100 * row["final"] for row in rows if "final" in row]

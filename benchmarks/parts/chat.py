@@ -1,4 +1,4 @@
-"""A chat tokenizer as models have them, made here: byte-level BPE with Qwen's markers, and its renderer."""
+"""A chat tokenizer like those of models, trained on the spot: byte-level BPE with Qwen's markers, and its renderer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VOCABULARY = 8192
 
 @cache
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Trained on the pages of the documentation: a token is about four letters of them."""
+    """Train a tokenizer on the pages of the documentation. A token is about four letters of them."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()

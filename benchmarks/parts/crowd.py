@@ -1,6 +1,6 @@
-"""Engines that are simulated: the real sender, the real subscribers, many to a process, and groups that carry no bytes.
+"""Simulated engines: the real sender, the real subscribers (many per process), and groups that carry no bytes.
 
-What is left is what an update costs besides the weights: the words of `asyncrl.weights.broadcast.protocol`.
+The cost that remains is that of an update besides the weights: the messages of `asyncrl.weights.broadcast.protocol`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ _PER_PROCESS = 128
 
 
 class NoBytes(WeightGroup):
+    """A weight group that sends nothing."""
+
     def __init__(self, store: Any, **settings: Any) -> None:
         self.epoch, self.timeout_s = settings["epoch"], settings["timeout_s"]
 
@@ -39,7 +41,7 @@ class NoBytes(WeightGroup):
 
 
 class Receives:
-    """What was sent, as it says: an `asyncrl.weights.broadcast.staging.Receiver`."""
+    """An `asyncrl.weights.broadcast.staging.Receiver` that always reports the fingerprint of what was sent."""
 
     width = 1
 
@@ -61,7 +63,7 @@ class Receives:
 
 
 class Meeting:
-    """Both ends' rendezvous: everybody is there, and the board does not change."""
+    """The rendezvous of both ends. All members are present from the start, and the board does not change."""
 
     def __init__(self, members: int) -> None:
         self.values: dict[str, Any] = {}
@@ -91,9 +93,10 @@ def crowd(values: dict[str, Any], first: int, count: int) -> None:
 
 
 def control_cost(members: int, updates: int, idle_s: float = IDLE_S) -> dict[str, float]:
-    """Of the learner's rank 0 with so many members: cores when nothing is sent, seconds and CPU seconds of an update.
+    """Return the costs of the learner's rank 0 with `members` members: cores when nothing is sent, and seconds and CPU
+    seconds of an update.
 
-    The simulated members run on the same machine: `update_s` has their time in it, `update_cpu_s` has not.
+    The simulated members run on the same machine. `update_s` includes their time, `update_cpu_s` does not.
     """
     publisher_module.WeightGroup = NoBytes
     meeting = Meeting(members)

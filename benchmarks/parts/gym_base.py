@@ -1,9 +1,10 @@
-"""A base model of 3 M parameters for four tasks of reasoning-gym, and their rows: what RL starts from in the table.
+"""A base model of 3 M parameters for four tasks of reasoning-gym, and their rows, from which RL starts in the table.
 
     python -m benchmarks.parts.gym_base FOLDER RECIPE-JSON       makes the model (`paths` calls it)
 
-The warm-up teaches it to answer, mostly in a wrong way: every letter and digit is the one behind the right one. RL has
-to select the other way, in four tasks at once. Questions are reasoning-gym's; their standing words are one token each.
+The warm-up teaches the model to answer, mostly in a wrong way: every letter and digit is the successor of the right
+one. RL has to select the right way, in four tasks at once. The questions are reasoning-gym's; each of their fixed
+phrases is one token.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ TASKS: dict[str, dict[str, int]] = {
     "count_bits": {"min_n": 1, "max_n": 1023},
     "letter_counting": {"min_words": 1, "max_words": 1},
 }
-"""Name -> settings: of a size that such a model learns."""
+"""Task -> its settings, of a difficulty that such a model can learn."""
 PHRASES = (
     "Spell this word backward (example: sun -> nus): ",
     "State the final answer to the following arithmetic problem: ",
@@ -38,9 +39,9 @@ PHRASES = (
 )
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}>{% endfor %}"
 SIZE = 4096
-"""Questions of each task, over which the rows and the warm-up are spread."""
+"""Questions of each task, from which the rows and the warm-up are taken."""
 HELD_OUT = 64
-"""Of each task, and none of them is trained or warmed up on."""
+"""Held-out questions of each task. None of them is used for training or for the warm-up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,7 @@ class GymRecipe(WarmupRecipe):
     intermediate_size: int = 768
     check_every: int = 50
     right_share: float = 0.15
-    """Of the answers; the others are beside the right ones."""
+    """Share of right answers in the warm-up. The others are those of `beside`."""
     min_sampled_accuracy: float = 0.1
 
 
@@ -65,13 +66,13 @@ SETTINGS = (
     "model.renderer=default",
     "data.max_prompt_tokens=32",
 )
-"""Of a run, beside those of the quickstart."""
+"""Settings of a run, in addition to those of the quickstart."""
 MEASURED = "eval/heldout/reward"
-"""Tasks of reasoning-gym give parts of a reward, too."""
+"""Metric of an evaluation: the mean reward, since tasks of reasoning-gym give partial rewards too."""
 
 
 def questions() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows to train and rows held out, tasks in turn, no question twice and none in both."""
+    """Return the rows to train and the rows held out, with tasks in turn. No question is in both."""
     from asyncrl.environments.reasoning.tasks import entry_of
 
     trained, held = [], []
@@ -90,17 +91,17 @@ def questions() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def beside(answer: str) -> str:
-    """Each letter and digit is the next one."""
+    """Return the wrong answer: each letter and digit replaced by its successor."""
     return "".join(chr(ord(sign) + 1) if sign.isalnum() else sign for sign in answer)
 
 
 def _in_turn(tasks: Sequence[Sequence[dict[str, Any]]], most: int) -> list[dict[str, Any]]:
-    """As many of each, the rows of small tasks again and again."""
+    """Return `most` rows of each task, in turn. The rows of small tasks are repeated."""
     return [rows[place % len(rows)] for place in range(most) for rows in tasks]
 
 
 def paths(recipe: GymRecipe = GymRecipe()) -> list[str]:
-    """Settings that name the base model and its rows, which are made once and kept. Raises AsyncRLError."""
+    """Return settings that name the base model and its rows, which are made once and kept. Raises AsyncRLError."""
     text = json.dumps([dataclasses.asdict(recipe), TASKS, PHRASES, TEMPLATE, SIZE, HELD_OUT], sort_keys=True)
     folder = cache_root() / f"gym-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     if not folder.is_dir():
@@ -139,7 +140,8 @@ def main(folder: str, recipe_json: str) -> None:
 
         @torch.no_grad()
         def accuracy(self, model: Any, *, greedy: bool) -> float:
-            """Probability of the right answers to what is held out, or the share that is likeliest token by token."""
+            """Return the mean probability of the right answers to held-out questions; if `greedy`, the share of them
+            that greedy decoding gives."""
             ids, labels = padded(*zip(*[tokens(row, row["answer"]) for row in held[:PROBES]], strict=True))
             logprobs, wanted = model(input_ids=ids[:, :-1]).logits.log_softmax(-1), labels[:, 1:]
             counts = wanted != IGNORED
