@@ -1,11 +1,11 @@
-"""A run in one process, whose data is exactly as old as it is told: the parts of a run, with a delay line between them.
+"""A run in one process whose data has a fixed staleness: the parts of a run, with a delay line for the weights.
 
 Engine, environment, rewards, the pure core of the replay, advantages, loss, learner loop and evaluation are those of a
-run, put together by the same composition roots. What is not there is what decides in a run how old data gets: servers,
-sockets, and rollouts and learner side by side. The weights of each version go into a delay line, and the batch of step
-s is generated with those of version max(0, s - age): from step `age` on every token is exactly `age` versions old. The
-prompts, the draws and the order of the groups are those of the seed; which sequences the engine decodes in one batch
-is a matter of timing, and so is the rounding of their log-probs: a run done again is another sample.
+run, put together by the same composition roots. Missing is what decides in a run how old data gets: servers, sockets,
+and rollouts concurrent with the learner. The weights of each version go into a delay line, and the batch of step s is
+generated with those of version max(0, s - age): from step `age` on every token is exactly `age` versions old. The
+prompts, the draws and the order of the groups follow from the seed. Which sequences the engine decodes in one batch
+depends on timing, and so does the rounding of their log-probs: a repeated run is another sample.
 """
 
 from __future__ import annotations
@@ -58,13 +58,14 @@ from asyncrl.weights.base import Canary, PublishStats
 
 WORKER, INCARNATION = "held", "one"
 PATIENCE_S = 600.0
-"""For the learner to train the step before, and for anything the event loop is asked: longer than either can take."""
+"""Limit in seconds on the wait for the step before to be trained, and for the event loop. Neither can take as long."""
 
 Result = TypeVar("Result")
 
 
 class Rollouts:
-    """What a rollout worker generates and scores with, on an event loop in a thread of its own. A context manager."""
+    """The parts by which a rollout worker generates and scores, on an event loop in a thread of its own. A context
+    manager."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -102,7 +103,7 @@ class Rollouts:
         }
 
     def groups(self, assignments: Sequence[Assignment]) -> list[TrajectoryGroup]:
-        """Made side by side, as a worker does."""
+        """Generate the groups concurrently, as a worker does."""
         return self._wait(self._groups(assignments))
 
     async def _groups(self, assignments: Sequence[Assignment]) -> list[TrajectoryGroup]:
@@ -125,12 +126,12 @@ class Rollouts:
         return await self._evaluations[assignment.eval_set](assignment)
 
     def _wait(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """waits for: the loop's thread; unblocked by: the end of `work`, or what it raises."""
+        """waits for: the loop's thread; unblocked by: the end of `work`, or an exception that it raises."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(PATIENCE_S)
 
 
 class DelayLine:
-    """A `Publisher`: it keeps the weights of each version until no batch can ask for them any more."""
+    """A `Publisher` that keeps the weights of each version until no batch can ask for them any more."""
 
     def __init__(self, age: int) -> None:
         self._age = age
@@ -168,13 +169,14 @@ class DelayLine:
 
 
 class HeldReplay:
-    """A `LearnerReplay`: the core of the replay with its one worker, who makes groups when the learner asks for them.
+    """A `LearnerReplay`: the core of the replay with one worker, which generates groups when the learner asks for them.
 
-    A batch is made when the step before is trained, never beside it: no clock says which prompts and weights it is of.
+    A batch is generated after the step before is trained, never during it, so that timing does not decide which prompts
+    and weights it has.
 
     Args:
-        age: of the weights that generate.
-        groups: made before each step; more only while a batch cannot be filled.
+        age: versions between the weights that generate and the newest.
+        groups: number of groups generated before each step; more only while a batch cannot be filled.
     """
 
     def __init__(self, config: Config, rollouts: Rollouts, line: DelayLine, *, age: int, groups: int) -> None:
@@ -183,11 +185,11 @@ class HeldReplay:
         self._core = ReplayCore(settings, time.monotonic, seed=config.seed, heartbeat_timeout_s=PATIENCE_S)
         self._core.hello(WORKER, INCARNATION)
         self._lock = threading.RLock()
-        """Batches are leased in a thread of the learner's; engine and core are for one at a time."""
+        """Guards engine and core, which only one thread may use at a time: the learner leases batches in a thread."""
         self._made_for = -1
         self._generated = 0
         self.generated_by: list[int] = []
-        """Loss tokens that were generated for the batches up to each step."""
+        """Total loss tokens generated for the batches up to each step."""
 
     def restore(
         self,
@@ -207,7 +209,7 @@ class HeldReplay:
         self._core.publish(policy_version=policy_version, parent=parent)
 
     def early(self, *, step: int, rank: int, world: int, after: int, upto: int, wait_s: float) -> Lease | None:
-        """Every batch is whole."""
+        """Return None: there are no early groups, since every batch is complete."""
         return None
 
     def lease(self, *, step: int, rank: int, world: int, wait_s: float) -> Lease:
@@ -224,7 +226,7 @@ class HeldReplay:
             return self._lease(plan, world)
 
     def _make(self, step: int) -> None:
-        """So many groups as are made before a step, with weights of the age."""
+        """Generate the groups of one step, with weights that are `age` versions old."""
         self._made_for = step
         self._serve(max(0, step - self._age))
         acquired = self._core.acquire(WORKER, INCARNATION, self._groups)
@@ -263,7 +265,7 @@ class HeldReplay:
             return self._core.snapshot()
 
     def evaluate(self, *, step: int, policy_version: int, eval_set: str, rows: int, chunk: int) -> int:
-        """At once, on exactly `policy_version`."""
+        """Evaluate at once, with the weights of exactly `policy_version`."""
         with self._lock:
             job = self._core.evaluate(
                 step=step, policy_version=policy_version, eval_set=eval_set, rows=rows, chunk=chunk
@@ -293,7 +295,7 @@ class HeldReplay:
 
 
 def sent(trajectory: Trajectory) -> Trajectory:
-    """As the learner gets it over the wire."""
+    """Return the trajectory as the learner gets it over the wire."""
     return replace(trajectory, extras=plain_extras(trajectory.extras)) if trajectory.extras else trajectory
 
 
@@ -321,15 +323,15 @@ class Rows:
 class HeldRun:
     rows: Rows
     generated_by: list[int]
-    """Loss tokens generated for the batches up to each step."""
+    """Total loss tokens generated for the batches up to each step."""
 
 
 def run_held(config: Config, rollouts: Rollouts, *, age: int, groups: int = 0) -> HeldRun:
-    """A whole run of `config` with data of `age`.
+    """Do a whole run of `config` with data that is `age` versions old.
 
     Args:
-        rollouts: of the same settings but for seed, loss and learner. Its prompts must be of this seed.
-        groups: made before each step; 0 is as many as it trains.
+        rollouts: made of the same settings, except loss, learner and seed. Its prompts must be those of this seed.
+        groups: number of groups generated before each step; 0: as many as a step trains.
     """
     line, rows = DelayLine(age), Rows()
     replay = HeldReplay(config, rollouts, line, age=age, groups=groups or config.learner.groups_per_step)

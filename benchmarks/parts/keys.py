@@ -13,7 +13,7 @@ from asyncrl.replay.net.keyring import make_keys
 
 @functools.cache
 def some_keys() -> str:
-    """A folder for `replay.keys`; gone when this process ends."""
+    """Return a folder for `replay.keys`. It is deleted when this process ends."""
     folder = Path(tempfile.mkdtemp(prefix="asyncrl-keys-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     make_keys(folder)

@@ -1,4 +1,4 @@
-"""Groups to send and the processes that send them: what the benchmarks of the replay have in common."""
+"""Groups to send, child processes, and measurements of CPU time and memory, for the benchmarks of the replay."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Row = dict[str, float]
 
 @dataclass(frozen=True)
 class Size:
-    """Of a group: tokens of each of its trajectories, bytes of the extras of all of them together."""
+    """Size of a group: tokens of each of its trajectories, and bytes of the extras of all of them together."""
 
     tokens: int
     extras: int = 0
 
     @property
     def nbytes(self) -> int:
-        """9 bytes per token: what the arrays hold that any of the contenders has to carry."""
+        """Bytes of a group at 9 bytes per token: the content of the arrays that every contender has to carry."""
         return GROUP_SIZE * self.tokens * 9 + self.extras
 
 
@@ -58,7 +58,7 @@ def make_group(trajectories: tuple[Trajectory, ...], order: Assignment | None = 
 
 
 def make_trajectories(size: Size) -> tuple[Trajectory, ...]:
-    """Eight of their own: pickle would carry one that is there eight times only once."""
+    """Return eight distinct trajectories. Pickle would carry a repeated one only once."""
     return tuple(make_trajectory(size) for _ in range(GROUP_SIZE))
 
 
@@ -67,7 +67,8 @@ def rates(groups: float, elapsed: float, size: Size) -> Row:
 
 
 def timed(take: Callable[[], None], seconds: float, size: Size, warm: int) -> tuple[Row, int, float]:
-    """`(rates, groups, CPU seconds of this process and its children)`."""
+    """Call `take` for `seconds`, after `warm` calls. Returns (rates, groups, CPU seconds of this process and its
+    children)."""
     for _ in range(warm):
         take()
     start, groups, cpu = time.perf_counter(), 0, family_cpu_seconds()
@@ -101,7 +102,7 @@ def cpu_seconds(pid: int | None) -> float:
 
 
 def family_cpu_seconds() -> float:
-    """Of this process and the children that it started."""
+    """Return the CPU seconds of this process and of the children that it started."""
     return sum(cpu_seconds(pid) for pid in (os.getpid(), *(child.pid for child in multiprocessing.active_children())))
 
 

@@ -1,4 +1,4 @@
-"""A model small enough for benchmarks that are about everything else."""
+"""A tiny model, for benchmarks of everything but the model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncrl.data.modes import write_modes
 
 
 def tiny_model(**changes: Any) -> PreTrainedModel:
-    """149 k parameters: hidden 64, 2 layers, 2 heads of 32, vocabulary 264; but for `changes`."""
+    """Return a model of 149 k parameters: hidden 64, 2 layers, 2 heads of 32, vocabulary 264, except for `changes`."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
         "hidden_size": 64,
@@ -32,7 +32,8 @@ def tiny_model(**changes: Any) -> PreTrainedModel:
 
 
 def tiny_task(folder: Path) -> list[str]:
-    """Settings that name such a model, with the byte tokenizer, and the quickstart's kind of rows, all in `folder`."""
+    """Write a tiny model with the byte tokenizer, and rows like the quickstart's, to `folder`. Returns the settings
+    that name them."""
     tiny_model().save_pretrained(folder / "model")  # pyright: ignore[reportCallIssue]
     save_byte_tokenizer(folder / "model")
     train, _ = write_modes(folder, seed=0, train_rows=512, eval_rows=8)

@@ -1,4 +1,4 @@
-"""An engine that costs this process next to nothing: each token takes its time, and is drawn from a text."""
+"""An engine that costs its process next to nothing. It sleeps for every token, and its replies are pieces of a text."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from asyncrl.types import Completion
 
 
 class PacedEngine:
-    """Implements `engines.base.Sampler`. All its replies end by themselves.
+    """Implements `engines.base.Sampler`. Every reply ends with `end`.
 
     Args:
-        text: token ids of some text, of which replies are pieces.
+        text: token ids of a text, of which replies are pieces.
         end: token id that ends a reply.
-        tokens: of a reply, on average.
-        token_s: of one token of one sequence.
+        tokens: mean number of tokens of a reply.
+        token_s: seconds per token of one sequence.
     """
 
     max_length = 1 << 16

@@ -1,4 +1,4 @@
-"""Groups through a bare ZeroMQ proxy, from a producer process by way of a proxy process to the one that measures."""
+"""Send groups through a bare ZeroMQ proxy: from a producer process through a proxy process to the measuring process."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from asyncrl.replay.codec.group import encode_group, split_frames
 from benchmarks.parts.measuring import Row, Size, free_address, make_group, make_trajectories, spawn, started, timed
 
 PIPES = 150
-"""Groups that can be under way in the pipes of a proxy, counted by messages: measured from when they have all left."""
+"""Groups that can be under way in the pipes of a proxy, one message each. The measurement starts after so many have
+arrived."""
 SYSTEM_BUFFER = -1
-"""What ZeroMQ leaves to the operating system."""
+"""Value of SNDBUF by which ZeroMQ leaves the size of the buffer to the operating system."""
 
 
 def run_proxy(front: str, back: str, in_python: bool, send_buffer: int) -> None:
@@ -37,7 +38,7 @@ def run_pusher(front: str, size: Size, pickled: bool, send_buffer: int) -> None:
     push.setsockopt(zmq.SNDBUF, send_buffer)
     push.connect(front)
     group = make_group(make_trajectories(size))
-    collector.wake()  # as the replay's producer
+    collector.wake()  # as the replay's producer does
     while True:
         if pickled:
             push.send(pickle.dumps(group, 5), copy=False)
@@ -64,7 +65,13 @@ def measure_proxy(
     send_buffer: int = SYSTEM_BUFFER,
     sockets: Path | None = None,
 ) -> Row:
-    """`sockets`: the folder of the unix sockets by which they go; else by tcp."""
+    """Measure groups per second through a proxy.
+
+    Args:
+        use: what the consumer does with the frames of a group.
+        in_python: forward the messages in Python instead of by ZeroMQ's proxy in C.
+        sockets: folder of the unix sockets to send through; None sends by tcp.
+    """
     front, back = free_address(), free_address()
     if sockets is not None:
         front, back = (f"ipc://{sockets}/{end}" for end in ("front", "back"))

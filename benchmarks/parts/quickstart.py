@@ -1,4 +1,4 @@
-"""Runs of the quickstart's task, as a user starts them: for the benchmarks of whole runs."""
+"""Run the quickstart's task as a user starts it, for the benchmarks of whole runs."""
 
 from __future__ import annotations
 
@@ -20,33 +20,36 @@ SMALL = (
     *("rollout.host=process", "rollout.group_size=2", "learner.groups_per_step=4", "learner.steps=4", "eval.every=2"),
     *("eval.rows=8", "eval.chunk=8"),
 )
-"""Settings of the smallest run: of no use but to see that everything goes."""
+"""Settings of the smallest run. It shows only that everything works."""
 POLL_S = 0.5
 
 
 @dataclass(frozen=True)
 class Run:
     launched: float
-    """Unix time."""
+    """Unix time; so is `ended`."""
     ended: float
     rows: list[dict[str, Any]]
-    """Of its metrics, one per step."""
+    """Rows of its metrics, one per step."""
     evaluations: list[dict[str, Any]]
-    """One per evaluation, as they came."""
+    """Rows of its evaluations, in the order in which they were written."""
 
     def evaluated(self, measured: str = ACCURACY) -> list[dict[str, Any]]:
-        """Those with this metric, in the order of the steps that they measured."""
+        """Return the evaluations that have the metric `measured`, in the order of their steps."""
         return sorted((row for row in self.evaluations if measured in row), key=lambda row: row["step"])
 
 
 def run_quickstart(
     run_dir: Path, settings: Sequence[str], watch: Callable[[psutil.Process, str], None] = lambda process, command: None
 ) -> Run:
-    """`asyncrl quickstart` with these settings, to its end; every half second `watch` sees each process started since
-    (Ray's are nobody's children), with its command line.
+    """Run `asyncrl quickstart` with `settings` to its end.
+
+    Args:
+        watch: called every half second with each process started since the launch, and its command line. It gets all
+            processes of the machine, since Ray's are not children of the run.
 
     Raises:
-        SystemExit: the run failed; with the end of what it said.
+        SystemExit: the run failed. The message has the end of its output.
     """
     launched = time.time()
     run_dir.mkdir(parents=True)
@@ -59,7 +62,7 @@ def run_quickstart(
                 try:
                     if other.create_time() >= launched:
                         watch(other, " ".join(other.cmdline()))
-                except psutil.Error:  # It has ended meanwhile.
+                except psutil.Error:  # it has ended meanwhile
                     continue
             try:
                 code = process.wait(POLL_S)

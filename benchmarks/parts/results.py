@@ -1,4 +1,4 @@
-"""RESULTS.md from the kept lines: what was measured, on which machine, when, at which commit."""
+"""Make RESULTS.md from the kept lines: what was measured, on which machine, when, and at which commit."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ another one; ratios of what was measured side by side say more.
 
 @dataclass(frozen=True)
 class Record:
-    """One kept line. Keys of the file: these, and `load` of the machine before where it was noted."""
+    """One kept line. Its keys are the names of these fields; `load` is the machine's load before the run, if noted."""
 
     benchmark: str
-    """Module that was run, or command: `benchmarks.replay`, `tests.chaos.run`, `asyncrl quickstart`."""
+    """Module that was run, or command, such as `benchmarks.replay`, `tests.chaos.run`, `asyncrl quickstart`."""
     command: str
     date: str
     commit: str
@@ -37,10 +37,10 @@ class Record:
 
 
 def read(folder: Path = FOLDER) -> list[Record]:
-    """All lines of all files, in the order of their names.
+    """Read all lines of all files, in the order of the file names.
 
     Raises:
-        ValueError: a line is no record, or one of a `--smoke` run; with file and number.
+        ValueError: a line is not a record, or is of a `--smoke` run. The message has its file and number.
     """
     records = []
     for path in sorted(folder.glob("*.jsonl")):
@@ -56,7 +56,7 @@ def read(folder: Path = FOLDER) -> list[Record]:
 
 
 def newest(records: list[Record]) -> list[Record]:
-    """The last of each command, in the order of the first."""
+    """Return the newest record of each command. Commands are in the order of their first record."""
     found: dict[str, Record] = {}
     for record in records:
         if record.command not in found or record.date >= found[record.command].date:
@@ -65,11 +65,11 @@ def newest(records: list[Record]) -> list[Record]:
 
 
 def figure(records: list[Record], path: str) -> Any:
-    """The value at `benchmarks.quickstart/runs/0/seconds_to_95`: module, then keys and places in its result; of the
-    first command of that module that has one.
+    """Return the value at a path such as `benchmarks.quickstart/runs/0/seconds_to_95`: the module, then keys and
+    indices in its result. The first command of that module that has such a value gives it.
 
     Raises:
-        KeyError: the newest lines hold no such value.
+        KeyError: none of the newest records has such a value.
     """
     module, *keys = path.split("/")
     for record in newest(records):
@@ -85,7 +85,7 @@ def figure(records: list[Record], path: str) -> Any:
 
 
 def page(records: list[Record]) -> str:
-    """The whole of RESULTS.md."""
+    """Return the text of RESULTS.md."""
     parts = [HEAD]
     latest = newest(records)
     for module in dict.fromkeys(record.benchmark for record in latest):
@@ -97,7 +97,7 @@ def page(records: list[Record]) -> str:
 
 
 def question(module: str) -> str:
-    """The first paragraph of the module's docstring; nothing for a command."""
+    """Return the first paragraph of the module's docstring; empty for a command."""
     file = ROOT / f"{module.replace('.', '/')}.py"
     said = (ast.get_docstring(ast.parse(file.read_text())) or "") if file.exists() else ""
     words = said.partition("\n\n")[0].split()
@@ -113,7 +113,7 @@ def section(record: Record) -> str:
 
 
 def tables(result: Mapping[str, Any]) -> Iterator[str]:
-    """Plain values in one table; each value that has rows of its own in another."""
+    """Yield the lines of a table of the plain values, and of one table for each value that has rows of its own."""
     plain = {name: value for name, value in result.items() if not has_rows(value)}
     if plain:
         yield from table(["", ""], [[name, shown(value)] for name, value in plain.items()])

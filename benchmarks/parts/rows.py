@@ -1,4 +1,4 @@
-"""What a run has measured so far."""
+"""Read what a run has measured so far."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from typing import Any
 
 
 def rows_so_far(run_dir: Path) -> list[dict[str, Any]]:
-    """Of its metrics, without a last one that is being written."""
+    """Return the rows of the run's metrics, without a last row that is still being written."""
     path = run_dir / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []

@@ -1,5 +1,5 @@
-"""A reward that takes its time without using any, another one for each prompt: groups become whole one after the other,
-as with answers of very different length."""
+"""A reward that waits without computing, for a time that depends on the prompt. Groups become complete one after the
+other, as with answers of very different lengths."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from asyncrl.rewards.exact_match import exact_match
 
 SPREAD_S = "BENCHMARK_SPREAD_S"
-"""In the environment: the longest that a group waits; all shorter times are as likely."""
+"""Environment variable with the longest wait of a group in seconds. Waits are uniformly distributed below it."""
 
 
 async def score(completion: str, row: dict[str, Any]) -> float:

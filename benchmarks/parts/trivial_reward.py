@@ -1,4 +1,4 @@
-"""The least that a reward can do."""
+"""A minimal reward."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The quickstart's task by TRL's `GRPOTrainer`, in the virtual environment that `benchmarks.trl` made for it.
+"""Train the quickstart's task by TRL's `GRPOTrainer`, in the virtual environment that `benchmarks.trl` made for it.
 
 `python trl_run.py FOLDER STEPS EVERY SEED` prints a JSON line: unix time of each optimizer step, and held-out accuracy
-by step. What evaluations took is left out of the times. Imports nothing of asyncrl, which is not installed there.
+by step. The duration of evaluations is left out of the times. Imports nothing of asyncrl, which is not installed there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore
 
 PROMPTS, GROUP, NEW_TOKENS, LR = 32, 8, 10, 3e-4
-"""As configs/experiment/quickstart.yaml has them."""
+"""Prompts per step, completions per prompt, most tokens of a completion and learning rate, as in
+configs/experiment/quickstart.yaml."""
 THREADS = 2
 
 
@@ -28,7 +29,7 @@ def exact_match(completions: list[str], answer: list[str], **_: Any) -> list[flo
 
 
 class Watch(TrainerCallback):
-    """Notes when each step ended, and now and then how good the model is by then."""
+    """Records when each step ended, and every `every` steps the held-out accuracy."""
 
     def __init__(self, folder: Path, every: int) -> None:
         self.rows = [json.loads(line) for line in (folder / "heldout.jsonl").read_text().splitlines()]

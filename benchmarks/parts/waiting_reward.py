@@ -1,4 +1,4 @@
-"""A reward that takes its time without using any: what a call to a tool, a judge or a sandbox is to a rollout."""
+"""A reward that waits without computing, as a rollout does during a call to a tool, a judge or a sandbox."""
 
 from __future__ import annotations
 
