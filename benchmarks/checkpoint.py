@@ -4,7 +4,7 @@
 
 FSDP2 ranks over gloo train a Qwen2 of `--parameters` parameters (fp32, AdamW), and save it with everything a checkpoint
 of a run has: tensors of all ranks, hashes, syncs, commit. A round measures, one after another: a step alone; a save
-that the steps wait for (`sync_s`); and a save in the background of as many steps as it takes. `stall` is how long the
+that the steps wait for (`sync_s`); and a background save, during as many steps as it takes. `stall` is how long the
 loop stands still for the background save: the call that begins it and the optimizer's wait for the copy. `beside` is
 its whole cost: the time of the steps during the save minus that of as many steps alone, over `sync_s` (with few cores
 the writing takes them from the steps). Ratios are medians over rounds of what was measured in one round. Prints one
