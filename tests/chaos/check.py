@@ -1,4 +1,4 @@
-"""The verdict over a chaos run: the clients' own histories against the journal."""
+"""Judge a chaos run: compare the histories that the clients wrote with the journal."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Verdict:
     invoked: int = 0
     acked: int = 0
     unknown: int = 0
-    """Inserts whose answer nobody heard: they may count or not."""
+    """Inserts whose answer never arrived: they may or may not have been accepted."""
     late: int = 0
-    """Inserts whose sender had lost its order to another meanwhile: refused, or of a group that was over."""
+    """Inserts that came too late: refused because the assignment had gone to another worker, or for a closed group."""
     steps: int = 0
     trained: int = 0
     rollbacks: int = 0
@@ -31,13 +31,13 @@ class Verdict:
     lost: list[int] = field(default_factory=list)
     """Acknowledged groups that are neither trained nor dropped with a reason."""
     twice: list[int] = field(default_factory=list)
-    """Trained more often than asked for, or from two attempts."""
+    """Groups trained more often than asked for, or from two attempts."""
     trained_in: dict[int, int] = field(default_factory=dict)
-    """Number of steps -> groups that were trained in so many."""
+    """Number of steps -> number of groups trained in that many steps."""
     retired: int = 0
-    """Of those, in fewer than asked for, and the audit says that they were over-age or left when the run was over."""
+    """Groups trained in fewer steps than asked for that the audit reports as over-age or left at the end of the run."""
     fenced: list[int] = field(default_factory=list)
-    """Groups trained from data whose sender was told that it was refused."""
+    """Groups trained from data that the server had refused."""
     split: list[int] = field(default_factory=list)
     audit: str = ""
     wrong: list[str] = field(default_factory=list)
@@ -48,12 +48,12 @@ class Verdict:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """Without a last one that is being written."""
+    """Return the rows of a JSON lines file, without a last line that is still being written."""
     return [json.loads(text) for text in path.read_text().split("\n")[:-1]] if path.exists() else []
 
 
 def surviving(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Step -> what was trained in it, in the history that the last learner stands on."""
+    """Return step -> the row of its training, in the history that the last learner builds on."""
     steps: dict[int, dict[str, Any]] = {}
     for row in rows:
         if row["what"] == "restore":
@@ -64,7 +64,11 @@ def surviving(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
 
 
 def check(settings: ChaosSettings, ended: bool = True) -> Verdict:
-    """Everything the harness promises; see `Verdict`. Of a run that has not `ended`: what must hold at any moment."""
+    """Check every promise of the harness; see `Verdict`.
+
+    Args:
+        ended: False for a run that goes on: only what must hold at any moment is checked.
+    """
     verdict = Verdict()
     learner = lines(settings.root / "history" / "learner.jsonl")
     steps = surviving(learner)
@@ -102,7 +106,10 @@ def check(settings: ChaosSettings, ended: bool = True) -> Verdict:
 
 
 def check_books(settings: ChaosSettings, verdict: Verdict, ended: bool) -> None:
-    """The journal has every step that the learner was told is trained; at the end no other, and it balances."""
+    """Check that the journal has every step acknowledged to the learner as trained.
+
+    At the end of the run it must have no other step, and its audit must balance.
+    """
     books = audit(read_journal(settings.journal))
     if ended and not books.balances:
         verdict.audit = "; ".join(books.violations[:3])
@@ -119,7 +126,8 @@ def check_books(settings: ChaosSettings, verdict: Verdict, ended: bool) -> None:
 def check_training(
     settings: ChaosSettings, verdict: Verdict, steps: dict[int, dict[str, Any]], trained: list[dict[str, Any]]
 ) -> None:
-    """As often as asked for, whole, and the weights are those of exactly this."""
+    """Check that groups were trained whole, no more often than asked for, and that the weights follow from exactly
+    these groups."""
     if sorted(steps) != list(range(len(steps))):
         verdict.wrong.append(f"steps are missing: {sorted(set(range(max(steps))) - set(steps))[:5]}")
     seen: Counter[int] = Counter()
@@ -148,13 +156,16 @@ def check_training(
 
 
 def check_staleness(settings: ChaosSettings, verdict: Verdict, rows: list[dict[str, Any]]) -> None:
-    """Within the bound in every step ever trained, undone ones too; counted along the learner's own line of weights:
-    a step that was trained again after a death, on the same groups, made the same weights."""
+    """Check that staleness is within its bound in every step ever trained, including steps that were undone.
+
+    Staleness is counted along the learner's own line of weights: a step that was trained again on the same groups
+    after a crash made the same weights.
+    """
     roots: dict[int, tuple[str, ...]] = {}
-    """Version -> the weights it descends from, by their digests, its own among them."""
+    """Version -> digests of the weights it descends from, its own included."""
     for row in rows:
         if row["what"] == "restore":
-            # Its own weights under a new number, which is no step.
+            # The same weights under a new version number: no step was trained.
             roots[row["version"]] = roots.get(row["parent"], ())
         elif row["what"] == "trained":
             current = set(roots[row["parent"]])
@@ -167,7 +178,8 @@ def check_staleness(settings: ChaosSettings, verdict: Verdict, rows: list[dict[s
 
 
 def check_learner(verdict: Verdict, rows: list[dict[str, Any]]) -> None:
-    """It was refused nothing, and a step that it leased again had the groups of the first time."""
+    """Check that no request of the learner was refused, and that a step leased again had the groups of the first
+    time."""
     planned: dict[int, list[int]] = {}
     for row in rows:
         if row["what"] == "error":
@@ -183,7 +195,7 @@ def check_learner(verdict: Verdict, rows: list[dict[str, Any]]) -> None:
 def client_histories(
     settings: ChaosSettings, verdict: Verdict
 ) -> tuple[set[tuple[int, int]], set[int], dict[int, int]]:
-    """`(acknowledged (group, nonce), refused nonces, attempt of every nonce that was sent)`."""
+    """Return `(acknowledged (group, nonce) pairs, refused nonces, nonce -> attempt for every nonce sent)`."""
     attempts: dict[int, int] = {}
     acked: set[tuple[int, int]] = set()
     refused: set[int] = set()

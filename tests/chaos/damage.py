@@ -1,8 +1,8 @@
-"""Random damage to a run folder while nobody works in it: `python -m tests.chaos.damage --count 200 --seed 0`.
+"""Damage a run folder at random while no run is active: `python -m tests.chaos.damage --count 200 --seed 0`.
 
-Each time one file of a recorded run is cut, flipped in one bit, deleted or swapped with another; then the run is
-resumed as `asyncrl local resume=auto` does. The resume must be refused by the file's name, or tell a line that names
-it, or end exactly where a resume of the undamaged folder ends. Anything else is silent, and is counted as a failure.
+Each time one file of a recorded run is truncated, flipped in one bit, deleted or swapped with another; then the run is
+resumed as `asyncrl local resume=auto` does. The resume must fail with an error that names the file, or log a line that
+names it, or end exactly where a resume of the undamaged folder ends. Anything else is silent and counts as a failure.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KINDS = ("truncate", "flip", "delete", "swap")
 class Damage:
     kind: str
     paths: tuple[str, ...]
-    """Below the run folder."""
+    """Relative to the run folder."""
     place: int = 0
     bit: int = 0
 
@@ -37,7 +37,7 @@ class Damage:
 
 
 class Listener(logging.Handler):
-    """Everything that is said, in the order it is."""
+    """Collects the warnings and errors that asyncrl logs, in order."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -55,7 +55,7 @@ class Listener(logging.Handler):
 
 
 def choose(folder: Path, rng: random.Random) -> Damage:
-    """One file and what becomes of it; content only of what has one."""
+    """Choose a file (two for a swap) and a kind of damage. Only non-empty regular files are truncated or flipped."""
     files = sorted(path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
     kind = rng.choice(KINDS)
     if kind in ("truncate", "flip"):
@@ -87,7 +87,7 @@ def inflict(damage: Damage, folder: Path) -> None:
 
 
 def verdict(damage: Damage, folder: Path, clean: Outcome, usual: list[str]) -> str:
-    """`refused`, `told`, `harmless`, or `SILENT` with what is wrong."""
+    """Resume in the damaged folder and return `refused`, `told`, `harmless`, or `SILENT` with what is wrong."""
     names = [Path(path).name for path in damage.paths]
     names += [Path(path).stem for path in damage.paths if path.startswith("journal/")]
     with Listener() as heard:
@@ -104,7 +104,7 @@ def verdict(damage: Damage, folder: Path, clean: Outcome, usual: list[str]) -> s
 
 
 def run(count: int, seed: int, root: Path) -> tuple[collections.Counter[str], list[str]]:
-    """How many damages had which end, and the silent ones in words."""
+    """Return the number of damages by kind and outcome, and a description of each silent one."""
     rng = random.Random(seed)
     cleans: dict[bool, tuple[Outcome, list[str]]] = {}
     place = root / "run"

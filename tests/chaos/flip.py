@@ -1,4 +1,4 @@
-"""Damage to a journal that a server must not start with: one flipped bit in what was durable."""
+"""Damage a journal so that a server must refuse to start: flip one bit of a durable record."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Flip:
     place: int
     bit: int
     record: int
-    """Byte at which the damaged record begins: what the server has to name."""
+    """Byte offset of the damaged record, which the server has to name."""
 
     def turn(self) -> None:
-        """Damage it; a second time, mend it."""
+        """Flip the bit: the first call damages the record, the second repairs it."""
         with self.path.open("r+b") as file:
             file.seek(self.place)
             byte = file.read(1)[0]
@@ -29,7 +29,11 @@ class Flip:
 
 
 def find_flip(folder: Path, random: Random) -> Flip | None:
-    """A bit of a record in the newest segment that a later record saw durable; None while there is none."""
+    """Choose a bit of a record in the newest segment that a later record names as durable.
+
+    Returns:
+        None while there is no such record.
+    """
     disk = FolderDisk(folder, locked=False)
     chain = segment_chain(disk)
     if not chain:

@@ -1,6 +1,7 @@
-"""Real processes, killed, paused, cut off and robbed of power and disk; started again as a supervisor would.
+"""Run real processes under faults (kills, pauses, network faults, power loss, full disk) and restart them as a
+supervisor would.
 
-What a fault breaks for a while is mended by `wait`, which every other wait goes through.
+Temporary faults are ended by `wait`, which every other wait goes through.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ DRAIN_S = 120.0
 
 
 class LearnerRefused(Exception):
-    """Its errors end it at once: the verdict is that of the run so far."""
+    """The learner was refused a request, which ends it at once: only the run so far can be judged."""
 
 
 class Harness:
-    """One run. Every process it started is dead when it is closed."""
+    """One chaos run. `close` kills every process that it started."""
 
     def __init__(self, settings: ChaosSettings, seed: int, drain_s: float = DRAIN_S) -> None:
         self.settings, self.random, self.drain_s = settings, Random(seed), drain_s
@@ -76,7 +77,8 @@ class Harness:
             self.lost_bytes += lose_power(self.settings.shard_journal(number), self.random)
 
     def restart_the_dead(self) -> None:
-        """What died is started again; a worker or learner that ended by itself, too, unless the run is over."""
+        """Start what has not been started, and restart dead processes, including those that ended by themselves,
+        unless the run is over."""
         for name in self.names:
             dead = name in self.processes and self.processes[name].poll() is not None
             if name not in self.processes or (dead and not self.finished()):
@@ -87,7 +89,7 @@ class Harness:
         return process is not None and process.poll() == 0
 
     def seen(self, what: str) -> int:
-        """How often the learner noted `what` so far."""
+        """Return how often the learner has noted `what` so far."""
         return sum(row["what"] == what for row in lines(self.settings.root / "history" / "learner.jsonl"))
 
     def fault(self, kind: str) -> None:
@@ -115,7 +117,7 @@ class Harness:
             self.disturb(kind)
 
     def disturb(self, kind: str) -> None:
-        """The network: `cut`, `delay` or `blackhole`."""
+        """Inject a network fault: `cut`, `delay` or `blackhole`."""
         network, random = self.network, self.random
         if network is None:
             raise ValueError(f"{kind} needs settings.listen, so that there is a relay between peers and server")
@@ -135,14 +137,14 @@ class Harness:
         self.mend_after(seconds, lambda: self.settings.full.unlink(missing_ok=True))
 
     def corrupt(self) -> None:
-        """Flip a durable bit while the server is down. It must refuse to start and name file and byte; mended, the run
-        goes on."""
+        """Flip a durable bit while the server is down. The server must refuse to start and name file and byte. The bit
+        is then restored and the run goes on."""
         for _ in range(10):
             self.kill("server")
             flip = find_flip(self.settings.journal, self.random)
             if flip is not None:
                 break
-            self.wait_for_steps(1)  # A server that has just begun has nothing durable in its new segment yet.
+            self.wait_for_steps(1)  # A server that has just started has nothing durable in its new segment yet.
         else:
             raise TimeoutError("ten servers in a row made nothing durable")
         before = len(self.said("server"))
@@ -176,7 +178,7 @@ class Harness:
             self.processes[name].send_signal(signal.SIGCONT)
 
     def wait(self, seconds: float) -> None:
-        """Supervise for a while: start the dead again, wake the paused and mend what is due."""
+        """Supervise for `seconds`: restart dead processes, resume paused ones and end the faults that are due."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self.finished():
             self.restart_the_dead()
@@ -185,25 +187,25 @@ class Harness:
             time.sleep(0.02)
 
     def wait_for_steps(self, steps: int) -> None:
-        """Until the learner has trained `steps` more; those that a rollback undoes later count."""
+        """Wait until the learner has trained `steps` more. Steps that a rollback undoes later count too."""
         self.wait_for("trained", steps)
 
     def wait_for(self, what: str, count: int) -> None:
-        """Until the learner has noted `what` so many times more, or the run is over.
+        """Wait until the learner has noted `what` another `count` times, or the run is over.
 
         Raises:
-            TimeoutError: it has not within `drain_s`: the run is wedged.
+            TimeoutError: this did not happen within `drain_s`: the run is stuck.
         """
         goal = self.seen(what) + count
         self.wait_until(lambda: self.seen(what) >= goal or self.finished(), f"not {count} times {what!r}")
 
     def wait_for_worker(self, name: str) -> None:
-        """Until a group of this worker was taken in: a process that has just begun is not known to anybody."""
+        """Wait until a group of this worker was accepted: the server does not know a process that has just started."""
         taken = f"no group of {name} was accepted"
         self.wait_until(lambda: any(row["what"] == "ok" for row in self.noted_by(name)), taken)
 
     def wait_for_order(self, worker: str) -> None:
-        """Until it holds an order that it has sent nothing for: stopped now, it leaves work undone."""
+        """Wait until the worker holds an assignment without a sent group: if stopped now, it leaves work undone."""
         self.wait_until(lambda: self.holds_order(worker), f"{worker} held no order")
 
     def holds_order(self, worker: str) -> bool:
@@ -212,20 +214,23 @@ class Harness:
         return any((row["group"], row["attempt"]) not in sent for row in rows if row["what"] == "taken")
 
     def noted_by(self, worker: str) -> list[dict[str, Any]]:
-        """History of the worker's newest life."""
+        """Return the history of the worker's newest process."""
         pid = self.processes[worker].pid
         return lines(self.settings.root / "history" / f"{worker}-{pid}.jsonl")
 
     def wait_until(self, happened: Callable[[], bool], otherwise: str) -> None:
-        """Supervise until then.
+        """Supervise until `happened()` is true.
+
+        Args:
+            otherwise: beginning of the error's message.
 
         Raises:
-            TimeoutError: `otherwise`; it has not happened within `drain_s`.
-            LearnerRefused: nor will it.
+            TimeoutError: it has not happened within `drain_s`.
+            LearnerRefused: it cannot happen any more, because the learner has ended.
         """
         until = time.monotonic() + self.drain_s
         while not happened():
-            # The refusal itself may be what is waited for, and have come since.
+            # Ask again: the refusal itself may be the awaited event, and may have come since the first call.
             if self.seen("error") and not happened():
                 raise LearnerRefused(f"{otherwise}: the learner was refused\n{self.tail()}")
             if time.monotonic() > until:
@@ -233,15 +238,15 @@ class Harness:
             self.wait(0.02)
 
     def said(self, name: str) -> str:
-        """What a process has logged so far, its earlier lives included."""
+        """Return the log of a process so far, including its earlier lives."""
         path = self.settings.root / f"{name}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
     def finish(self) -> Verdict:
-        """Let the run end in peace and judge it.
+        """Let the run end without faults and judge it.
 
         Raises:
-            TimeoutError: it does not end.
+            TimeoutError: the run does not end.
         """
         (self.settings.root / "stop").touch()
         self.wait_until(self.finished, "the run did not end")

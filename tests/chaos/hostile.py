@@ -1,12 +1,14 @@
-"""`python -m tests.chaos.hostile --count 1000 --seed 0`: programs that mean harm, as the reward `code` is given them,
-reward functions that misbehave, and tools that do, in processes of their own and in an MCP server. One JSON line;
-exit code 1 if anything of these is not 0:
+"""Run hostile programs through the reward `code`, and misbehaving reward functions and tools, the tools in processes of
+their own and in an MCP server: `python -m tests.chaos.hostile --count 1000 --seed 0`.
+
+It prints one JSON line, and exits with 1 if any of these counts is not 0:
 
 stalls:   a program, a reward or a tool that took much longer than its deadline
 leaked:   processes left behind
-failed:   programs for which the sandbox itself gave up, so that the completion had no reward; calls of tools likewise
-misjudged: honest programs between them that did not get 1, hostile ones that did not get 0, rewards that got a number,
-          calls of honest tools with another result, and of others that were told as done
+failed:   programs for which the sandbox itself failed, so that the completion had no reward; calls of tools likewise
+misjudged: honest programs in between that did not get 1, hostile ones that did not get 0, misbehaving reward functions
+          that gave a number, honest ones that gave none, calls of honest tools with a wrong result, and calls of
+          failing tools that were not reported as errors
 escapes:  a secret read, a connection made, a file written outside, a process of ours killed
 """
 
@@ -38,9 +40,9 @@ from tests.chaos.hostile_tools import misuse_functions, misuse_server
 from tests.chaos.verdict import Verdict
 
 TIMEOUT_S = 3.0
-"""Of a program; most end by themselves."""
+"""Deadline of a hostile program in seconds; most end by themselves."""
 HONEST_S = 60.0
-"""Of an honest program, which a busy machine may keep waiting."""
+"""Deadline of an honest program in seconds, longer because a busy machine may delay it."""
 SECRET = "the canary sings at dawn"
 REWARDS = Path(__file__).parents[1] / "rewards" / "reward_functions.py"
 PREAMBLE = "import ctypes, glob, mmap, os, signal, socket, subprocess, sys, threading, time\n"
@@ -82,7 +84,7 @@ ANYWHERE = {
         "def (:",
     ],
 }
-"""Kind -> programs that any level has to stand."""
+"""Kind -> programs that every level of isolation has to withstand."""
 
 KEPT_APART = {
     "reaches out": [
@@ -140,14 +142,14 @@ KEPT_APART = {
         "os.sethostname('x') if hasattr(os, 'sethostname') else socket.sethostname('x'); print(SECRET_SAYS)",
     ],
 }
-"""Kind -> programs that only namespaces keep from what they are after."""
+"""Kind -> programs that only namespaces can keep from their target."""
 
 
 class Outside:
-    """What must not be touched: a secret, a folder, sockets that nobody may reach."""
+    """What no program may touch: a secret file, a folder, and listening sockets."""
 
     def __init__(self, folder: Path) -> None:
-        folder.chmod(0o755)  # permissions are not what is tested
+        folder.chmod(0o755)  # the sandbox is tested, not file permissions
         self.secret, self.folder, self.reached = folder / "secret.txt", folder / "outside", 0
         self.secret.write_text(SECRET)
         self.secret.chmod(0o666)
@@ -168,7 +170,10 @@ class Outside:
             thread.start()
 
     def _wait(self, server: socket.socket) -> None:
-        """waits for: a connection or a datagram; unblocked by: `close`, once what had come by then is counted."""
+        """Count connections and datagrams.
+
+        Waits for a connection or a datagram; unblocked by `close`, once what had arrived by then is counted.
+        """
         server.settimeout(0.2)
         while True:
             last = self._closing.is_set()
@@ -206,11 +211,11 @@ class Outside:
 
 
 def programs(count: int, seed: int, level: Level, names: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """(kind, what it does, program), every fifth of them honest: those print what they are asked to."""
+    """Yield `(kind, what it does, program)`. Every fifth program is honest and prints the expected answer."""
     chosen = random.Random(seed)
     kinds = ANYWHERE | (KEPT_APART if level is Level.NAMESPACES else {})
     given = "".join(f"{name} = {value!r}\n" for name, value in names.items())
-    # In halves, or the program's own text, in an error, would pass for the secret.
+    # In halves: otherwise the program's own text, quoted in an error, would be taken for the secret.
     given += f"SECRET_SAYS = {SECRET[:5]!r} + {SECRET[5:]!r}\n"
     for number in range(count):
         if number % 5 == 4:
@@ -263,7 +268,7 @@ async def attack(verdict: Verdict, count: int, seed: int, level: Level, at_once:
 
 
 async def misbehave(verdict: Verdict, count: int, seed: int) -> None:
-    """Reward functions: what each does is told by its row."""
+    """Call the reward function `by_command`, whose row says how it misbehaves. Every second call is honest."""
     chosen = random.Random(seed)
     bad = ("exit", "sys_exit", "segfault", "raise", "child_process", "return", "hang")
     async with RewardPool(f"{REWARDS}:by_command", workers=1, timeout_s=5.0) as pool:
@@ -285,7 +290,7 @@ async def misbehave(verdict: Verdict, count: int, seed: int) -> None:
 
 
 def left(before: set[ProcessId]) -> list[str]:
-    """Processes that were not there before, and every process of a user that only a sandbox has."""
+    """Return the child processes that are not in `before`, and every process with a user id that only a sandbox has."""
     found = [process for process in descendants(os.getpid()) - before if process.running()]
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

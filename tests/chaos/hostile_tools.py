@@ -1,4 +1,4 @@
-"""Tools that hang, crash, exit, raise, leave children and say too much, with honest ones between them."""
+"""Call tools that hang, crash, exit, raise, leave children behind or print too much, with honest ones in between."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tests.chaos.verdict import Verdict
 
 TOOLS = Path(__file__).parents[1] / "environments"
 HOSTILE_S, HONEST_S = 2.0, 60.0
-"""Deadlines of calls: a busy machine may keep an honest one waiting."""
+"""Deadlines of calls, in seconds. That of honest ones is longer because a busy machine may delay them."""
 STALL_S = 120.0
 AT_ONCE = 4
 FAILS = ("loop", "segfault", "exit", "raise")
-"""Of these the policy is told an error."""
+"""Ways to misbehave for which the policy gets an error."""
 ENDS = ("leave a child", "long")
-"""These give a result."""
+"""Ways to misbehave that still give a result."""
 
 
 async def misuse_functions(verdict: Verdict, count: int, seed: int) -> None:
-    """Functions and objects in processes of their own: every fifth call, and each on an object, is honest."""
+    """Call functions and objects in processes of their own. Every fifth call, and each on an object, is honest."""
     chosen, host = random.Random(seed), ToolHost([f"{TOOLS}/toolset.py:{name}" for name in ("add", "fail", "Counter")])
     shared, slots = SharedSessions(host, AT_ONCE), asyncio.Semaphore(2 * AT_ONCE)
 
@@ -57,7 +57,7 @@ async def misuse_functions(verdict: Verdict, count: int, seed: int) -> None:
 
 
 async def misuse_server(verdict: Verdict, count: int, seed: int) -> None:
-    """One MCP server, which some calls hold up, and some end: it is started again."""
+    """Call the tools of one MCP server. Some calls block it and some end it, after which it is started again."""
     if not count:
         return
     chosen = random.Random(seed)
@@ -75,7 +75,7 @@ async def misuse_server(verdict: Verdict, count: int, seed: int) -> None:
 
 
 async def _judge(verdict: Verdict, what: str, result: Awaitable[str], begins: str) -> None:
-    """Its result begins as it should, in time."""
+    """Check that the result comes in time and begins with `begins`; that of an honest tool must equal it."""
     verdict.tools += 1
     verdict.kinds[f"tool: {what}"] += 1
     started = time.monotonic()

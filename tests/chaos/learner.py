@@ -1,4 +1,4 @@
-"""A verifiable learner: its weights are a hash of everything it was trained on, in order."""
+"""A learner that can be verified: its weights are a hash of everything it was trained on, in order."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .settings import DIGEST, ChaosSettings, History
 @dataclass(slots=True, kw_only=True)
 class Weights:
     step: int | None = None
-    """Last trained."""
+    """Last step trained; None before the first."""
     version: int = NO_VERSION
     digest: str = ""
     snapshot: dict[str, Any] = field(default_factory=dict)
 
 
 def train(digest: str, group_ids: list[int]) -> str:
-    """The weights after a step. The order within a batch is that of arrival, so it does not count."""
+    """Return the weights after a step. The order within a batch is that of arrival, so it has no effect."""
     return hashlib.sha256(f"{digest}/{sorted(group_ids)}".encode()).hexdigest()[:16]
 
 
@@ -47,7 +47,8 @@ def save(path: Path, weights: Weights) -> None:
 
 
 def groups_of(lease: Lease) -> list[dict[str, Any]]:
-    """What is noted of each group: id, nonces, members, the versions of its trained tokens."""
+    """Return the history row of each group: among others its id, nonces, members and the versions of its trained
+    tokens."""
     rows = []
     for place, header in enumerate(lease.plan.groups):
         found = [t for (group, _), t in sorted(lease.trajectories.items()) if group == place]

@@ -1,4 +1,4 @@
-"""The replay as it ought to be: a small model of dictionaries, told every event and compared with the real state."""
+"""A small reference model of the replay (dictionaries). It applies every event and is compared with the real state."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from asyncrl.types import NO_VERSION
 class Model:
     def __init__(self) -> None:
         self.groups: dict[int, dict[str, Any]] = {}
-        """Open groups and trained, uncommitted ones: `state`, `prompt`, `attempt`, `step`, `tokens`."""
+        """Group id -> `state`, `prompt`, `attempt`, `step`, `tokens`; open groups and trained, uncommitted ones."""
         self.finals: dict[int, str] = {}
-        """Groups that were committed, or dropped (with the reason)."""
+        """Group id -> "committed", or the reason for which the group was dropped."""
         self.steps: dict[int, dict[str, Any]] = {}
-        """Sealed, uncommitted steps: `members`, `trained`, `evicted`."""
+        """Step -> `members`, `trained`, `evicted`, of the steps that are sealed and not yet committed."""
         self.places: dict[int, tuple[Any, ...]] = {}
-        """Version -> the forks its line took, each with the steps trained before it, and the steps before itself."""
+        """Version -> the forks on its line, each with the number of steps trained before it, then the number of steps
+        trained before the version itself."""
         self.again = False
-        """The learner that runs walks its line once more."""
+        """True while the learner trains the steps of its own line again after a restart."""
         self.version = NO_VERSION
         self.trained_steps, self.committed_step, self.cursor, self.next_id = 0, -1, 0, 0
         self.readmitted: list[int] = []
@@ -31,7 +32,7 @@ class Model:
             getattr(self, name)(event)
 
     def compare(self, state: ReplayState) -> None:
-        """Raises AssertionError where the real state is another one."""
+        """Raise AssertionError if the real state differs from the model."""
         real = {
             entry.group_id: {"state": entry.state.value, "prompt": entry.prompt_index, "attempt": entry.attempt}
             for entry in state.ledger.entries.values()
@@ -55,7 +56,10 @@ class Model:
         assert sum(state.ledger.dropped.values()) == dropped
 
     def distance(self, a: int, b: int, ahead: int = 0) -> int:
-        """Lines are alike as far as they took the same forks; from there on both count."""
+        """Return the number of steps between two versions: those trained on either line after the two lines part.
+
+        Two lines are shared as far as they took the same forks. `ahead` is added to the depth of `b`.
+        """
         (*line_a, depth_a), (*line_b, depth_b) = self.places[a], self.places[b]
         depth_b += ahead
         shared = 0
@@ -76,7 +80,7 @@ class Model:
         self.places[event.policy_version], self.version = place, event.policy_version
 
     def _begun(self, event: ev.Begun) -> None:
-        """Members of a group, of one prompt."""
+        """Admit the members of a group, all with one prompt."""
         assert event.first == self.next_id, "a group id was used twice"
         self._draw(event.prompt_index)
         for member in range(event.first, event.first + event.members):

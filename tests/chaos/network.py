@@ -1,9 +1,9 @@
-"""A relay between the peers and the server, in a thread of the harness: it cuts connections, delays and swallows bytes.
+"""A relay between the peers and the server, in a thread of the harness: it cuts connections, delays and holds up bytes.
 
     peers ──▶ settings.address ──▶ relay ──▶ settings.listen ──▶ server
 
-Bytes of one connection keep their order, as they do with TCP. What a cut connection had under way is lost; what a black
-hole swallows comes late, when it ends, or never, when a cut follows it.
+The bytes of one connection keep their order, as with TCP. Bytes in flight on a cut connection are lost. Bytes that a
+black hole holds up arrive when it ends, or never if the connection is cut first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from random import Random
 CHUNK = 1 << 16
 TO_SERVER, TO_PEER = 0, 1
 ABORT = struct.pack("ii", 1, 0)
-"""SO_LINGER that makes `close` send a reset instead of what is left."""
+"""Value of SO_LINGER with which `close` sends a reset and discards unsent bytes."""
 
 
 def port_of(address: str) -> int:
@@ -40,7 +40,7 @@ class Network:
         self._tasks: set[asyncio.Task] = set()
         self._delay_s = 0.0
         self._holes = (asyncio.Event(), asyncio.Event())
-        """Per direction: set while bytes pass."""
+        """One event per direction, set while bytes may pass."""
         for hole in self._holes:
             hole.set()
         self._loop = asyncio.new_event_loop()
@@ -49,20 +49,20 @@ class Network:
         self._server = self._call(asyncio.start_server(self._link, "127.0.0.1", port_of(outside))).result(30)
 
     def cut(self, everybody: bool) -> int:
-        """Reset all connections, or one; returns how many there were to reset."""
+        """Reset all connections, or a random one. Return the number of connections reset."""
         return self._call(self._cut(everybody)).result(30)
 
     def delay(self, seconds: float) -> None:
-        """From now on every piece of a connection waits for up to `seconds`."""
+        """From now on delay every chunk of bytes by up to `seconds`."""
         self._delay_s = seconds
 
     def swallow(self, directions: tuple[int, ...]) -> None:
-        """From now on nothing passes in these directions."""
+        """From now on let nothing pass in these directions."""
         for direction in directions:
             self._loop.call_soon_threadsafe(self._holes[direction].clear)
 
     def mend(self) -> None:
-        """Everything passes at once again."""
+        """End delays and black holes: everything passes at once again."""
         self._delay_s = 0.0
         for hole in self._holes:
             self._loop.call_soon_threadsafe(hole.set)
@@ -77,7 +77,8 @@ class Network:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     async def _link(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection of a peer, for its life. A server that is down refuses it, as it would without the relay."""
+        """Serve one connection of a peer until it ends. If the server is down, the connection is aborted, much as it
+        would be without the relay."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -92,7 +93,7 @@ class Network:
         try:
             await asyncio.gather(self._pass(reader, onward, TO_SERVER), self._pass(inner, writer, TO_PEER))
         except (OSError, asyncio.CancelledError):
-            pass  # One end is gone, by itself or by a cut: so is the other.
+            pass  # One end is gone, by itself or by a cut, so the other is closed too.
         finally:
             self._reset(link)
             self._tasks.discard(task)

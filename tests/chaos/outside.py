@@ -1,13 +1,12 @@
-"""Chaos from outside: kill -9 over every kind of process of `asyncrl local`, by somebody who knows pids and the run
-folder and nothing else.
+"""Chaos from outside: kill -9 every kind of process of `asyncrl local`, knowing only pids and the run folder.
 
     python -m tests.chaos.outside --kills 60 --host process|ray --seed N [--uses K] [--folder DIR] [KEY=VALUE ...]
 
-The quickstart's task and model at default staleness; with `--uses K` (`replay.max_times_sampled`) at a bound of 16,
-which nothing reaches: then every group is trained in exactly K steps, unless the run is over before. A killed process
-is left to whoever watches it; when `asyncrl local` itself is gone (killed, or ended by a death it could not mend) it is
-started again with resume=auto, as the documentation says. At the end the run is finished in peace and its folder judged
-by `outside_reader.py`.
+The run has the quickstart's task and model at default staleness. With `--uses K` (`replay.max_times_sampled`) the bound
+is 16, which no group reaches: every group is then trained in exactly K steps, unless the run ends first. Restarting a
+killed process is left to its supervisor. When `asyncrl local` itself is gone (killed, or ended by a death that it could
+not recover from), it is started again with resume=auto, as the documentation says. At the end the run is finished
+without faults, and `outside_reader.py` judges its folder.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from asyncrl.data.warmup_recipe import WarmupRecipe
 from .outside_reader import Findings, judge, rows
 
 PROGRESS_S = 600.0
-"""Without a new trained step for so long, with nothing killed in between, the run stands still."""
+"""Seconds without a new trained step, and without a kill, after which the run counts as stalled."""
 LEAVE_S = 30.0
-"""So long the children of a killed `asyncrl local` may take to end."""
+"""Seconds that the children of a killed `asyncrl local` have to end."""
 BOUND, BOUND_OF_REUSE = 4, 16
 ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 KINDS = {
@@ -49,7 +48,7 @@ KINDS = {
     "forkserver": ("multiprocessing.forkserver",),
     "spawned": ("multiprocessing.spawn", "multiprocessing.resource_tracker"),
 }
-"""Kind -> what its command line has; the first that fits."""
+"""Kind -> substrings of its command line. The first kind that matches counts."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +64,11 @@ class Tally:
     starts: int = 0
     ended_by_itself: int = 0
     left_behind: Counter[str] = field(default_factory=Counter)
-    """Kinds of processes that outlived a killed `asyncrl local`."""
+    """Kind -> number of processes that outlived a killed `asyncrl local`."""
 
 
 def stat_of(pid: int) -> tuple[int, str] | None:
-    """Parent and start time; None for a process that is gone or a zombie."""
+    """Return parent pid and start time; None for a process that is gone or a zombie."""
     try:
         state, parent, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -86,7 +85,7 @@ def kind_of(pid: int) -> str:
 
 
 def below(pid: int) -> list[Found]:
-    """Every process below `pid`."""
+    """Return all descendants of process `pid`."""
     stats = {int(entry.name): stat_of(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
     found: list[Found] = []
     front = {pid}
@@ -112,7 +111,7 @@ def kill(process: Found) -> bool:
 
 
 class Outside:
-    """One run folder, and whoever works on it just now."""
+    """One run folder, and the `asyncrl local` process that works on it at the moment."""
 
     def __init__(self, folder: Path, host: str, seed: int, uses: int = 1, more: Sequence[str] = ()) -> None:
         self.folder, self.host, self.uses, self.more = folder, host, uses, more
@@ -157,11 +156,15 @@ class Outside:
         return found
 
     def trained(self) -> int:
-        """Steps ever trained, those that were undone too: what grows while the run moves."""
+        """Return the number of steps ever trained, undone ones included. It grows as long as the run makes progress."""
         return sum(line["event"] == "trained" for line in rows(self.folder / "ledger.jsonl"))
 
     def until_trained(self, more: int, steps: int) -> None:
-        """Waits for so many further steps; starts the run again when it has ended. Raises TimeoutError."""
+        """Wait until `more` further steps are trained. Start the run again whenever it has ended.
+
+        Raises:
+            TimeoutError: no step was trained for `PROGRESS_S`.
+        """
         goal = self.trained() + more
         seen, deadline = -1, time.monotonic() + PROGRESS_S
         while (now := self.trained()) < goal:
@@ -177,7 +180,7 @@ class Outside:
             time.sleep(0.5)
 
     def clear(self) -> None:
-        """What outlives `asyncrl local` is noted, and ended: the next one is to begin alone."""
+        """Count and kill the processes that outlived `asyncrl local`, so that the next one begins alone."""
         deadline = time.monotonic() + LEAVE_S
         while time.monotonic() < deadline and any(map(alive, self.family)):
             time.sleep(0.5)
@@ -187,7 +190,7 @@ class Outside:
         self.family.clear()
 
     def strike(self, steps: int) -> None:
-        """One process of a kind drawn by lot is killed."""
+        """Kill one process of a randomly drawn kind."""
         everybody = self.look()
         kinds = sorted({process.kind for process in everybody if process.kind} | {"local"})
         kind = self.random.choice(kinds)
@@ -203,7 +206,7 @@ class Outside:
         self.tally.kills[kind] += kill(victim)
 
     def end(self) -> None:
-        """The run is finished in peace, at a step beyond all others."""
+        """Finish the run without faults, at a step beyond all that were trained."""
         if self.process is not None and self.running:
             self.process.kill()
             self.process.wait()
@@ -244,7 +247,7 @@ def line_of(tally: Tally, found: Findings, host: str, seconds: float) -> str:
 def end_tidily(number: int, _frame: FrameType | None = None) -> None:
     """Signal handler. Without it SIGTERM ends this process at once, and the run that it drives trains on for ever."""
     for ending in ENDINGS:
-        signal.signal(ending, signal.SIG_IGN)  # once is enough: what follows is the clearing up
+        signal.signal(ending, signal.SIG_IGN)  # a second signal must not interrupt the cleanup that follows
     sys.exit(128 + number)
 
 

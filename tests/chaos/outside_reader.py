@@ -1,6 +1,6 @@
-"""What a run folder says of its run, read without asyncrl: the judge of `outside.py` shares no code with the judged.
+"""Read and judge a run folder without asyncrl: the judge of `outside.py` shares no code with what it judges.
 
-ledger.jsonl    what became of every group, in order, with the restores of the learner
+ledger.jsonl    what happened to every group, in order, with the restores of the learner
 metrics.jsonl   the rows of the surviving history
 journal/        segments of records: magic, size, segment, synced, checksum, msgpack [schema, kind, fields]
 """
@@ -23,7 +23,7 @@ MAGIC = b"aRJ\x01"
 
 @dataclass
 class Findings:
-    """Counts are groups unless named otherwise."""
+    """Findings about one run. Counts are groups unless named otherwise."""
 
     acknowledged: int = 0
     trained: int = 0
@@ -33,22 +33,22 @@ class Findings:
     twice: int = 0
     """Trained in more steps than asked for."""
     trained_in: dict[int, int] = field(default_factory=dict)
-    """Number of steps -> groups that the surviving history trained in so many."""
+    """Number of steps -> number of groups that the surviving history trained in that many steps."""
     retired: int = 0
-    """Trained in fewer steps than asked for, and the ledger says that they are used no more."""
+    """Trained in fewer steps than asked for, and retired according to the ledger."""
     restores: int = 0
-    """That undid trained steps."""
+    """Number of restores that undid trained steps."""
     undone: int = 0
     """Trained after the checkpoint of such a restore."""
     trained_again: int = 0
-    """Of those, in the surviving history."""
+    """The undone groups that the surviving history trained."""
     lowest_share: float = 1.0
-    """Of one restore."""
+    """Lowest share of undone groups trained again, over the restores."""
     steps_undone: int = 0
     steps_same: int = 0
     """Undone steps that were trained again with the same groups in the same order."""
     broken: list[str] = field(default_factory=list)
-    """Rules that do not hold."""
+    """Violated rules, in words."""
 
     @property
     def share(self) -> float:
@@ -56,13 +56,13 @@ class Findings:
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    """Whole lines of a file of JSON lines."""
+    """Return the rows of the complete lines of a JSON lines file."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
 
 
 def records(journal: Path) -> Iterator[tuple[str, list[Any]]]:
-    """`(kind, fields)` of every record that begins a segment's chain and follows in it, oldest first."""
+    """Yield `(kind, fields)` of every record in the unbroken chain from each segment's start, oldest first."""
     for path in sorted(journal.glob("*.seg")):
         data, offset, number = path.read_bytes(), 0, int(path.stem)
         while offset + HEADER.size <= len(data):
@@ -78,7 +78,7 @@ def records(journal: Path) -> Iterator[tuple[str, list[Any]]]:
 
 
 def judge(folder: Path, bound: int, uses: int = 1) -> Findings:
-    """Of a run that is finished: every group it took in is trained in `uses` steps, or dropped or retired."""
+    """Judge a finished run: every group it accepted is trained in `uses` steps, or dropped or retired."""
     found = Findings()
     ledger = rows(folder / "ledger.jsonl")
     _conserved(found, ledger, uses)
@@ -114,7 +114,7 @@ def _conserved(found: Findings, ledger: list[dict[str, Any]], uses: int) -> None
 
 
 def surviving(ledger: list[dict[str, Any]]) -> dict[int, list[int]]:
-    """Step -> groups, without what a restore undid."""
+    """Return step -> groups, without the steps that a restore undid."""
     steps: dict[int, list[int]] = {}
     for line in ledger:
         if line["event"] == "restore":
@@ -146,7 +146,7 @@ def _trained_again(found: Findings, ledger: list[dict[str, Any]]) -> None:
 
 
 def _compare_journal(found: Findings, ledger: list[dict[str, Any]], journal: Path) -> None:
-    """The ledger leaves out nothing that the journal has, and no version number has two meanings."""
+    """Check that ledger and journal have the same groups and trained steps, and that no version was published twice."""
     inserted: set[int] = set()
     trained: list[tuple[int, int]] = []
     versions: list[int] = []

@@ -1,8 +1,8 @@
-"""A disk whose power can fail: what was written and not synced is taken back after the process was killed.
+"""A disk whose power can fail: what was written and not synced is undone after the process was killed.
 
-`kill -9` alone cannot test a sync: the page cache survives it. So every write notes the bytes it replaces in a file
-beside the journal, and `lose_power` puts them back, for all writes or for those after a random one, some with flipped
-bits.
+`kill -9` alone cannot test a sync, because the page cache survives it. So every write notes the bytes it replaces in a
+file beside the journal, and `lose_power` puts them back, for all writes or for those after a random one, some with
+flipped bits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ POINTS = ("write before", "write after", "sync before", "sync after", "reply bef
 
 
 class Failpoint:
-    """Kills this process at the `count`-th time it comes by `place`."""
+    """Kills this process the `count`-th time that it passes `place`."""
 
     def __init__(self, place: str, count: int) -> None:
         self.place, self.left = place, count
@@ -38,7 +38,7 @@ class Failpoint:
 
 
 class PowerDisk(FolderDisk):
-    """`full`: while this file is there, nothing more fits."""
+    """A folder that logs how to undo each write. While the file `full` exists, the disk has no space left."""
 
     def __init__(self, folder: Path, sync_delay_s: float, failpoint: Failpoint, full: Path) -> None:
         super().__init__(folder, locked=True)
@@ -59,7 +59,7 @@ class PowerDisk(FolderDisk):
         content = b"".join(buffers)
         self._note("write", name, offset, self.read(name, offset, len(content)).hex())
         if self._full.exists():
-            super().write(name, offset, [content[: len(content) // 2]])  # What a disk without space leaves behind.
+            super().write(name, offset, [content[: len(content) // 2]])  # A full disk leaves a partial write behind.
         self._refuse_if_full()
         super().write(name, offset, [content])
         self._failpoint.pass_by("write after")
@@ -85,7 +85,7 @@ class PowerDisk(FolderDisk):
 
 
 def unsynced(folder: Path) -> list[list[Any]]:
-    """What was done to the files of a journal since they were synced, in order."""
+    """Return the operations on the files of a journal since they were last synced, in order."""
     path = folder.parent / UNDO
     notes = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("]")] if path.exists() else []
     pending: list[list[Any]] = []
@@ -100,7 +100,7 @@ def unsynced(folder: Path) -> list[list[Any]]:
 
 
 def lose_power(folder: Path, random: Random) -> int:
-    """Destroy what the dead process had not synced; returns the bytes lost. Now and then a lucky part survives."""
+    """Destroy what the dead process had not synced, and return the number of bytes lost. Sometimes a part survives."""
     pending = unsynced(folder)
     lost = 0
     survives = random.choice((0, 0, random.randint(0, len(pending))))

@@ -1,5 +1,5 @@
-"""A small run folder, written by everything that writes one in a run, and a resume in it by everything that reads one;
-in one process and without waiting for anybody.
+"""Record a small run folder with every component that writes one, and resume in it with every component that reads one,
+all in one process and without waiting.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a resume makes of a folder; two that are equal go on in the same way."""
+    """The state after a resume. Two runs with equal outcomes continue in the same way."""
 
     parts: dict[str, Any]
 
@@ -86,7 +86,7 @@ def opened(folder: Path) -> Opened:
 
 
 def record(folder: Path, *, finished: bool) -> None:
-    """A run of STEPS steps; without `finished` it is killed after the last of them, between two checkpoints."""
+    """Record a run of STEPS steps. Without `finished` it is killed after the last step, between two checkpoints."""
     prepare_run_folder(config_of(folder), "first")
     run, roles = opened(folder), roles_of(0)
     checkpoints = Checkpoints(folder / "ckpt", rank=0, keep=2)
@@ -129,10 +129,10 @@ def _update(roles: Roles) -> None:
 
 
 def resume(folder: Path, say: Callable[[str], None]) -> Outcome:
-    """Go on in `folder` as `resume=auto` does, up to the first step.
+    """Resume in `folder` as `resume=auto` does, up to the first step.
 
     Raises:
-        AsyncRLError: it is refused.
+        AsyncRLError: the resume is refused.
     """
     refuse_damaged(folder, "auto", say)
     prepare_run_folder(config_of(folder, "resume=auto"), "second")

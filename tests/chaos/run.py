@@ -1,6 +1,6 @@
-"""`python -m tests.chaos.run --seconds N --seed S`: chaos for N seconds, then the verdict, in figures.
+"""Run chaos for N seconds, then print the verdict in figures: `python -m tests.chaos.run --seconds N --seed S`.
 
-`--counts worker=100,server=20,...` instead of `--seconds` runs until so many of each fault have happened;
+`--counts worker=100,server=20,...` instead of `--seconds` runs until that many faults of each kind have happened.
 `--failpoints N` crashes the server at each of the first N passes of every failpoint instead.
 """
 
@@ -39,7 +39,7 @@ WEIGHTS = {
 
 
 def chaos(harness: Harness, random: Random, *, seconds: float = 0.0, counts: dict[str, int] | None = None) -> None:
-    """Faults at random moments until the time is up or every count is reached."""
+    """Inject faults at random moments until the time is up or every count is reached."""
     until = time.monotonic() + seconds
     harness.wait_for_steps(2)
     left = dict(counts or {})
@@ -52,16 +52,16 @@ def chaos(harness: Harness, random: Random, *, seconds: float = 0.0, counts: dic
         harness.wait(random.random() * 0.05)
         harness.fault(kind)
         if kind == "pause" or random.random() < 0.3:
-            harness.wait(random.choice((0.0, 0.2, 1.0)))  # The next fault may hit a process that has just begun.
+            harness.wait(random.choice((0.0, 0.2, 1.0)))  # The next fault may hit a process that has just started.
         else:
             harness.wait_for_steps(random.choice((1, 2, 4)))
 
 
 def failpoints(harness: Harness, passes: int) -> None:
-    """At each of the first `passes` passes of each point in turn: crash, lose the power, start again, go on.
+    """At each of the first `passes` passes of each failpoint in turn: crash, lose the power, restart, go on.
 
     Raises:
-        TimeoutExpired: the server did not come by.
+        TimeoutExpired: the server did not pass the failpoint.
     """
     for point in POINTS:
         for count in range(1, passes + 1):

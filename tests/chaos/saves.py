@@ -1,10 +1,10 @@
-"""Kills during saves, and flipped bytes: `python -m tests.chaos.saves --kills 20 --flips 100 --seed 0`.
+"""Kill ranks during saves, and flip bits of checkpoints: `python -m tests.chaos.saves --kills 20 --flips 100 --seed 0`.
 
-Two ranks over gloo train, each step a save beside the next steps, and are killed (SIGKILL, both at once) at a random
-moment; the next life goes on from the newest checkpoint. After each life a single rank loads that checkpoint: it must
-be there and whole, not before the last one that a rank had called durable, and its weights and moments must be, bit for
-bit, those of so many steps without any death. Then one bit of a random byte of a random file of the newest checkpoint
-is flipped: each time that must be found, and the checkpoint before it be taken.
+Two ranks over gloo train, save in the background at each step, and are killed (SIGKILL, both at once) at a random
+moment. The next pair resumes from the newest checkpoint. After each kill a single rank loads that checkpoint: it must
+exist and be complete, no older than the last step that a rank had reported as durable, and its weights and moments must
+be bit for bit those of the same number of steps without a kill. Then one bit of a random byte of a random file of the
+newest checkpoint is flipped: each time this must be detected, and the checkpoint before it be used.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from tests.learner.feed import tiny_model
 RANKS = 2
 CPU = torch.device("cpu")
 LIFE_S = 120.0
-"""Longest wait for a life to have begun its first save."""
+"""Limit in seconds on the waits for the ranks, for example until their first save has begun."""
 
 
 def roles_of(*, sharded: bool) -> Roles:
-    """300 k parameters."""
+    """Return a policy of 300 k parameters and its optimizer."""
     hf = tiny_model(hidden_size=128, intermediate_size=512)
     if sharded:
         mesh = init_device_mesh("cpu", (RANKS,))
@@ -57,7 +57,7 @@ def roles_of(*, sharded: bool) -> Roles:
 
 
 def step(roles: Roles) -> None:
-    """Every number by itself, so that it is the same however they are sharded."""
+    """Update each number independently of all others, so that the result does not depend on the sharding."""
     for parameter in roles.policy.parameters():
         parameter.grad = parameter.detach() * 0.5
     roles.optimizer.step()
@@ -65,7 +65,7 @@ def step(roles: Roles) -> None:
 
 
 def image_of(roles: Roles) -> list[bytes]:
-    """Of one rank alone."""
+    """Return the bytes of all parameters and optimizer moments, for unsharded roles."""
     moments = [value for state in roles.optimizer.state.values() for value in state.values()]
     return [tensor.detach().numpy().tobytes() for tensor in (*roles.policy.parameters(), *moments)]
 
@@ -87,7 +87,7 @@ def live(rank: int, folder: Path, store: Path) -> None:
 
 
 class Reference:
-    """What is trained without any death."""
+    """The training without kills."""
 
     def __init__(self) -> None:
         self._roles, self._images = roles_of(sharded=False), list[list[bytes]]()
@@ -100,13 +100,13 @@ class Reference:
 
 
 def one_life(folder: Path, rng: random.Random, longest_s: float) -> float:
-    """Start the ranks, kill them at a random moment after their first save began.
+    """Start the ranks, and kill them at a random moment after their first save began.
 
     Args:
-        longest_s: of that moment; 0 kills after three saves.
+        longest_s: latest such moment, in seconds; 0 kills after three saves.
 
     Returns:
-        Seconds per save, where three were waited for.
+        Seconds per save, meaningful if three saves were waited for.
     """
     for old in folder.glob("began_*"):
         old.unlink()
@@ -139,12 +139,12 @@ def one_life(folder: Path, rng: random.Random, longest_s: float) -> float:
 
 
 def durable_in(folder: Path) -> int:
-    """The last step that a rank has called durable; -1 if none."""
+    """Return the last step that a rank has reported as durable; -1 if none."""
     return max((int(file.read_text() or -1) for file in folder.glob("durable_*")), default=-1)
 
 
 def judge(folder: Path, reference: Reference) -> str:
-    """What is wrong with the newest checkpoint; empty if nothing is."""
+    """Return what is wrong with the newest checkpoint; empty if nothing is."""
     saves = Checkpoints(folder / "ckpt", rank=0, keep=2)
     path = saves.choose("auto", restarted=False)
     durable = durable_in(folder)
@@ -161,7 +161,7 @@ def judge(folder: Path, reference: Reference) -> str:
 
 
 def kills(folder: Path, count: int, rng: random.Random) -> tuple[int, list[str]]:
-    """Trained steps at the end, and what was wrong."""
+    """Kill `count` times. Return the step of the newest checkpoint at the end, and what was wrong."""
     reference, wrong = Reference(), list[str]()
     save_s = one_life(folder, rng, 0.0)
     for number in range(count):
@@ -173,7 +173,7 @@ def kills(folder: Path, count: int, rng: random.Random) -> tuple[int, list[str]]
 
 
 def flips(folder: Path, count: int, rng: random.Random) -> list[str]:
-    """Bytes that were flipped and not found, or that left no checkpoint."""
+    """Flip `count` bits. Return those that were not detected or left no usable checkpoint."""
     unseen: list[str] = []
     kept = folder / "kept"
     shutil.copytree(folder / "ckpt", kept, symlinks=True)
@@ -205,7 +205,7 @@ def main() -> int:
     parser.add_argument("--flips", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    logging.disable(logging.ERROR)  # each flip is said, that is judged below
+    logging.disable(logging.ERROR)  # each detected flip logs an error; the findings are in the JSON line
     with tempfile.TemporaryDirectory() as folder:
         found = run(given.kills, given.flips, given.seed, Path(folder))
     print(json.dumps(found))
@@ -213,5 +213,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Not this copy of it, which every forked rank would import anew.
+    # Run the imported module, not this `__main__` copy, which every forked rank would import again.
     sys.exit(importlib.import_module("tests.chaos.saves").main())

@@ -1,4 +1,4 @@
-"""The real replay server on a disk that can lose power, with a failpoint and, on demand, one planted mistake."""
+"""Run the real replay server on a disk that can lose power, with a failpoint and optionally one planted mistake."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ack_before_fsync() -> None:
 
 
 def early_manifest() -> None:
-    """Only the batch leaves before its plan is durable."""
+    """Mutant: a batch is sent before its plan is durable; other replies still wait."""
     answer = Replies.answer
 
     def early(self: Replies, session: Session, request: int, verb: str, reply: Any) -> None:
@@ -42,7 +42,7 @@ def early_manifest() -> None:
 
 
 def no_dedup() -> None:
-    """A group that comes again is admitted as a new one."""
+    """Mutant: a group that is inserted again is admitted as a new group."""
     insert = Rollouts.insert
 
     def twice(self: Rollouts, worker: str, incarnation: str, header: Any, payload: Any) -> Any:
@@ -59,7 +59,7 @@ def no_dedup() -> None:
 
 
 def no_fencing() -> None:
-    """Whoever comes first with a group is believed, whatever attempt it was."""
+    """Mutant: the first insert of a group is accepted, whatever its attempt and sender."""
     insert, refuse = Rollouts.insert, Run.refuse_replaced
 
     def anybody(self: Rollouts, worker: str, incarnation: str, header: Any, payload: Any) -> Any:
@@ -76,7 +76,7 @@ def no_fencing() -> None:
 
 
 def group_split() -> None:
-    """Groups that pass the door lose a member."""
+    """Mutant: some accepted groups lose their last trajectory."""
     record = Run.record
 
     def split(self: Run, event: ev.Event) -> None:

@@ -1,4 +1,4 @@
-"""What the processes of a chaos run share: one JSON file in its folder."""
+"""Settings that the processes of a chaos run share, in one JSON file in its folder."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ SILENCE_S = 1.0
 class ChaosSettings:
     folder: str
     address: str
-    """Where the peers look for the server."""
+    """Address that the peers connect to."""
     listen: str = ""
-    """Where it is, when a relay stands between; see `network.py`."""
+    """Address that the server listens at, if a relay is between; see `network.py`."""
     shards: list[str] = field(default_factory=list)
-    """Where the payloads are, when not with the server: an address each."""
+    """Addresses of the shards that store the payloads. Empty: the server stores them."""
     workers: int = 2
     groups_per_step: int = 4
     group_size: int = 2
     max_staleness: int = 2
     pipeline_depth: int = 1
     uses: int = 1
-    """Steps that a group is trained in."""
+    """Number of steps that a group is trained in."""
     steps: int = 0
-    """0: until the file `stop` is there."""
+    """Steps to train. 0: until the file `stop` exists."""
     save_every: int = 3
     sync_delay_s: float = 0.0
     repeats: float = 0.1
     """Share of the groups that a worker sends twice."""
     slowest_s: float = 0.03
-    """What some groups take to be made."""
+    """Seconds that the slowest groups take to generate."""
     heartbeat_s: float = HEARTBEAT_S
     silence_s: float = SILENCE_S
     mutant: str = ""
@@ -54,7 +54,7 @@ class ChaosSettings:
 
     @property
     def full(self) -> Path:
-        """While this file is there, the disk of the journal has no space left."""
+        """While this file exists, the disk of the journal has no space left."""
         return self.root / "full"
 
     @property
@@ -99,7 +99,7 @@ class ChaosSettings:
 
 
 class History:
-    """What a client saw, one JSON line each, in the file as soon as it happened: the oracle's only source."""
+    """What a client saw, one JSON line per event, written to the file at once. The oracle has no other source."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""A real shard on a disk that can lose power; and, on demand, its one planted mistake."""
+"""Run a real shard on a disk that can lose power, optionally with one planted mistake (`settings.mutant`)."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The pure core under faults, in virtual time, judged after every event by a small model (`model.py`).
+"""Simulate the pure core under faults, in virtual time, checked after every event by a small model (`model.py`).
 
     python -m tests.chaos.simulate --seeds 100000 [--first 0]
 
-Clients talk to the core over a network that loses, repeats and reorders; the journal is a list whose un-synced end a
-power loss destroys; a reply leaves only when the events it rests on are synced. Workers die, come back as zombies and
-are replaced; the learner dies and goes back to its checkpoint, where it gets the very batches that it had, unless it
-was sent there by hand or comes with other settings; the disk is full for a while.
+Clients talk to the core over a network that loses, repeats and reorders messages. The journal is a list whose un-synced
+end a power loss destroys. A reply is sent only when the events it depends on are synced. Workers die, come back as
+zombies and are replaced. The learner dies and returns to its checkpoint, where it gets exactly the batches that it had,
+unless it was sent there by hand or comes with other settings. The disk is full for a while.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class World(VirtualServer):
 
     syncs = (3, 10, 30)
     power_losses = (0, 1, 2)
-    """Weights among all actions, to choose from per seed."""
+    """Weights of a power loss among all actions. Each seed draws one value, here as for the values around it."""
     cuts = (0.0, 0.1, 0.5)
-    """How likely the power fails just when a plan has arrived: what it rests on has to be durable. Likewise."""
+    """Probability of a power loss just when a plan has arrived: what the plan depends on has to be durable by then."""
     calms = (0, 1, 3)
-    """Steps trained before anything fails: else most faults hit a run that has no plan yet. Likewise."""
+    """Steps trained before the first fault. Without them most faults hit a run that has no plan yet."""
 
     def __init__(self, seed: int) -> None:
         rng = Random(seed)
@@ -53,21 +53,22 @@ class World(VirtualServer):
             max_attempts=rng.choice((1, 2, 3)),
         )
         self.lots = Random(f"{seed} by sample")
-        """Of their own, or every schedule would be another since there is admission by sample."""
+        """A generator of its own: drawing from `rng` would change the schedules of the seeds from before admission by
+        sample."""
         settings = replace(settings, by_sample=self.lots.random() < 0.3)
         super().__init__(settings, rng.choice((4, 1000)), rng)
         self.cut = 0.0
         self.acked: set[int] = set()
         """Groups whose insertion was acknowledged."""
         self.history: dict[int, tuple[int, ...]] = {}
-        """The learner's own: step -> groups, of its surviving history."""
+        """Step -> groups, as the learner knows them, of its surviving history."""
         self.planned: dict[int, Any] = {}
-        """Step -> groups and ages that the learner was given, of this line of the history."""
+        """Step -> groups and staleness that the learner was given, in the current line of its history."""
         self.learner_settings = 0
         self.began = settings
         self.checkpoint: tuple[int, int] | None = None
         self.published = NO_VERSION
-        """Newest weights that left the learner: after the replay has acknowledged their number."""
+        """Newest version that left the learner, which happens once the replay has acknowledged its number."""
         self.incarnations = 0
         self.workers = [self._client(f"w{n}") for n in range(rng.choice((1, 2, 3)))]
         self.learner = self._client("learner")
@@ -80,7 +81,7 @@ class World(VirtualServer):
         return client
 
     def _hello(self, client: Client) -> None:
-        """Nothing else is said before its answer is there."""
+        """Send `hello`, unless one is open. Nothing else is sent before its answer arrives."""
         client.welcome = False
         if not any(request.verb == "hello" for request in client.open.values()):
             self._ask(client, "hello")
@@ -92,19 +93,19 @@ class World(VirtualServer):
 
     def resend(self) -> None:
         client = self.random.choice([*self.workers, self.learner])
-        if client.open and client.welcome:  # Before the answer to its hello a client says nothing else.
+        if client.open and client.welcome:  # Before the answer to its hello a client sends nothing else.
             self._note("resent request")
             self.network.append(self.random.choice(list(client.open.values())))
 
     def answer(self) -> None:
-        """One answer reaches its client, or is lost."""
+        """Deliver one answer to its client, or lose it."""
         self.release()
         if not self.answers:
             return
         boot, request, answer = self.answers.pop(self.random.randrange(len(self.answers)))
         client = request.client
         if boot < client.boot:
-            return  # What an earlier server said is read before the words of its successor, or never.
+            return  # An answer of an earlier server is read before those of its successor, or never.
         if self.random.random() < 0.05 or request.number not in client.open:
             return
         if not client.alive:
@@ -121,7 +122,7 @@ class World(VirtualServer):
                 self.power_loss()
 
     def _refused(self, request: Request, error: Exception) -> None:
-        """Only what was overtaken by later requests may be refused."""
+        """Raise AssertionError if a request of the current learner was refused that no later request overtook."""
         if request.client is self.learner and request.verb in ("restore", "trained", "publish"):
             raise AssertionError(f"{request.verb}{request.arguments} was refused: {error}") from error
 
@@ -172,7 +173,7 @@ class World(VirtualServer):
             self.acked.add(request.arguments[0].group_id)
 
     def step_learner(self) -> None:
-        """Whatever comes next in the loop restore, publish, lease, trained, now and then a checkpoint and a commit."""
+        """Send the next request of the loop restore, publish, lease, trained."""
         learner = self.learner
         if not learner.welcome:
             self._hello(learner)
@@ -195,7 +196,7 @@ class World(VirtualServer):
         learner.next_step, learner.version, learner.phase = restored.next_step, restored.next_version, "publish"
         self.history = {step: groups for step, groups in self.history.items() if step < restored.next_step}
         for event in self.journal:
-            if isinstance(event, ev.Evicted):  # Its payloads were given up for memory: it is made anew.
+            if isinstance(event, ev.Evicted):  # Its payloads were evicted: the step is planned again.
                 self.planned.pop(event.step, None)
 
     def _on_publish(self, learner: Client, answer: Any, request: Request) -> None:
@@ -227,7 +228,7 @@ class World(VirtualServer):
     # ---- faults
 
     def kill_worker(self) -> None:
-        """Replaced at once or noticed by its silence; what it had under way arrives later, from the grave."""
+        """Replace a worker, at once or after its heartbeats time out. Its groups in flight still arrive later."""
         self._note("worker killed")
         place = self.random.randrange(len(self.workers))
         dead = self.workers[place]
@@ -255,7 +256,7 @@ class World(VirtualServer):
         self.learner.alive = False
         self.learner = self._client("learner")
         committed = self.checkpoint[0] if self.checkpoint else -1
-        # What was planned but never trained may still be told to nobody: it stays comparable.
+        # `planned` is kept: a step that was planned and not trained has to come back with the same plan.
         self.history = {step: groups for step, groups in self.history.items() if step <= committed}
         self.learner.branch = self.random.random() < 0.15
         other = self.random.random() < 0.2
@@ -266,7 +267,7 @@ class World(VirtualServer):
             self.planned = {step: plan for step, plan in self.planned.items() if step <= committed}
 
     def _change_settings(self) -> None:
-        """As a run may be resumed."""
+        """Change the settings that may change when a run is resumed."""
         self.learner_settings += 1
         bound = self.random.choice((0, 1, 2, 3))
         self.settings = replace(
@@ -286,7 +287,8 @@ class World(VirtualServer):
         self.check_acknowledged()
 
     def check_acknowledged(self) -> None:
-        """No acknowledged group is forgotten: it is stored, trained, or was dropped with a reason."""
+        """Check that each acknowledged group is stored, trained, or was dropped with a reason, and that no trained step
+        is forgotten."""
         model = self.model
         for group_id in self.acked:
             known = model.finals.get(group_id) or model.groups.get(group_id)
@@ -324,7 +326,7 @@ class World(VirtualServer):
         self.go_on(2)
 
     def go_on(self, steps: int, rounds: int = 600) -> None:
-        """Nothing fails: steps must be trained, everything acknowledged must be there."""
+        """Go on without faults: steps must be trained, and everything acknowledged must be there."""
         goal = self.learner.next_step + steps
         for number in range(rounds):
             self.step_worker()
@@ -346,7 +348,7 @@ class World(VirtualServer):
         raise AssertionError(f"nobody moves: {self.core.explain(self.learner.next_step)}")
 
     def audit(self) -> Audit:
-        """From the durable journal alone."""
+        """Audit the run from the durable journal alone."""
         run = {"settings": self.began.plain()}
         first = ev.Snapshotted(run, -1, ReplayCore(self.settings, lambda: 0.0).state.image(), ())
         return audit(enumerate([first, *self.journal[: self.durable]]))

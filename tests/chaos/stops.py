@@ -1,11 +1,11 @@
-"""`python -m tests.chaos.stops --seconds 30`: each role in turn is stopped (SIGSTOP), with the shipped heartbeats.
+"""Stop each role in turn (SIGSTOP), with the shipped heartbeat settings: `python -m tests.chaos.stops --seconds 30`.
 
-Printed for each: after how many seconds the others named it, how long after it ran again the next step came, and the
-verdict over the whole run.
+For each role it prints after how many seconds the others named it, how long after its resumption the next step was
+trained, and the verdict over the whole run.
 
     stopped    named by
-    worker     the server, which gives its orders to others
-    server     every worker and the learner, which connect anew
+    worker     the server, which gives its assignments to others
+    server     every worker and the learner, which reconnect
     learner    the server, and the workers, which say what they wait for
 """
 
@@ -34,11 +34,11 @@ SILENT_SERVER = "no word from the replay server"
 class Stopped:
     role: str
     named: dict[str, float] = field(default_factory=dict)
-    """Who named it -> seconds after the stop."""
+    """Name of a process -> seconds from the stop until it named the stopped role."""
     next_step_s: float = 0.0
-    """From the end of the stop."""
+    """Seconds from the end of the stop to the next trained step."""
     accused: int
-    """How often it took others for silent when it ran again: the silence was its own."""
+    """How often the role, once resumed, wrongly reported others as silent: it was silent itself."""
     verdict: Verdict
 
     def describe(self) -> str:
@@ -53,7 +53,8 @@ class Stopped:
 
 
 def witnesses(harness: Harness, role: str) -> dict[str, Callable[[], bool]]:
-    """Who should name the stopped role -> whether it does, from now on."""
+    """Return the processes that should name the stopped role, each with a function that tells whether it has since this
+    call."""
     workers = [name for name in harness.names if name.startswith("w") and name != role]
 
     def says(name: str, text: str) -> Callable[[], bool]:
@@ -76,8 +77,10 @@ def last_wait(harness: Harness, worker: str) -> str:
 
 
 def stop(settings: ChaosSettings, role: str, seconds: float, patience_s: float) -> Stopped:
-    """One run: stop `role`, at a moment when a worker would leave work undone; then on, and judge. The stop lasts for
-    `seconds`, or until everybody has named it, at most `patience_s`."""
+    """Run once: stop `role`, a worker at a moment when it leaves work undone; then resume it, finish and judge.
+
+    The stop lasts at least `seconds`, and beyond that until every witness has named the role, at most `patience_s`.
+    """
     with running(settings, seed=0, drain_s=max(DRAIN_S, 4 * seconds)) as harness:
         harness.wait_for_worker("w0")
         harness.wait_for_steps(2)

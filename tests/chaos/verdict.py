@@ -1,4 +1,4 @@
-"""What was found of hostile programs, rewards and tools."""
+"""The findings of a run of hostile programs, reward functions and tools."""
 
 from __future__ import annotations
 

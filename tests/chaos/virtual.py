@@ -1,4 +1,4 @@
-"""The server of the simulation: the pure core behind a network of lists, with a list for a journal."""
+"""The server of the simulation: the pure core, with lists for the network and for the journal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .model import Model
 
 HEARTBEAT_TIMEOUT_S = 10.0
 ONCE = ("acquire", "insert", "trained", "restore")
-"""Verbs whose answer a server remembers for a request that comes again; see `asyncrl.replay.server.handlers.ONCE`."""
+"""Verbs whose answer the server remembers for repeated requests; see `asyncrl.replay.server.handlers.ONCE`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +40,7 @@ class Client:
     alive: bool = True
     welcome: bool = False
     boot: int = 0
-    """Of the server that welcomed it."""
+    """Boot number of the server that answered its `hello`."""
     numbers: int = 0
     open: dict[int, Request] = field(default_factory=dict)
     # worker
@@ -52,32 +52,32 @@ class Client:
     phase: str = "restore"
     plan: tuple[int, ...] = ()
     branch: bool = False
-    """It was told by hand where to go on."""
+    """True if the checkpoint to resume from was chosen by hand."""
 
 
 class VirtualServer:
-    """Requests wait in `network`, replies in `held_back` until they are covered by a sync, then in `answers`."""
+    """Requests wait in `network`. Replies wait in `held_back` until a sync covers them, then in `answers`."""
 
     forgetful = False
-    """The server does not remember what it answered (planted mistakes)."""
+    """True in a planted mistake: the server does not remember its answers."""
 
     def __init__(self, settings: AdmissionSettings, max_bytes: int, random: Random) -> None:
         self.settings, self.max_bytes, self.random = settings, max_bytes, random
         self.journalled = random.random() < 0.7
-        """What is given up for memory is read back; otherwise it is made anew."""
+        """True: evicted payloads are read back from the journal. False: their groups are generated again."""
         self.now = 0.0
         self.faults: dict[str, int] = {}
         self.journal: list[ev.Event] = []
         self.durable = 0
         self.full = False
         self.base: tuple[int, dict[str, Any], dict[int, bytes]] | None = None
-        """A snapshot of the state: events before it, image, payloads."""
+        """A snapshot of the state: number of events before it, image, payloads."""
         self.network: list[Request] = []
         self.boots = 0
         self.answers: list[tuple[int, Request, Any]] = []
-        """Under way to their clients, with the boot of the server that gave them."""
+        """Replies on their way to the clients, each with the boot number of the server that sent it."""
         self.held_back: list[tuple[int, Request, Any]] = []
-        """Replies that wait for the sync that covers them."""
+        """Replies that wait for a sync, each with the length of the journal that must be durable."""
         self.remembered: dict[tuple[str, int], Any] = {}
         self._boot()
 
@@ -88,7 +88,7 @@ class VirtualServer:
         self.journal.append(event)
 
     def _boot(self) -> None:
-        """Recover from what is durable: a snapshot and the events after it, or all events."""
+        """Recover from the durable state: a snapshot and the events after it, or all events."""
         core = ReplayCore(
             self.settings,
             lambda: self.now,
@@ -114,7 +114,7 @@ class VirtualServer:
         self.plant(core)
         if self.journal:
             core.configure(self.settings.plain())
-        else:  # a journal that begins anew begins with the settings of now
+        else:  # a new journal begins with the current settings
             self.began = self.settings
         core.take_over()
         core.paused = "the disk is full" if self.full else ""
@@ -131,10 +131,10 @@ class VirtualServer:
         run.record = watched
 
     def plant(self, core: ReplayCore) -> None:
-        """A mistake, in worlds that are to be caught."""
+        """Plant a mistake. Overridden by the worlds that the simulation has to catch."""
 
     def _read_back(self, entry: Entry) -> bytes:
-        """From what is durable, of the attempt that was taken."""
+        """Return the payload of the accepted attempt, from the durable journal."""
         self._note("read back")
         kept = (event for event in self.journal[: self.durable] if isinstance(event, ev.Inserted))
         found = {(event.header.group_id, event.header.attempt): event.payload for event in kept}
@@ -145,7 +145,7 @@ class VirtualServer:
             self.durable = len(self.journal)
 
     def release(self) -> None:
-        """Replies leave whose events are durable."""
+        """Send the replies whose events are durable."""
         ready = [item for item in self.held_back if item[0] <= self.durable]
         self.held_back = [item for item in self.held_back if item[0] > self.durable]
         self.answers += [(self.boots, request, answer) for _, request, answer in ready]
@@ -160,10 +160,10 @@ class VirtualServer:
         self._note("power loss")
         self.boots += 1
         del self.journal[self.durable + self.random.randint(0, len(self.journal) - self.durable) :]
-        self.durable = len(self.journal)  # What survived by luck is on the disk now.
+        self.durable = len(self.journal)  # The un-synced events that survived by chance are on the disk now.
         self.held_back.clear()
         self.remembered.clear()
-        self.network.clear()  # What was under way to the dead server dies with its connections.
+        self.network.clear()  # Requests on their way to the dead server are lost with its connections.
         self._boot()
 
     def disk_full(self) -> None:
@@ -173,7 +173,7 @@ class VirtualServer:
         self.core.paused = "the disk is full" if self.full else ""
 
     def deliver(self) -> None:
-        """One request reaches the server, any of those under way; sometimes it will come again."""
+        """Deliver one of the requests in `network` to the server. Sometimes it stays there and arrives again."""
         if not self.network:
             return
         place = self.random.randrange(len(self.network))
@@ -181,7 +181,7 @@ class VirtualServer:
         if self.random.random() < 0.8:
             del self.network[place]
         if request.verb == "hello" and not request.client.alive:
-            return  # The first words of a dead process never arrive: its connection was not open yet.
+            return  # The `hello` of a dead process never arrives: its connection was not open yet.
         key = (request.client.incarnation, request.number)
         if key in self.remembered and not self.forgetful:
             self._note("repeated request")
@@ -196,7 +196,7 @@ class VirtualServer:
         self.held_back.append((self._promised(request), request, answer))
 
     def _promised(self, request: Request) -> int:
-        """How much of the journal must be synced before the answer may leave."""
+        """Return the number of journal events that must be synced before the answer may be sent."""
         return len(self.journal)
 
     def _serve(self, request: Request) -> Any:

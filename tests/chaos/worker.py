@@ -1,4 +1,5 @@
-"""A verifiable rollout worker: no engine, groups whose content follows from their id, each marked with a nonce."""
+"""A rollout worker that can be verified: it has no engine, and the content of a group follows from its id. A nonce
+marks each group."""
 
 from __future__ import annotations
 
@@ -18,13 +19,14 @@ from asyncrl.types import NO_VERSION, Assignment, Trajectory, TrajectoryGroup
 from .settings import DIGEST, ChaosSettings, History
 
 OUTCOMES = {"accepted": "ok", "duplicate": "ok", "closed": "info"}
-"""What each reply tells of the insert; any other: refused."""
+"""Status of the reply -> outcome of the insert. Any other status means that it was refused."""
 PROMPT = 3
 COMPLETION = 4
 
 
 def trajectory(nonce: int, member: int, group_id: int, versions: list[int]) -> Trajectory:
-    """Prompt: nonce and member; completion: made of the group id."""
+    """Return a trajectory whose prompt holds nonce, member and group id, and whose completion is derived from the
+    group id and member."""
     tokens = [nonce, member, group_id, *((group_id * 31 + member * 7 + i) % 1000 for i in range(COMPLETION))]
     mask = np.arange(len(tokens)) >= PROMPT
     sampled = np.full(len(tokens), NO_VERSION, np.int32)
@@ -75,7 +77,7 @@ class ChaosWorker:
             self.history.note("waits", waiting_for=waiting_for)
 
     async def follow(self) -> None:
-        """Serve the version on the board."""
+        """Serve each policy version that the board announces."""
         revision = -1
         while True:
             board = await self.client.watch(revision=revision, wait_s=1.0)
