@@ -1,4 +1,4 @@
-"""What attackers send: connections written by hand, and floods without end, one generator each."""
+"""The attacks: hand-written connections and endless floods, one generator each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def endpoint(address: str) -> tuple[str, int]:
 
 
 def connected(address: str, within_s: float = 30.0) -> socket.socket:
-    """waits for: a server that is just starting; unblocked by: its listening, or the deadline."""
+    """Connect to a server.
+
+    Waits for a server that is just starting; unblocked when it listens, or by the deadline.
+    """
     deadline = time.monotonic() + within_s
     while True:
         try:
@@ -40,7 +43,7 @@ def connected(address: str, within_s: float = 30.0) -> socket.socket:
 
 
 def raw(address: str) -> socket.socket:
-    """A connection whose handshake is done, written by hand: what no library would send can follow."""
+    """Return a connection with the handshake done by hand, over which bytes can follow that no library would send."""
     made = connected(address)
     made.sendall(GREETING)
     made.sendall(bytes([COMMAND, len(READY)]) + READY)
@@ -72,7 +75,7 @@ def drain(peer: zmq.Socket) -> None:
 
 
 def flood_garbage(address: str) -> Iterator[None]:
-    """What is no message at all."""
+    """Send bytes that are no message at all."""
     peer = dealer(address)
     while True:
         for _ in range(100):
@@ -82,7 +85,7 @@ def flood_garbage(address: str) -> Iterator[None]:
 
 
 def flood_pings(address: str) -> Iterator[None]:
-    """Garbage with beats of the protocol in between, from one who leaves and comes back all the time."""
+    """Send garbage with protocol pings in between, from a peer that disconnects and reconnects all the time."""
     beat = bytes([COMMAND, 7]) + b"\x04PING" + struct.pack(">H", 50)
     burst = (frame(0, b"\xc1garbage") * 20 + beat) * 200
     while True:
@@ -90,14 +93,14 @@ def flood_pings(address: str) -> Iterator[None]:
             peer = raw(address)
             for _ in range(100):
                 peer.sendall(burst)
-            # A reset, with most of it unread.
+            # Close with a reset, while most of it is unread.
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             peer.close()
         yield
 
 
 def flood_large(address: str) -> Iterator[None]:
-    """Headers of the largest size, expensive to take apart and wrong in the end."""
+    """Send headers of the largest size, which are expensive to decode and invalid."""
     peer = dealer(address)
     deep = wire.pack([[0] * 65_000] * 64)
     while True:
@@ -107,7 +110,7 @@ def flood_large(address: str) -> Iterator[None]:
 
 
 def flood_strangers(address: str) -> Iterator[None]:
-    """Requests without a hello, of another run and of another schema."""
+    """Send requests without a hello, of another run and of another schema."""
     peer = dealer(address)
     other_schema = wire.pack([wire.SCHEMA + 1, RUN, "members", 3, "x", None])
     while True:
@@ -120,7 +123,7 @@ def flood_strangers(address: str) -> Iterator[None]:
 
 
 def flood_hellos(address: str) -> Iterator[None]:
-    """One connection that is a new worker each time."""
+    """Say hello as a new worker again and again, over one connection."""
     peer = dealer(address)
     for number in itertools.count():
         peer.send(hello(f"sybil {number}"))
@@ -130,7 +133,7 @@ def flood_hellos(address: str) -> Iterator[None]:
 
 
 def asking_without_end(address: str, name: str, verb: str, body: object) -> Iterator[None]:
-    """One worker that asks the same again and again; what comes back is read, and not acknowledged."""
+    """As one worker, send the same request again and again. Answers are read but not acknowledged."""
     peer = dealer(address)
     peer.send(hello(name))
     for number in itertools.count(2):
@@ -141,19 +144,19 @@ def asking_without_end(address: str, name: str, verb: str, body: object) -> Iter
 
 
 def flood_waits(address: str) -> Iterator[None]:
-    """One worker that asks for orders without end, and would wait an hour for each."""
+    """As one worker, watch the board without end, each time willing to wait for an hour."""
     return asking_without_end(address, "patient", "watch", [0, 3600.0])
 
 
 def flood_unacknowledged(address: str) -> Iterator[None]:
-    """One worker that never says which answers have reached it."""
+    """As one worker, never acknowledge the answers that have arrived."""
     return asking_without_end(address, "forgetful", "acquire", [0, 0.0])
 
 
 def deaf(address: str) -> Iterator[None]:
-    """One worker that asks and never reads an answer."""
+    """As one worker, send requests and never read an answer."""
     while True:
-        with contextlib.suppress(OSError):  # the server has closed the line
+        with contextlib.suppress(OSError):  # the server has closed the connection
             peer = raw(address)
             peer.sendall(frame(0, hello("deaf")))
             for number in itertools.count(2):
@@ -163,7 +166,7 @@ def deaf(address: str) -> Iterator[None]:
 
 
 def half_open(address: str) -> Iterator[None]:
-    """Connections that never finish their greeting."""
+    """Open connections that never finish their greeting."""
     kept: list[socket.socket] = []
     while True:
         with contextlib.suppress(OSError):
@@ -177,7 +180,7 @@ def half_open(address: str) -> Iterator[None]:
 
 
 def come_and_go(address: str) -> Iterator[None]:
-    """Connections that are dropped at once."""
+    """Open connections and close them at once."""
     while True:
         with contextlib.suppress(OSError):
             socket.create_connection(endpoint(address)).close()
@@ -185,7 +188,7 @@ def come_and_go(address: str) -> Iterator[None]:
 
 
 def oversized(address: str) -> Iterator[None]:
-    """Frames that announce more than is allowed, or more than ever comes."""
+    """Send frames that announce more bytes than are allowed, or more than are ever sent."""
     kept: list[socket.socket] = []
     for size in itertools.cycle((1 << 62, wire.MAX_MESSAGE_BYTES + 1, wire.MAX_MESSAGE_BYTES)):
         with contextlib.suppress(OSError):
@@ -199,7 +202,7 @@ def oversized(address: str) -> Iterator[None]:
 
 
 def endless(address: str) -> Iterator[None]:
-    """One message whose frames never end."""
+    """Send one message whose frames never end."""
     piece = frame(MORE, bytes(64 << 10))
     while True:
         with contextlib.suppress(OSError):

@@ -31,7 +31,7 @@ def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
 
 
 class Life:
-    """One server in a thread, on a disk that outlives it."""
+    """One server in a thread, on a disk that survives it."""
 
     def __init__(self, target: Callable[..., None]) -> None:
         self._target = target
@@ -43,7 +43,7 @@ class Life:
         self.thread.start()
 
     def kill(self) -> None:
-        """What is written by now is what the next life finds; nothing of this one's gets out any more."""
+        """Kill the server. The next one finds what is written by now; nothing that this one still writes reaches it."""
         left = self.disk.copy()
         self.end()
         self.disk = left
@@ -55,7 +55,7 @@ class Life:
 
 
 class Peers(Protocol):
-    """Whoever makes clients of its server and closes them."""
+    """An object that makes clients of its server and closes them."""
 
     def learner(self, rank: int = 0) -> LearnerClient: ...
 
@@ -63,7 +63,7 @@ class Peers(Protocol):
 
 
 class Cluster:
-    """A planner, its shards, and whoever asks for them."""
+    """A planner, its shards, and their clients."""
 
     def __init__(self, shards: int = 2, **changes) -> None:
         journal = JournalConfig(fsync_ms=1.0, segment_mb=1)
@@ -96,7 +96,7 @@ class Cluster:
         return made
 
     def held(self) -> list[set[int]]:
-        """Group ids that each shard would find after being killed now."""
+        """Return the group ids that each shard would find if it were killed now."""
         run = [{"run_id": "run", "shard": number} for number in range(len(self.shards))]
         return [
             {key.group_id for key in open_store(life.disk.copy(), JournalSettings(), one).held}
@@ -124,6 +124,6 @@ async def fill(worker: RolloutClient, slots: int, tokens: int = 3, version: int 
     made = {}
     for order in (await worker.acquire(slots=slots, wait_s=60)).assignments:
         made[order.group_id] = group(order, [version] * tokens)
-        # A duplicate where the acknowledgement was lost or late, and the worker has asked again.
+        # "duplicate" if the acknowledgement was lost or late and the client has sent the group again.
         assert (await worker.insert(made[order.group_id])).status in ("accepted", "duplicate")
     return made

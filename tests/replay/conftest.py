@@ -1,4 +1,4 @@
-"""What several files of these tests stand on."""
+"""Fixtures that several files of the replay's tests share."""
 
 from __future__ import annotations
 

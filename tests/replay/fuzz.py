@@ -1,10 +1,10 @@
-"""Mutated frames against the decoders, and against a live server with an honest client beside the hostile one.
+"""Send mutated frames to the decoders, and mutated messages to a live server that also has an honest client.
 
     python -m tests.replay.fuzz --frames 10000000
     python -m tests.replay.fuzz --messages 100000
 
-Each prints one JSON line. Anything but a `WireError` out of a decoder is a crash and ends the run with a traceback; so
-does an honest group that the server did not take.
+Each prints one JSON line. Any exception but a `WireError` from a decoder is a crash and ends the run with a traceback,
+as does an honest group that the server did not accept.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ VOCABULARY = 512
 NASTY = (b"\xc1", b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xd6\xff\0\0\0\0", b"")
 Decoder = Callable[[bytes], object]
 TOO_DEEP = wire.unpack(b"\x91" * 1005 + b"\x90")
-"""Legal msgpack, which Python cannot show."""
+"""Valid msgpack that is nested too deeply for Python to print."""
 
 
 def envelope(body: object, verb: str = "insert", run: str = "run", request: int = 7, incarnation: str = "i") -> bytes:
@@ -62,13 +62,13 @@ def insert_body(encoded: EncodedGroup) -> list[object]:
 
 
 def several(encoded: EncodedGroup, life: str = "i") -> bytes:
-    """The envelope of two inserts."""
+    """Return one envelope of two inserts."""
     rows = [[number, "insert", insert_body(encoded), len(encoded.frames)] for number in (7, 8)]
     return envelope([0, rows], SEVERAL, incarnation=life)
 
 
 class Corpus:
-    """Good frames, each with the decoder that reads it."""
+    """Valid frames, each with the decoder that reads it."""
 
     def __init__(self) -> None:
         encoded = encode_group(group(ORDER, [4, 4, 5, 7], size=3))
@@ -111,7 +111,8 @@ def header_of(packed: bytes) -> GroupHeader:
 
 
 def checked(header: GroupHeader, frames: Sequence[bytes]) -> None:
-    """The door, and the learner behind it: what the one lets in must not fail at the other."""
+    """Check a group as the server does and decode it as the learner does: what the server accepts must not fail at the
+    learner."""
     stored, headers = split_frames(header, frames), header.trajectories
     check_stored(header, stored, VOCABULARY)
     try:
@@ -132,7 +133,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def put(value: Any, path: tuple[Any, ...], item: Any) -> Any:
-    """A copy of `value` with `item` at `path`."""
+    """Return a copy of `value` with `item` at `path`."""
     if not path:
         return item
     changed = copy.copy(value)
@@ -141,7 +142,8 @@ def put(value: Any, path: tuple[Any, ...], item: Any) -> Any:
 
 
 def mutate(rng: random.Random, data: bytes) -> bytes:
-    """A few bytes changed, cut, doubled, swapped, or lengths blown up."""
+    """Return `data` with some random changes: bytes changed, cut off, doubled, deleted or inserted, some of them with
+    huge lengths."""
     raw = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 4, 16))):
         kind, at = rng.random(), rng.randrange(len(raw) + 1)
@@ -161,7 +163,7 @@ def mutate(rng: random.Random, data: bytes) -> bytes:
 
 
 def fuzz_decoders(frames: int, seed: int) -> dict[str, int]:
-    """Feed `frames` mutated frames to the decoders. Raises whatever is no WireError."""
+    """Feed `frames` mutated frames to the decoders. Any exception but a WireError is raised."""
     rng, cases = random.Random(seed), Corpus().cases
     counts: Counter[str] = Counter()
     for number in range(frames):
@@ -179,7 +181,7 @@ def fuzz_decoders(frames: int, seed: int) -> dict[str, int]:
 
 
 class Hostile:
-    """A peer that says hello like a worker and then sends whatever it likes; thrown out, it comes back."""
+    """A peer that says hello like a worker and then sends mutated messages. When expelled, it reconnects."""
 
     def __init__(self, context: zmq.Context, config: ReplayConfig, rng: random.Random) -> None:
         self.rng = rng
@@ -189,7 +191,7 @@ class Hostile:
 
     def _hello(self) -> None:
         if self.lives:
-            self.socket.close()  # from the old one it is heard no more
+            self.socket.close()  # the server ignores the old connection from now on
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         secure_client(self.socket, self._config.keys, "worker", "server")
@@ -224,7 +226,7 @@ class Hostile:
 
 
 def fuzz_server(count: int, seed: int, config: ReplayConfig | None = None) -> dict[str, float]:
-    """`count` hostile messages over sockets while an honest worker and learner go about their business."""
+    """Send `count` hostile messages over sockets while an honest worker and learner go on with their work."""
     config = config or replay_config(wait_timeout_s=30.0)
     rng = random.Random(seed)
     with running_server(config, settings(groups_per_step=4, pipeline_depth=2, max_staleness=1 << 20)):

@@ -1,4 +1,4 @@
-"""Groups, settings and a driver of a real server in a thread, for the tests of this room."""
+"""Groups, settings and a real server in a thread, for the tests of the replay."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Clock:
 
 
 class ClockAhead:
-    """The real one, and as much later as the test says: in place of what `awake_clock` makes."""
+    """The monotonic clock, set ahead by `ahead_s` seconds. Tests use it in place of what `awake_clock` makes."""
 
     def __init__(self) -> None:
         self.ahead_s = 0.0
@@ -60,7 +60,7 @@ def settings(**changes) -> AdmissionSettings:
 
 
 def header(assignment: Assignment, *runs: tuple[int, int], group_size: int = 2, nbytes: int = 10) -> GroupHeader:
-    """Every trajectory with these runs, a prompt of 3 tokens and an image."""
+    """Return a header whose trajectories all have these `(version, tokens)` runs, a prompt of 3 tokens and an image."""
     length = 3 + sum(count for _, count in runs)
     image = (ExtraHeader("image", "|u1", (2, 3)),)
     trajectory = TrajectoryHeader(length=length, prompt_length=3, reward=1.0, version_tokens=runs, extras=image)
@@ -93,7 +93,7 @@ def trajectory(versions: list[int], prompt: int = 2, reward: float = 0.5, first_
 
 
 def extras(seed: int, tokens: int) -> dict[str, np.ndarray]:
-    """Of a trajectory; what no check of log-probs would let in is among them."""
+    """Return extras of a trajectory. They include NaNs, which no check of log-probs would accept."""
     teacher = np.arange(seed, seed + tokens, dtype=np.float32)
     teacher[::2] = np.nan
     return {
@@ -124,7 +124,7 @@ def group(assignment: Assignment, versions: list[int], size: int = 2, worker: st
 
 
 def same_extras(a: Trajectory, b: Trajectory) -> bool:
-    """Byte for byte."""
+    """Return whether the extras of two trajectories are equal byte for byte."""
     one, other = (
         [(name, x.dtype, x.shape, x.tobytes()) for name, x in trajectory.extras.items()] for trajectory in (a, b)
     )
@@ -138,8 +138,8 @@ def same_trajectory(a: Trajectory, b: Trajectory) -> bool:
 
 
 SOON_SILENT_S = 1.5
-"""`heartbeat_timeout_s` where somebody falls silent, and it is of no matter who else is taken for silent too; elsewhere
-so long that nobody is whom a busy machine held up."""
+"""`heartbeat_timeout_s` in seconds for tests in which a peer falls silent and others may be taken for silent too. Other
+tests use a longer timeout, so that a peer delayed by a busy machine is not taken for silent."""
 
 
 def replay_config(**changes) -> ReplayConfig:
@@ -155,7 +155,7 @@ def replay_config(**changes) -> ReplayConfig:
 
 @contextlib.contextmanager
 def running_server(config: ReplayConfig, admission: AdmissionSettings, digest: str = "d") -> Iterator[threading.Thread]:
-    """A real server in a thread; stopped and joined at the end."""
+    """Run a real server in a thread, which is stopped and joined at the end."""
     stop = threading.Event()
     thread = threading.Thread(target=run_server, args=(config, admission, "run", digest, 7, stop), daemon=True)
     thread.start()
@@ -168,7 +168,7 @@ def running_server(config: ReplayConfig, admission: AdmissionSettings, digest: s
 
 
 def close_all(clients: Iterable[LearnerClient | RolloutClient]) -> None:
-    """In the order given; those of workers close in a loop of their own."""
+    """Close the clients in the order given. Clients of workers close in an event loop of their own."""
     for client in clients:
         closed = client.close()
         if closed is not None:

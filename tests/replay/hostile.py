@@ -1,11 +1,11 @@
-"""Peers that mean harm, against a real server process, beside an honest worker and a learner.
+"""Run hostile peers against a real server process that also has an honest worker and a learner.
 
     python -m tests.replay.hostile [ATTACK ...] [--seconds 5]     figures for each attack
     python -m tests.replay.hostile --attack NAME ADDRESS          one attacker, until it is killed
     python -m tests.replay.hostile --serve ADDRESS                the server, until it is killed
 
-Servers and attackers have processes of their own, so that their memory can be told apart, and that an attacker takes
-nothing but its share of the machine from the honest.
+Servers and attackers have processes of their own, so that their memory can be measured separately, and an attacker
+takes no more than its share of the machine from the honest peers.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from tests.replay.helpers import group, replay_config, settings
 from tests.replay.open_door import without_keys
 
 SILENT_S = 20.0
-"""Attackers and a busy machine hold up an honest peer for seconds: it is not to be taken for silent."""
+"""Heartbeat timeout in seconds. Attackers and a busy machine can delay an honest peer for seconds."""
 
 
 @dataclass(slots=True)
 class Honest:
-    """What came of an honest worker and a learner."""
+    """What the honest worker and the learner have done so far."""
 
     steps: list[float] = field(default_factory=list)
-    """When each was trained, on the monotonic clock."""
+    """Time at which each step was trained, on the monotonic clock."""
     trained: list[int] = field(default_factory=list)
-    """Group ids."""
+    """Ids of the trained groups."""
     inserted: set[int] = field(default_factory=set)
-    """Acknowledged as accepted."""
+    """Ids of the groups acknowledged as accepted."""
 
 
 class Camp:
-    """A server process with an honest worker and a learner of this process."""
+    """A server process, with an honest worker and a learner in threads of this process."""
 
     def __init__(self, log: int = subprocess.DEVNULL) -> None:
         self.config = replay_config(heartbeat_timeout_s=SILENT_S, wait_timeout_s=60.0)
@@ -82,7 +82,7 @@ class Camp:
         if self.server.poll() is None:
             for thread in self._threads:
                 thread.join(60)
-        # Open, they would look for the server for ever; and whoever of them still waits for it fails now.
+        # Open clients would try to reach the server for ever. Closing them fails the calls that still wait for it.
         asyncio.run(self._worker.close())
         self._learner.close()
         for thread in self._threads:
@@ -92,7 +92,7 @@ class Camp:
         self._closing.close()
 
     def besiege(self, name: str) -> None:
-        """Start an attacker; returns once it attacks."""
+        """Start an attacker, and return once it attacks."""
         command = [sys.executable, "-m", "tests.replay.hostile", "--attack", name, self.config.address]
         attacker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self._attackers.append(attacker)
@@ -112,7 +112,10 @@ class Camp:
         return psutil.Process(self.server.pid).num_fds()
 
     def wait_for_steps(self, more: int, timeout_s: float) -> float:
-        """Seconds until `more` steps were trained. waits for: the honest; unblocked by: them, or the deadline."""
+        """Return the seconds until `more` steps were trained.
+
+        Waits for the honest peers; unblocked by them or by the deadline.
+        """
         began, goal = time.monotonic(), len(self.honest.steps) + more
         while len(self.honest.steps) < goal:
             waited = time.monotonic() - began
@@ -123,8 +126,11 @@ class Camp:
         return time.monotonic() - began
 
     def check(self) -> None:
-        """Every group acknowledged by now is trained, and none twice. One that was an attacker's before may be taken in
-        only now: so more steps are waited for, a few of which train all that is stored."""
+        """Check that every group acknowledged by now is trained, and none twice.
+
+        A group that an attacker held before may be accepted only now, so this waits for some more steps; a few steps
+        train everything that is stored.
+        """
         acknowledged = set(self.honest.inserted)
         self.wait_for_steps(5, 120)
         trained = list(self.honest.trained)
@@ -140,7 +146,7 @@ class Camp:
                 for order in acquired.assignments:
                     reply = await client.insert(group(order, [0] * 50))
                     assert reply.status in ("accepted", "duplicate", "fenced", "closed"), reply
-                    if reply.status in ("accepted", "duplicate"):  # Else so long held up that others got its orders.
+                    if reply.status in ("accepted", "duplicate"):  # Otherwise another worker has its assignment by now.
                         self.honest.inserted.add(order.group_id)
 
     def _train(self) -> None:
@@ -156,7 +162,7 @@ class Camp:
 
 
 def serve(address: str) -> None:
-    """A server whose worker may stay at version 0 for ever."""
+    """Run a server whose worker may stay at version 0 for ever."""
     logging.basicConfig(level=logging.WARNING)
     config = replay_config(address=address, heartbeat_timeout_s=SILENT_S)
     admission = settings(groups_per_step=2, max_staleness=1 << 30, pipeline_depth=1)
@@ -165,7 +171,7 @@ def serve(address: str) -> None:
 
 
 def measure(name: str, seconds: float) -> dict[str, float | str]:
-    """Steps per second of the honest before and during an attack, and what it does to the server's memory."""
+    """Measure the honest learner's steps per second before and during an attack, and the server's memory."""
     with Camp() as camp:
         camp.wait_for_steps(50, 120)
         quiet = camp.wait_for_steps(200, 120)

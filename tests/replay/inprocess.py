@@ -1,7 +1,7 @@
 """The replay in this process: `ReplayCore` behind the same two protocols, for tests and single-process runs.
 
-Threads may share it: every call takes the lock, waits are on one condition that every change notifies. Groups are
-stored as they are, but judged by the same header checks as on the wire.
+Threads may share it: every call takes the lock, and all waits are on one condition that every change notifies. Groups
+are stored without encoding, but pass the same header checks as on the wire.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SAMPLE_GROUPS = 4
 
 
 class InProcessReplay:
-    """Makes the facades. `clock` may be a fake; deadlines of waits are real time."""
+    """Owns the core and makes its clients. `clock` may be a fake; deadlines of waits are in real time."""
 
     def __init__(
         self,
@@ -56,13 +56,13 @@ class InProcessReplay:
 
     @contextmanager
     def changing(self) -> Iterator[ReplayCore]:
-        """The core, locked; those who wait look again afterwards."""
+        """Yield the core, locked. Waiting threads check their condition again afterwards."""
         with self.condition:
             yield self.core
             self.condition.notify_all()
 
     def wait_for(self, ready: Callable[[ReplayCore], Value | None], wait_s: float) -> Value | None:
-        """`ready(core)` as soon as it is not None; None after `wait_s`."""
+        """Return `ready(core)` as soon as it is not None; None after `wait_s` seconds."""
         deadline = time.monotonic() + wait_s
         with self.condition:
             while True:
@@ -88,7 +88,7 @@ class _BlockingRendezvous:
 
 
 class InProcessRollout:
-    """`RolloutReplay`. Hello is said at construction and again after the core gave the worker up."""
+    """Implements `RolloutReplay`. It says hello at construction, and again after the core has given the worker up."""
 
     def __init__(self, replay: InProcessReplay, worker: str, stats: Callable[[], dict[str, float]]) -> None:
         self.worker, self.incarnation = worker, uuid.uuid4().hex
@@ -175,7 +175,7 @@ class InProcessRollout:
 
 
 class InProcessLearner:
-    """`LearnerReplay`. One object may play all ranks of a learner, one after the other or from threads."""
+    """Implements `LearnerReplay`. One object may act as all ranks of a learner, one after the other or in threads."""
 
     def __init__(self, replay: InProcessReplay) -> None:
         self._replay = replay
@@ -291,9 +291,9 @@ class InProcessLearner:
             core.finish()
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is nothing to close."""
 
 
 def _with_plain_extras(trajectory: Trajectory) -> Trajectory:
-    """As the learner would get it over the wire."""
+    """Return the trajectory as the learner would get it over the wire."""
     return replace(trajectory, extras=plain_extras(trajectory.extras)) if trajectory.extras else trajectory

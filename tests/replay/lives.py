@@ -1,4 +1,4 @@
-"""A server with a journal, killed and started again at one address."""
+"""A server with a journal that can be killed and restarted at the same address."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ ADMISSION = settings(groups_per_step=2, pipeline_depth=1)
 
 
 class SlowDisk(MemoryDisk):
-    """Syncs wait until `open` is set."""
+    """A disk whose syncs wait until `open` is set."""
 
     def __init__(self) -> None:
         super().__init__()
         self.open = threading.Event()
         self.open.set()
         self.waiting = threading.Event()
-        """Something is written and waits for its sync."""
+        """Set once something is written and waits for its sync."""
         self.written = 0
-        """Times that something was."""
+        """Number of writes."""
         self._free = -1
 
     def hold(self) -> None:
-        """Syncs of what is written from now on wait; one of what came before would be taken for theirs."""
+        """From now on hold the syncs of later writes. A sync of earlier writes passes: a test would mistake it for one
+        of theirs."""
         self._free = self.written
         self.waiting.clear()
         self.open.clear()
@@ -51,7 +52,7 @@ class SlowDisk(MemoryDisk):
 
 
 class Server:
-    """Killed and started again at one address, each life on what the one before left on the disk."""
+    """A server that is killed and restarted at one address, each time on what the previous one left on the disk."""
 
     def __init__(self, disk: SlowDisk | None = None, **config) -> None:
         self.config: ReplayConfig = replay_config(journal=JournalConfig(fsync_ms=1.0, segment_mb=1), **config)
@@ -69,7 +70,7 @@ class Server:
         self._thread.start()
 
     def kill(self) -> None:
-        """What is written by now is what the next life finds; nothing of this one's gets out any more."""
+        """Kill the server. The next one finds what is written by now; nothing that this one still writes reaches it."""
         left = self.disk.copy()
         self._stop.set()
         self.disk.open.set()

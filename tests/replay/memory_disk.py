@@ -1,4 +1,4 @@
-"""A disk in memory that can lose power: what was not synced is gone, half there, or torn in the middle of a write."""
+"""A disk in memory that can lose power: unsynced writes are then lost, kept in part, or torn in the middle."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ class _File:
     synced: bytes | None = None
     """Content at the last sync; None before the first."""
     writes: list[tuple[int, bytes]] = field(default_factory=list)
-    """Since then."""
+    """Writes since the last sync: offset and content."""
 
 
 class MemoryDisk:
-    """`Disk`. `room` is what may be created in bytes; `fail_with` makes every write raise that errno."""
+    """Implements `Disk` in memory.
+
+    `room` limits the total size of the files, in bytes. A non-zero `fail_with` makes every write raise that errno.
+    """
 
     def __init__(self, room: int | None = None) -> None:
         self.room = room
@@ -28,7 +31,7 @@ class MemoryDisk:
         self.syncs = 0
         self._files: dict[str, _File] = {}
         self._names: dict[str, _File] = {}
-        """As of the last sync of the folder."""
+        """The files as of the last sync of the folder."""
 
     def names(self) -> list[str]:
         return sorted(self._files)
@@ -46,7 +49,7 @@ class MemoryDisk:
         if self.fail_with:
             raise OSError(self.fail_with, "planned failure")
         file, content = self._files[name], b"".join(buffers)
-        content += bytes(-(offset + len(content)) % BLOCK)  # As the real one may.
+        content += bytes(-(offset + len(content)) % BLOCK)  # The real disk may pad writes to whole blocks.
         if len(file.data) < offset + len(content):
             file.data.extend(bytes(offset + len(content) - len(file.data)))
         file.data[offset : offset + len(content)] = content
@@ -79,21 +82,21 @@ class MemoryDisk:
         del self._files[name].data[nbytes:]
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
     def flip(self, name: str, offset: int, bit: int = 0) -> None:
         self._files[name].data[offset] ^= 1 << bit
 
     def copy(self) -> MemoryDisk:
-        """As a killed process leaves it: the machine lives on, and every write is there."""
+        """Return the disk as a killed process leaves it: the machine goes on, and every write is there."""
         after = MemoryDisk(self.room)
         after._files = {name: _File(bytearray(file.data), bytes(file.data)) for name, file in list(self._files.items())}
         after._names = dict(after._files)
         return after
 
     def power_loss(self, random: random.Random | None = None) -> MemoryDisk:
-        """What a machine finds after a power loss now. Of each write that was not synced, any part may be there;
-        without `random`, nothing is."""
+        """Return the disk as a machine finds it after a power loss now. Any leading part of each unsynced write may be
+        there; without `random`, nothing of it is."""
         after = MemoryDisk(self.room)
         for name, file in self._names.items():
             data = bytearray(file.synced if file.synced is not None else bytes(len(file.data)))

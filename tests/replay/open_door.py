@@ -1,5 +1,5 @@
-"""Servers and clients without keys: some attackers are written by hand, byte by byte, and do not speak CURVE. What they
-do to a server could as well be done by who has a key."""
+"""Run servers and clients without keys. Some attackers are written by hand, byte by byte, and do not speak CURVE; a
+peer with a key could do the same to a server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import zmq
 
 
 class AnyRole(str):
-    """Every role's."""
+    """A role that is equal to every other."""
 
     __slots__ = ()
     __hash__ = str.__hash__
@@ -32,7 +32,7 @@ class Everybody:
 
 
 class Nobody:
-    """In the place of an authenticator."""
+    """Stands in for an authenticator."""
 
     def stop(self) -> None:
         pass
@@ -40,7 +40,7 @@ class Nobody:
 
 @contextlib.contextmanager
 def without_keys() -> Iterator[None]:
-    """For what is started in this process while this lasts."""
+    """Switch keys off for everything that is started in this process inside the context."""
     with (
         mock.patch("asyncrl.replay.server.router.secure_server", lambda *_: Nobody()),
         mock.patch("asyncrl.replay.server.router.Guests", Everybody),

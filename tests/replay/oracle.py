@@ -1,4 +1,4 @@
-"""What must hold of a replay core whatever happens to it, kept by other means than its own: naive walks and tallies."""
+"""An oracle of what must always hold of a replay core. It uses other means than the core: naive walks and tallies."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ FINAL = (
     DropReason.FILTERED,
     DropReason.INCOMPLETE,
 )
-"""Reported by a worker they end a group, whatever its tries so far."""
+"""Reasons that end a group when a worker reports them, however many tries are left."""
 
 
 class Oracle:
-    """What must hold, kept by other means: naive ancestor walks and a tally of the events."""
+    """Checks a core by naive ancestor walks and a tally of its events."""
 
     def __init__(self, settings: AdmissionSettings) -> None:
         self.settings = settings
         self.places: dict[int, tuple[int, int]] = {}
-        """Version -> its line and how many steps were trained up to it; a restart of the same learner goes on in its
-        line, a resume begins another."""
+        """Version -> its line and the number of steps trained up to it. A restart of the same learner goes on in its
+        line; a resume begins another."""
         self.forks: list[tuple[int, int]] = []
-        """Line -> the place it began at."""
+        """Line -> the line and depth at which it began."""
         self.steps_of: dict[int, list[int]] = {}
-        """Steps that a group was trained in."""
+        """Group id -> the steps it was trained in."""
         self.passed: dict[int, int] = {}
-        """Of groups in flight or inserted: younger ones that were sealed before them."""
+        """Id of a group in flight or inserted -> number of younger groups that were sealed before it."""
         self.issued: dict[int, int] = {}
-        """Steps trained when a group was given out last."""
+        """Group id -> number of steps trained when it was last assigned."""
         self.rolled_back = False
         self.reported: DropReason | None = None
-        """What a worker is just reporting."""
+        """The reason that a worker is reporting at the moment."""
         self.evaluations: dict[int, tuple[str, int, int]] = {}
-        """Job -> its set, rows and version: asked for, not superseded, not reported."""
+        """Job -> its set, rows and version, of evaluations asked for and neither superseded nor reported."""
         self.begun: set[int] = set()
         self.steps = 0
-        """Trained in the surviving history."""
+        """Number of steps trained in the surviving history."""
         self.judged: Counter[str] = Counter()
-        """What was looked at, over all histories."""
+        """Counts of what was checked, over all histories."""
         self.begin({}, {}, 0, 0)
 
     def begin(self, states: dict[int, str], tries: dict[int, int], trained: int, dropped: int) -> None:
         self.states, self.tries = states, tries
         self.admitted = len(states) + trained + dropped
         self.trajectories: dict[int, int] = {}
-        """Of inserted groups that are open."""
+        """Group id -> number of trajectories, of inserted groups."""
         self.siblings: dict[int, list[int]] = {}
-        """Members of groups that are admitted by sample -> the first of them, and how many they were."""
+        """Member of a group admitted by sample -> the group's first member, and its number of members."""
         self.members: dict[int, tuple[int, ...]] = {}
-        """Step -> what it was sealed with."""
+        """Step -> the members it was sealed with."""
         self.tally = {"in_flight": len(states), "inserted": 0, "leased": 0, "trained": trained, "dropped": dropped}
 
     def publish(self, version: int, parent: int, *, trained: bool, again: bool = False) -> None:
@@ -74,7 +74,7 @@ class Oracle:
             self.places[version] = (len(self.forks) - 1, depth)
 
     def path(self, version: int) -> list[tuple[int, int]]:
-        """The places from `version` to the initial weights."""
+        """Return the places from `version` back to the initial weights."""
         line, depth = self.places[version]
         result = []
         while line >= 0:
@@ -97,7 +97,7 @@ class Oracle:
             del self.states[group_id]
 
     def returned(self, event: ev.Returned | ev.Dropped) -> None:
-        """What a worker reports ends the group at once, or lets it be tried again `max_attempts` times at most."""
+        """Check that a worker's report ends the group at once, or lets it be tried `max_attempts` times at most."""
         tries = self.tries.get(event.group_id, 0)
         if isinstance(event, ev.Returned):
             self.tries[event.group_id] = tries + event.counted
@@ -150,7 +150,7 @@ class Oracle:
             self.move(event.group_id, "trained")
 
     def begun_by_sample(self, event: ev.Begun) -> None:
-        """A place and a slot for each member, all at once."""
+        """Check that a group admitted by sample has room for all its members at once, and admit them."""
         settings, tally = self.settings, self.tally
         assert event.members == settings.group_size and (event.first == self.admitted or self.rolled_back)
         assert tally["in_flight"] + event.members <= settings.max_in_flight * event.members
@@ -168,7 +168,8 @@ class Oracle:
         return self.siblings[member][0] if member in self.siblings else member
 
     def whole(self, event: ev.Sealed) -> None:
-        """All that is left of each group is in the step, side by side in the order of its ids, and enough of it."""
+        """Check that a sealed step has all remaining members of each group, adjacent and in the order of their ids,
+        and enough of them."""
         may_lack = self.settings.group_size - (self.settings.min_group_size or self.settings.group_size)
         for first, begun_with in {tuple(self.siblings[m]) for m in event.members if m in self.siblings}:
             mine = [member for member in event.members if self.whose(member) == first]
@@ -179,7 +180,8 @@ class Oracle:
             assert begun_with - len(mine) <= may_lack, "a group with too few members is trained"
 
     def windowed(self, event: ev.Sealed) -> None:
-        """At most `window - 1` younger groups pass one, and it is trained soon after it was given out."""
+        """Check that at most `window - 1` younger groups pass a group, and that it is trained soon after it was
+        assigned."""
         settings, size = self.settings, self.settings.groups_per_step
         if not settings.window:
             return
@@ -194,7 +196,7 @@ class Oracle:
             assert waited <= latest, f"group {group_id} was trained {waited} steps after it was given out"
 
     def train(self, plan: StepPlan, version: int) -> None:
-        """Judge a step trained by a learner that holds `version`."""
+        """Check a step trained by a learner that holds `version`."""
         settings = self.settings
         assert len(plan.groups) == settings.groups_per_step
         fresh_total = 0
@@ -225,14 +227,14 @@ class Oracle:
         self.judged += Counter({"steps": 1, "tokens": fresh_total})
 
     def trained(self, event: ev.Trained, core: ReplayCore) -> None:
-        """A group that a restore has planned for a later step too stays leased."""
+        """Move the groups of a step to "trained". A group that a restore planned for a later step too stays leased."""
         self.steps = event.step + 1
         for entry in core.state.buffer.untrained[event.step].members:
             if not any(step != event.step for step in entry.planned):
                 self.move(entry.group_id, "trained")
 
     def asked_to_evaluate(self, job: int, eval_set: str, rows: int, version: int) -> None:
-        """What of the same set nobody has begun will never be."""
+        """Note an evaluation. It supersedes those of the same set that no worker has begun."""
         kept = {j: of for j, of in self.evaluations.items() if of[0] != eval_set or j in self.begun}
         self.evaluations = kept | {job: (eval_set, rows, version)}
 
@@ -241,7 +243,7 @@ class Oracle:
         self.begun.add(order.job_id)
 
     def evaluated(self, summaries: Sequence[EvalSummary]) -> None:
-        """Once each, every row once, on no older weights than it was asked for."""
+        """Check that each evaluation ends once, has every row once, and used no older weights than asked for."""
         for summary in summaries:
             _, rows, version = self.evaluations.pop(summary.job_id)
             assert summary.count + summary.failed == rows, f"{rows} rows were asked for: {summary}"
@@ -253,7 +255,7 @@ class Oracle:
         self.steps_of = {group: [n for n in steps if n <= step] for group, steps in self.steps_of.items()}
 
     def check(self, core: ReplayCore) -> None:
-        """The conservation law, by the oracle's own tally."""
+        """Check the conservation law against the oracle's own tally."""
         ledger, tally = core.state.ledger, self.tally
         counted = {state.value: count for state, count in ledger.counts.items()}
         counted["dropped"] = sum(ledger.dropped.values())

@@ -38,7 +38,7 @@ class Play:
         return plan, reply
 
     def whole_step(self, slots: int = 16) -> None:
-        """The weights are served, groups made and trained."""
+        """Run one step: serve the weights, insert groups and train them."""
         self.load()
         for order in self.acquire(slots):
             self.insert(order)

@@ -1,10 +1,10 @@
-"""So many random schedules of the replay, judged by the oracle (see `simulator.py`), and how many they were.
+"""Run random schedules of the replay, judged by the oracle (see `simulator.py`), and print their counts.
 
     python -m tests.replay.schedules --admission sample|window|any [--count 100000] [--seed 0] [--file FILE]
 
-Half of them roll back: learners crash and go back to checkpoints. One JSON line is printed; the first broken promise
-ends the command with its traceback, which names the schedule. Each finished thousand is a line of the file, and is not
-run again: a command that was stopped goes on, and one that had finished tells the same again.
+In half of them learners may crash and go back to checkpoints. One JSON line is printed. The first failure ends the
+command with a traceback that names the schedule. Each finished thousand is a line of the file and is not run again: a
+command that was stopped resumes, and one that had finished prints the same result again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CPU = "CPU seconds"
 
 
 def counts(simulation: Simulation) -> Counter[str]:
-    """What of a schedule was judged."""
+    """Return counts of what was checked in a schedule."""
     ledger, meter = simulation.core.state.ledger, simulation.core.meter
     return simulation.oracle.judged + Counter(
         {
@@ -44,7 +44,7 @@ def counts(simulation: Simulation) -> Counter[str]:
 
 
 def run_chunk(admission: str, first: int) -> dict[str, Any]:
-    """The schedules of `CHUNK` seeds."""
+    """Run the schedules of `CHUNK` seeds and return their counts."""
     began, total = time.process_time(), Counter[str]()
     for seed in range(first, first + CHUNK):
         total += counts(run_schedule(seed, ACTIONS, rollbacks=seed % 2 == 0, **ADMISSIONS[admission]))
@@ -52,7 +52,7 @@ def run_chunk(admission: str, first: int) -> dict[str, Any]:
 
 
 def finished(path: Path | None) -> Iterator[dict[str, Any]]:
-    """Chunks in the file; a line that a killed command left unfinished counts for nothing."""
+    """Yield the finished chunks in the file. A line that a killed command left unfinished is ignored."""
     for line in path.read_text().splitlines() if path is not None and path.exists() else ():
         with suppress(json.JSONDecodeError):
             yield json.loads(line)
@@ -68,7 +68,7 @@ def main() -> None:
     given = parser.parse_args()
     chunks = range(given.seed, given.seed + given.count, CHUNK)
     done = {c["first"]: c for c in finished(given.file) if c["admission"] == given.admission and c["first"] in chunks}
-    # Spawned: the children import what is on the disk, as a command given again would.
+    # Spawned, so that the children import the code on the disk, as a new command would.
     with ProcessPoolExecutor(given.processes, mp_context=get_context("spawn")) as pool:
         for chunk in pool.map(partial(run_chunk, given.admission), [each for each in chunks if each not in done]):
             done[chunk["first"]] = chunk
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def told(admission: str, chunks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sums over chunks; 0 broken promises, or there would be no line."""
+    """Return the sums over the chunks. `broken` is 0: a failure would have ended the command before."""
     names = dict.fromkeys(name for chunk in chunks for name in chunk if name not in ("admission", "first"))
     sums = {name: sum(chunk.get(name, 0) for chunk in chunks) for name in names}
     return {"admission": admission, "broken": 0, **sums, CPU: round(sums[CPU])}

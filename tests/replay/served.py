@@ -12,7 +12,7 @@ from tests.replay.helpers import close_all, settings
 
 
 class Run:
-    """A server in a thread, a learner client, and workers as they are asked for."""
+    """A learner client of a server, and clients of workers as they are asked for."""
 
     def __init__(self, config, admission=None) -> None:
         self.config = config
@@ -40,7 +40,7 @@ async def ready(client: RolloutClient, slots: int = 4):
 
 
 class Proxy:
-    """TCP between clients and server that cuts every connection now and then."""
+    """A TCP proxy between clients and server that cuts all connections from time to time."""
 
     def __init__(self, target: str) -> None:
         host, port = target.removeprefix("tcp://").split(":")
@@ -58,7 +58,7 @@ class Proxy:
                 near, _ = self._listener.accept()
                 try:
                     far = socket.create_connection(self._target)
-                except OSError:  # The server does not listen yet; who asks will come again.
+                except OSError:  # The server does not listen yet; the client will try again.
                     near.close()
                     continue
                 self._sockets += [near, far]
@@ -73,7 +73,7 @@ class Proxy:
             end.close()
 
     def keep_dropping(self) -> None:
-        """Ever less often: on the slowest machine something gets through in between."""
+        """Cut the connections at growing intervals, so that even on a slow machine some messages get through."""
         pause_s = 0.2
         while not self._closed.wait(pause_s):
             self.dropped += self._cut()
@@ -88,6 +88,6 @@ class Proxy:
 
     def close(self) -> None:
         self._closed.set()
-        self._listener.shutdown(socket.SHUT_RDWR)  # Closed alone, a thread that waits for a peer would wait on.
+        self._listener.shutdown(socket.SHUT_RDWR)  # Closing alone would not wake a thread in accept.
         self._listener.close()
         self._cut()

@@ -1,10 +1,10 @@
-"""Drives a ReplayCore through one random schedule and judges it with an oracle that shares no code with it.
+"""Drive a ReplayCore through one random schedule and judge it with an oracle that shares no code with it.
 
-A schedule: 1-3 workers and a learner with random settings; workers load versions late, die with and without a
-successor, fail, send groups twice and after they were replaced; the learner prefetches, crashes, goes back to a
-checkpoint, sometimes with other settings, and now and then the server loses its memory; beside it all sets are
-evaluated. What a learner with the same settings gets again is what it had. Then everything is well for a while: steps
-must be trained again, all that is open is trained or dropped, and evaluations end.
+A schedule has 1-3 workers and a learner with random settings. Workers load versions late, die with and without a
+successor, fail, and send groups twice and after they were replaced. The learner prefetches, crashes and goes back to a
+checkpoint, sometimes with other settings; sometimes the server loses its memory. Sets are evaluated alongside. A
+learner that restarts with the same settings must get the same batches again. At the end nothing fails for a while:
+steps must be trained again, every open group must be trained or dropped, and evaluations must end.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class SimWorker:
         self.name, self.incarnation = name, incarnation
         self.served = NO_VERSION
         self.tasks: list[tuple[Assignment, list[int]]] = []
-        """Assignment and the versions its tokens will carry."""
+        """Assignments, each with the versions that its tokens will carry."""
         self.evaluation: tuple[EvalAssignment, int] | None = None
-        """Order and the version it begins with."""
+        """The evaluation assignment in progress and the version it began with."""
 
 
 class Simulation:
@@ -61,7 +61,8 @@ class Simulation:
     ) -> None:
         self.random = rng = Random(seed)
         self.lots = Random(f"{seed} by sample")
-        """Of their own, or every schedule would be another since there is admission by sample."""
+        """A generator of its own: drawing from `rng` would change the schedules of the seeds from before admission by
+        sample."""
         self.by_sample = by_sample
         max_staleness = rng.choice((0, 1, 2, 3))
         group_size = rng.choice((1, 1, 2, 3))
@@ -92,11 +93,11 @@ class Simulation:
         self.incarnations = 0
         self.max_bytes = rng.choice((3, 6, 1000, 1000))
         self.journalled = rng.random() < 0.5
-        """What is given up for memory can be read again."""
+        """True if evicted payloads can be read back."""
         self.begun = 0
-        """Steps of which some groups were certain before the others."""
+        """Number of steps of which some groups were certain before the others."""
         self.plans: dict[int, StepPlan] = {}
-        """By step, as first seen, of this line of the history."""
+        """Step -> its plan as first seen, in the current line of the history."""
         self.learner_settings = 0
         self.core = self._new_core()
         self.zombies: list[tuple[SimWorker, GroupHeader]] = []
@@ -107,7 +108,8 @@ class Simulation:
     # ---- parts
 
     def _perhaps_by_sample(self, settings: AdmissionSettings) -> AdmissionSettings:
-        """Where the settings allow it; of a schedule that is all about it always."""
+        """Perhaps switch to admission by sample, if the settings allow it. With `self.by_sample`, always, adapting the
+        settings."""
         if self.by_sample:
             order = settings.order if settings.order in SAMPLE_ORDERS else "fifo"
             return replace(settings, by_sample=True, window=0, max_times_sampled=1, order=order)
@@ -115,14 +117,14 @@ class Simulation:
         return replace(settings, by_sample=can and self.by_sample is None and self.lots.random() < 0.4)
 
     def _a_window(self, settings: AdmissionSettings) -> int:
-        """Any that the settings allow."""
+        """Draw a window size that the settings allow."""
         spare = settings.max_staleness - settings.pipeline_depth
         return self.random.randint(1, spare * settings.groups_per_step + 1)
 
     def _new_core(self) -> ReplayCore:
         self.events.clear()
         self.began = self.settings
-        """What the events begin with."""
+        """The settings at the first event."""
         core = ReplayCore(self.settings, lambda: self.now, max_bytes=self.max_bytes, journal=self._journal)
         core.space.stored = (lambda entry: b"payload") if self.journalled else None
         return core
@@ -142,7 +144,7 @@ class Simulation:
         return worker
 
     def _start_learner(self, branch: bool = False) -> None:
-        """A new learner process, from the last checkpoint if there is one."""
+        """Start a new learner process, from the last checkpoint if there is one."""
         self.incarnations += 1
         step, version, snapshot = self.checkpoint or (None, NO_VERSION, None)
         restored = self.core.restore(
@@ -158,9 +160,9 @@ class Simulation:
         self.core.publish(policy_version=self.version, parent=version)
         self.held: StepPlan | None = None
         self.said: StepPlan | None = None
-        """What was certain of a step when it was asked last."""
+        """The part of a step's plan that was certain at the last question."""
         self.asked: list[dict[str, object]] = []
-        """Evaluations, each once."""
+        """Evaluations already asked for, so that none is asked for twice."""
 
     def _lease(self, step: int) -> StepPlan | None:
         plan = self.core.lease(step)
@@ -170,7 +172,7 @@ class Simulation:
         return plan
 
     def _begins_as_was_said(self, plan: StepPlan) -> None:
-        """What was certain of a step is what it is sealed with, whatever came in between."""
+        """Check that a plan begins with the groups that were certain before, whatever happened in between."""
         said = self.said if self.said is not None and self.said.step == plan.step else None
         if said is not None:
             count = len(said.groups)
@@ -182,7 +184,7 @@ class Simulation:
 
     def run(self, actions: int) -> None:
         rng = self.random
-        # Weights of their own per schedule reach corners that one fixed mixture never visits.
+        # Each schedule draws its own weights: this reaches states that one fixed mixture never visits.
         weights = {
             self.load: rng.choice((1, 2, 5)),
             self.acquire: rng.choice((3, 6)),
@@ -244,7 +246,7 @@ class Simulation:
         settings = self.settings
         fewest, most = (1, 1) if assignment.single else (settings.fewest_members, settings.group_size)
         for _ in range(self.random.randint(fewest, most)):
-            # A sibling may have ended before the last update.
+            # A member may have ended before the last update.
             kept = versions[: self.random.randint(1, len(versions))]
             runs = tuple((version, self.random.randint(1, 3)) for version in kept)
             length = 2 + sum(count for _, count in runs)
@@ -265,7 +267,7 @@ class Simulation:
         if not worker.tasks:
             return
         self._alive(worker)
-        # Late ones first, often: the early ones become stragglers, which is what the gates are for.
+        # Often insert the latest group first: the early ones become stragglers, which the gates are there for.
         straggle = self.random.random() < self.stragglers
         assignment, versions = worker.tasks.pop(-1 if straggle else self.random.randrange(len(worker.tasks)))
         header = self._header(worker, assignment, versions)
@@ -291,7 +293,8 @@ class Simulation:
             self.oracle.reported = None
 
     def die(self) -> None:
-        """Replaced at once, or silent until the server gives up; what it finishes later is a zombie's."""
+        """Replace a worker at once, or after its heartbeats time out. The groups it had in progress may still come
+        later, from a zombie."""
         place = self.random.randrange(len(self.workers))
         worker = self.workers[place]
         self.zombies += [(worker, self._header(worker, a, versions)) for a, versions in worker.tasks]
@@ -304,7 +307,7 @@ class Simulation:
         self.workers[place] = self._new_worker(worker.name)
 
     def doze(self) -> None:
-        """Silent for too long, then back as if nothing had happened, with groups that others may be making by now."""
+        """Keep a worker silent beyond its timeout. It then goes on with its groups, which others may hold by now."""
         sleeper = self._worker()
         self.now += 11.0
         for other in self.workers:
@@ -331,7 +334,7 @@ class Simulation:
             self.said = plan
 
     def learn(self) -> None:
-        """Train the batch in hand, or ask for it."""
+        """Train the leased batch, or lease one if there is none."""
         if self.held is None:
             self.held = self._lease(self.next_step)
             return
@@ -348,7 +351,7 @@ class Simulation:
         self.next_step += 1
 
     def evaluate(self) -> None:
-        """Of the newest weights, which no worker may serve yet."""
+        """Ask for an evaluation of the newest weights, which perhaps no worker serves yet."""
         rng, rows = self.random, self.random.randint(1, 5)
         asked = {"step": self.next_step, "policy_version": self.version, "eval_set": rng.choice(("a", "b"))}
         if asked in self.asked:
@@ -361,7 +364,7 @@ class Simulation:
         self._score(self._worker())
 
     def _score(self, worker: SimWorker) -> None:
-        """A result, perhaps sent twice, perhaps long after somebody else was given the rows."""
+        """Report an evaluation result, perhaps twice, perhaps long after its rows were given to another worker."""
         if worker.evaluation is None:
             return
         self._alive(worker)
@@ -388,7 +391,7 @@ class Simulation:
     def commit(self) -> None:
         if self.next_step > 0 and self.held is None:
             self.checkpoint = (self.next_step - 1, self.version, self.core.snapshot())
-            if self.random.random() < 0.7:  # Otherwise the learner dies before it can say so.
+            if self.random.random() < 0.7:  # Otherwise the learner dies before it can commit.
                 self.core.commit(self.next_step - 1)
 
     def wait(self) -> None:
@@ -396,7 +399,7 @@ class Simulation:
         self.core.expire()
 
     def crash(self) -> None:
-        """The learner goes back to its checkpoint; sometimes by hand, sometimes with other settings, and sometimes the
+        """Send the learner back to its checkpoint; sometimes by hand, sometimes with other settings, and sometimes the
         server has lost its memory too."""
         if not self.rollbacks or self.random.random() < 0.5:
             return
@@ -428,7 +431,7 @@ class Simulation:
         self._start_learner(by_hand)
 
     def _change_settings(self) -> None:
-        """Another batch and another bound, as a run that is resumed may have."""
+        """Change the batch size and the staleness bound, as a resumed run may."""
         self.learner_settings += 1
         bound = self.random.choice((0, 1, 2, 3))
         windowed = self.settings.window > 0
@@ -449,8 +452,8 @@ class Simulation:
         self.core.configure(self.settings.plain())
 
     def _undo(self, step: int, branch: bool) -> None:
-        """Where the groups trained after `step` belong: planned again, or made again where no payload is left. On a
-        branch nothing is planned."""
+        """Tell the oracle the new state of the groups trained after `step`: planned again, or generated again if no
+        payload is left. On a branch nothing stays planned."""
         buffer = self.core.state.buffer
         steps = buffer.trained
         moved = {entry for number, sealed in steps.items() if number > step for entry in sealed.members}
@@ -470,7 +473,7 @@ class Simulation:
     # ---- liveness
 
     def must_progress(self, steps: int = 2, rounds: int = 40) -> None:
-        """With everybody alive and willing, `steps` more steps are trained within `rounds`."""
+        """Check that `steps` more steps are trained, each within `rounds` rounds, if nothing fails."""
         goal = self.next_step + steps
         for _ in range(rounds * steps):
             for worker in self.workers:
@@ -491,8 +494,9 @@ class Simulation:
         raise AssertionError(f"nobody moves: {self.settings}: {self.core.explain(self.next_step)}")
 
     def nobody_starves(self) -> None:
-        """With everybody alive and willing, whatever is open now is trained or dropped while so many steps are trained
-        as it fills, those that run ahead of it, and those until it is over the bound."""
+        """Check that, if nothing fails, every group open now is trained or dropped within a bounded number of steps:
+        the steps that the open groups fill, those that run ahead of them, and those until they exceed the staleness
+        bound."""
         settings, states = self.settings, self.oracle.states
         open_now = [group_id for group_id, state in states.items() if state != "trained"]
         fills = -(-len(open_now) * settings.max_times_sampled // settings.groups_per_step)
@@ -504,7 +508,7 @@ class Simulation:
         raise AssertionError(f"starved: {left}: {settings}: {self.core.explain(self.next_step)}")
 
     def must_evaluate(self, rounds: int = 400) -> None:
-        """With everybody alive and willing, every evaluation that was not superseded ends."""
+        """Check that, if nothing fails, every evaluation that was not superseded ends."""
         for _ in range(rounds):
             for worker in self.workers:
                 self._load(worker)
