@@ -13,7 +13,7 @@ from asyncrl.engines.base import GenerateRequest
 from asyncrl.types import Completion, SamplingParams
 
 VOCABULARY = 97
-# A large initializer_range makes distributions peaked and seeds very different: updates and mistakes show.
+# A large initializer_range makes distributions peaked and seeds very different, so that updates and mistakes show.
 SHAPE = {
     "vocab_size": VOCABULARY,
     "hidden_size": 48,
@@ -58,7 +58,8 @@ def request(
 
 
 def write_own_sampling(folder: Path) -> None:
-    """As checkpoints of chat models bring it; transformers' generate() and vLLM's server would follow it."""
+    """Write sampling defaults as checkpoints of chat models have them. transformers' generate() and vLLM's server would
+    apply them."""
     settings = {"do_sample": True, "temperature": 0.6, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.3}
     (folder / "generation_config.json").write_text(json.dumps(settings))
 
@@ -71,7 +72,8 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def plain_logprobs(
     model: torch.nn.Module, prompt_ids: np.ndarray, completion: Completion, temperature: float = 1.0
 ) -> np.ndarray:
-    """[N] log-probs of the completion under one plain forward over prompt and completion, no cache, no batch."""
+    """Return the [N] log-probs of the completion by one plain forward over prompt and completion, without cache or
+    batch."""
     ids = torch.from_numpy(np.concatenate([prompt_ids, completion.token_ids]).astype(np.int64))[None]
     logprobs = torch.log_softmax(model(input_ids=ids).logits[0].float() / temperature, -1)
     start = len(prompt_ids) - 1

@@ -1,4 +1,4 @@
-"""An engine over a tiny model, as the tests of the transformers engine start it."""
+"""Engines over a tiny model, for the tests of the transformers engine."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ CPU = torch.device("cpu")
 
 
 class HeldRunner(ModelRunner):
-    """Decodes as far as the test allows: what the test does then comes between two tokens, on a slow machine too."""
+    """A runner that decodes only as far as the test allows. What the test does then happens between two tokens, on a
+    slow machine too."""
 
     def __init__(self, *args, **settings) -> None:
         super().__init__(*args, **settings)
         self._taken, self._allowed = 0, math.inf
         self.held = False
-        """The engine's thread waits to be allowed more: nothing is taken out of its inbox."""
+        """True while the engine's thread waits to be allowed more steps: it takes nothing out of its inbox."""
         self._changed = threading.Condition()
 
     def allow(self, steps: float) -> None:
-        """So many decode steps more, beginning now."""
+        """Allow `steps` more decode steps from now on."""
         with self._changed:
             self._allowed, self.held = self._taken + steps, False
             self._changed.notify_all()
@@ -48,9 +49,9 @@ def make_engine(model: torch.nn.Module, rows: int = 64, **kwargs) -> Transformer
 def make_held(
     model: torch.nn.Module, steps: int, rows: int = 64, adapters: bool = False, **kwargs
 ) -> tuple[TransformersEngine, HeldRunner]:
-    """An engine that takes `steps` decode steps, and then waits to be allowed more."""
+    """Return an engine that takes `steps` decode steps and then waits to be allowed more, and its runner."""
     runner = HeldRunner(copy.deepcopy(model), CPU, rows, adapters=adapters)
-    engine = TransformersEngine(runner, **kwargs)  # has tried its model, for which it decodes too
+    engine = TransformersEngine(runner, **kwargs)  # it checks its model at construction, which takes decode steps too
     runner.allow(steps)
     return engine, runner
 
@@ -58,7 +59,7 @@ def make_held(
 async def asked_to_load(
     engine: TransformersEngine, runner: HeldRunner, version: int, tensors: Mapping[str, torch.Tensor]
 ) -> asyncio.Future[None]:
-    """An update that has come between two tokens; it ends once the engine may go on."""
+    """Start an update that arrives between two tokens, and return its future. It ends once the engine may go on."""
     await until(lambda: runner.held)
     load = asyncio.ensure_future(asyncio.to_thread(engine.load_weights, version, tensors))
     await until(lambda: bool(engine._inbox.loads))

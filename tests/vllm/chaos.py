@@ -1,10 +1,10 @@
-"""Real engines under fire: the worker, vLLM's own process or the learner is killed or frozen in a phase of an update.
+"""Kill or freeze the worker, vLLM's own process or the learner in each phase of an update, with real engines.
 
     python -m tests.vllm.chaos [--only core]      all injections, one after another; one line of JSON each
 
-A learner publishes without pause to a steady vLLM worker, a steady transformers worker, and a vLLM victim. Measured:
-how long until the steady ones serve something newer, and until the victim or its successor does. Watched all along, in
-every worker: that no answer is that of two versions, compared with a plain forward of the version it claims to be.
+A learner publishes continuously to a steady vLLM worker, a steady transformers worker, and a vLLM victim. It measures
+the time until the steady workers serve a newer version, and until the victim or its successor does. All the time every
+worker compares its answers with a plain forward of the version they claim: no answer may mix two versions.
 """
 
 from __future__ import annotations
@@ -50,11 +50,16 @@ SHORT = tuple(i for i in INJECTIONS if i.name in ("stop@worker: before ack", "st
 
 
 class VictimEndedError(Exception):
-    """It has to be replaced."""
+    """The victim has ended and has to be replaced."""
 
 
 class Cluster:
-    """Args: `steady`: worker -> engine, beside the victim `v`; `slack_s`: what a busy machine gets beyond the limit."""
+    """A learner, steady workers and the victim `v`.
+
+    Args:
+        steady: worker -> engine.
+        slack_s: seconds added to the limit for a busy machine.
+    """
 
     def __init__(self, board: Any, folder: Path, timeout_s: float, steady: dict[str, str], slack_s: float) -> None:
         self.board, self._folder, self._timeout_s, self._slack_s = board, folder, timeout_s, slack_s
@@ -72,8 +77,8 @@ class Cluster:
 
     @property
     def limit_s(self) -> float:
-        """An engine that is mute is waited for twice in a load; then the acknowledgement, a group without it, and twice
-        the publisher's grace."""
+        """Limit in seconds on a recovery: an engine that does not answer is waited for twice in a load; then come the
+        acknowledgement, a group without it, and twice the publisher's grace."""
         return 4 * self._timeout_s + 2 * 2.0 + 10.0 + self._slack_s
 
     def inject(self, injection: Injection) -> dict[str, Any]:
@@ -95,7 +100,8 @@ class Cluster:
         return {"injection": injection.name, "steady_s": round(steady_s, 2), **self._recover(injection)}
 
     def _strike(self, injection: Injection, fired: Path) -> None:
-        """Until it came to pass, or the victim ended before: where everything stands still its engine may seem mute."""
+        """Arm the trap in the victim and wait until it fires, or until the victim ends first: on a stalled machine its
+        engine may seem not to answer."""
 
         def ended() -> bool:
             return not self.victim.is_alive()
@@ -105,12 +111,12 @@ class Cluster:
         self.board.note(f"arm/v/{self._incarnation}", (injection, str(fired)))
         self._wait(lambda: len(self.board.notes("armed")) > armed or ended(), START_S, "the trap is armed")
         if injection.phase.split()[-1] in ("accept", "join"):
-            self.learner.kill()  # with another one everybody says hello again
+            self.learner.kill()  # workers say hello again to a new one
             self._start_learner(None)
         self._wait(lambda: fired.exists() or ended(), START_S, f"{injection.name} came to pass")
 
     def wait_all_serve(self) -> None:
-        """With another victim in the place of one that ended, as the pool would see to it."""
+        """Wait until all workers serve. A victim that has ended is replaced, as the pool would do."""
         for _ in range(MAX_VICTIMS):
             if not self.victim.is_alive():
                 self._start_victim()
@@ -122,7 +128,7 @@ class Cluster:
         raise AssertionError(f"{MAX_VICTIMS} victims ended before they served: {self.board.notes('ended')}")
 
     def _recover(self, injection: Injection) -> dict[str, Any]:
-        """See to what the pool would see to, and measure until the victim serves again."""
+        """Do what the pool would do, and measure the time until the victim serves again."""
         started = time.monotonic()
         if injection.who == "learner":
             self.learner.join(30)
@@ -133,14 +139,14 @@ class Cluster:
             self.victim.join(self.limit_s)
             assert not self.victim.is_alive(), f"the worker did not end within {self.limit_s} s: {injection.name}"
         try:
-            # One that was frozen past its own deadlines may find, when it goes on, that its engine gave no answer.
+            # A victim frozen beyond its own deadlines may conclude, once resumed, that its engine did not answer.
             took = self.wait_newer(("v", *self.steady), self.limit_s, while_alive=self.victim)
         except VictimEndedError:
             return {"victim": self._how_it_ended(injection), "ended_s": round(time.monotonic() - started, 2)}
         return {"victim": "serves on", "victim_s": round(took, 2)}
 
     def _how_it_ended(self, injection: Injection) -> str:
-        """What the victim had to say; nothing of it is left."""
+        """Return the victim's last error, or "killed", after checking that none of its processes is left."""
         _, left = psutil.wait_procs([p for pid, p in self._seen.items() if pid != self.victim.pid], timeout=60)
         assert not left, f"{injection.name} left {left}"
         ended = [e for who, number, e in self.board.notes("ended") if (who, number) == ("v", str(self._incarnation))]
@@ -150,10 +156,10 @@ class Cluster:
         return ended[0] if ended else "killed"
 
     def wait_newer(self, workers: Sequence[str], limit_s: float, while_alive: Any = None) -> float:
-        """Seconds until each of `workers` serves a version that nobody served before now.
+        """Return the seconds until each of `workers` serves a version newer than all served before now.
 
         Raises:
-            VictimEndedError: the process `while_alive` is not.
+            VictimEndedError: the process `while_alive` has ended.
         """
         started, served = time.monotonic(), self.board.served()
         newest = max((version for _, version, _, _ in served), default=-1)
@@ -169,7 +175,8 @@ class Cluster:
             time.sleep(0.05)
 
     def check(self) -> dict[str, int]:
-        """No mixed answer, one fingerprint per version whoever serves it, and no steady worker ever ended."""
+        """Check that no answer mixed versions, that each version had one fingerprint in all workers, and that no steady
+        worker ended."""
         assert not self.board.notes("mixed"), self.board.notes("mixed")[:3]
         assert {who for who, _, _ in self.board.notes("ended")} <= {"v"}, self.board.notes("ended")
         prints: dict[int, set[str]] = {}
@@ -181,7 +188,7 @@ class Cluster:
         return {"versions_served": len(prints), "loads": len(self.board.served()), "answers": sum(answers.values())}
 
     def close(self) -> None:
-        """Kill everything; vLLM's processes end with their owners, but not those that are stopped."""
+        """Kill everything. vLLM's processes end with their owners, except those that are stopped."""
         for process in self._started:
             if process.is_alive():
                 self._seen |= {child.pid: child for child in psutil.Process(process.pid).children(recursive=True)}
@@ -189,7 +196,7 @@ class Cluster:
             process.join(10)
         for process in self._seen.values():
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()  # psutil looks whether it still is the one that was seen
+                process.kill()  # psutil checks that the pid still belongs to the same process
 
     def _start_victim(self) -> Any:
         self._incarnation += 1
@@ -202,7 +209,7 @@ class Cluster:
         return self._start(engine_process, self.board, name, incarnation, config)
 
     def _start_learner(self, injection: Injection | None, fired: str = "") -> Any:
-        first = max(self.board.notes("published"), default=-1) + 3  # what was being sent has no note yet
+        first = max(self.board.notes("published"), default=-1) + 3  # a version in transfer is not noted yet
         self.learner = self._start(learner_process, self.board, first, self._timeout_s, injection, fired)
         return self.learner
 

@@ -1,4 +1,4 @@
-"""The processes of the chaos run with real engines: a learner, and workers of which one has a trap set in it."""
+"""The processes of the chaos run with real engines: a learner, and workers, one of which has a trap."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BUCKET = 1 << 16
 PROBES = random_probes(VOCABULARY, seed=0)
 TOLERANCE = 1e-3
 DIFFERENT = 4
-"""Models that the versions take turns in."""
+"""Number of models; the versions cycle through them."""
 
 
 @cache
@@ -46,12 +46,12 @@ def model_of(version: int) -> torch.nn.Module:
 
 @cache
 def expected(version: int) -> tuple[np.ndarray, ...]:
-    """Log-probs of the probes under the plain model of this version."""
+    """Return the log-probs of the probes under the plain model of this version."""
     return tuple(logprobs_of(model_of(version), ids) for ids in PROBES)
 
 
 class LoadTrap(Trap):
-    """Also lies within vLLM's own steps of a load, where the engine has them."""
+    """A trap that also covers the steps of a load within vLLM, if the engine has them."""
 
     def around_load(self, engine: Any) -> None:
         load = engine._load_staged
@@ -89,7 +89,7 @@ class TrappedReceiver:
 
 
 class Witness:
-    """Asks the engine all the time, as rollouts would, and notes every answer that is that of no version."""
+    """Queries the engine all the time, as rollouts would, and notes every answer that matches no version."""
 
     def __init__(self, board: Any, worker: str, engine: Any) -> None:
         self._board, self._worker, self._engine = board, worker, engine
@@ -106,7 +106,7 @@ class Witness:
                     continue
                 self._score()
                 self._generate(number)
-        except Exception as error:  # thread boundary: the worker ends with it, as it does with a failed group
+        except Exception as error:  # thread boundary: the worker raises it and ends, as with a failed group
             self.error = error
 
     def _score(self) -> None:
@@ -127,14 +127,15 @@ class Witness:
         self._board.note(f"answers/{self._worker}", len(completions))
 
     def _distance(self, version: int, ids: np.ndarray, completion: Completion) -> float:
-        """Of the tokens that `version` sampled; those after an update stand on keys of two versions."""
+        """Return the largest log-prob difference over the tokens that `version` sampled. Tokens after an update are
+        left out, since they depend on a KV cache of two versions."""
         own = int((completion.policy_versions == version).sum())
         whole = np.concatenate([ids, completion.token_ids[:own]])
         return float(np.abs(logprobs_of(model_of(version), whole)[len(ids) - 1 :] - completion.logprobs[:own]).max())
 
 
 def engine_process(board: Any, worker: str, incarnation: str, config: Config) -> None:
-    """One worker, until it is told to stop; ends with the first error of its subscriber or its engine."""
+    """Run one worker until it is told to stop, or until the first error of its subscriber or engine."""
     torch.set_num_threads(1)
     trap = LoadTrap()
     broadcast_subscriber.post = protocol.post = trap.post  # its answer is posted there
@@ -175,12 +176,12 @@ def engine_process(board: Any, worker: str, incarnation: str, config: Config) ->
                     trap.arm(injection.action, injection.phase, Path(fired).touch)
                 board.note("armed", injection.name)
             time.sleep(0.05)
-    except Exception as error:  # end of the process: what it died of is part of the report
+    except Exception as error:  # end of the process: the error is part of the report
         board.note("ended", (worker, incarnation, f"{type(error).__name__}: {error}"))
     finally:
         subscriber.close()
         asyncio.run(engine.close())
-        os._exit(0)  # the witness may be waiting for an engine that answers no more
+        os._exit(0)  # the witness may wait for an engine that no longer answers
 
 
 def learner_process(board: Any, first: int, timeout_s: float, injection: Injection | None, fired: str) -> None:

@@ -1,4 +1,4 @@
-"""A vLLM engine on the receiving end of a real publisher, both in the test's process; vLLM's own processes beside."""
+"""A vLLM engine that receives from a real publisher, both in the test's process. vLLM has processes of its own."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ ATTEMPTS = 6
 
 
 class TooLateError(Exception):
-    """What should have been running had ended: the machine was busy with something else."""
+    """Something that the test needed to be running had ended already, because the machine was busy."""
 
 
 def in_time(scenario: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
-    """What `scenario` returns, begun anew where it came too late.
+    """Return the result of `scenario`, which is run again if it raises TooLateError.
 
     Raises:
-        TooLateError: it did every time.
+        TooLateError: it came too late every time.
     """
     for _ in range(ATTEMPTS - 1):
         with contextlib.suppress(TooLateError):
@@ -41,7 +41,7 @@ def in_time(scenario: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
 
 
 async def when_tokens_flow(engine: Any, count: int = 1, wait_s: float = 300.0) -> None:
-    """Returns when `engine` has made `count` tokens more."""
+    """Return once `engine` has generated `count` more tokens."""
     before = engine.stats()["generated_tokens"]
     async with asyncio.timeout(wait_s):
         while engine.stats()["generated_tokens"] < before + count:
@@ -57,7 +57,7 @@ def make_publisher(board: Any, timeout_s: float = 60.0) -> BackgroundPublisher:
 
 
 class Live:
-    """`engine`, the board it listens to, and its subscriber."""
+    """An engine, the board that it watches, and its subscriber."""
 
     def __init__(self, engine: Any, board: Any, subscriber: Any) -> None:
         self.engine, self.board, self.subscriber = engine, board, subscriber
@@ -79,7 +79,7 @@ class Live:
             time.sleep(0.005)
 
     def update(self, policy_version: int, model: torch.nn.Module) -> None:
-        """Publish and wait until it is served."""
+        """Publish the weights of `model` and wait until they are served."""
         with self.publishing() as publisher:
             publisher.publish(policy_version, model.named_parameters())
             self.wait_served(policy_version)
@@ -87,7 +87,11 @@ class Live:
 
 @contextmanager
 def live_engine(config: Config, proven: bool = False) -> Iterator[Live]:
-    """Args: proven: by the canaries that are published."""
+    """Yield an engine with its board and subscriber.
+
+    Args:
+        proven: verify each version with the canaries that are published.
+    """
     engine: Any = make_engine(config)
     with BoardManager() as manager:
         board = manager.Board()  # pyright: ignore

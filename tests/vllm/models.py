@@ -1,4 +1,4 @@
-"""Tiny random models that vLLM's CPU attention can serve, and what a plain forward says of a completion."""
+"""Tiny random models that vLLM's CPU attention can serve, and the log-probs of a completion by a plain forward."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3_tied": Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SHAPE | {"num_attention_heads": 2, "num_key_value_heads": 2}, tie_word_embeddings=True),
     "llama": LlamaConfig(**SHAPE, head_dim=32, tie_word_embeddings=False),
-    # One head of keys for all processes, and a vocabulary that no number of processes divides.
+    # One key-value head for all processes, and a vocabulary that no number of processes divides.
     "llama_one_key": LlamaConfig(
         **SHAPE | {"num_key_value_heads": 1, "vocab_size": VOCABULARY + 1}, head_dim=32, tie_word_embeddings=False
     ),
@@ -50,13 +50,13 @@ def make_model(name: str, seed: int = 0) -> torch.nn.Module:
     model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim == 1:  # norms and biases start as constants: an update that forgot them would not show
+            if parameter.ndim == 1:  # norms and biases start as constants: a missing update of them would not show
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model
 
 
 def engine_config(folder: Path, name: str, seed: int = 0, **engine: object) -> Config:
-    """Settings of an engine that serves `make_model(name, seed)`."""
+    """Return the config of an engine that serves `make_model(name, seed)`, which is saved in `folder`."""
     make_model(name, seed).save_pretrained(folder)
     config = Config()
     config.model.path = str(folder)
@@ -73,7 +73,7 @@ def prompt(length: int, seed: int = 0) -> np.ndarray:
 
 @torch.no_grad()
 def logprobs_of(model: torch.nn.Module, token_ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-    """[T] -> [T - 1] log-probs of tokens 1.. under one plain forward."""
+    """Return the [T - 1] log-probs of tokens 1.. of `token_ids` ([T]), by one plain forward."""
     ids = torch.from_numpy(token_ids.astype(np.int64))[None]
     logprobs = torch.log_softmax(model(input_ids=ids).logits[0, :-1].float() / temperature, -1)
     return logprobs.gather(1, ids[0, 1:, None])[:, 0].numpy()
@@ -82,6 +82,6 @@ def logprobs_of(model: torch.nn.Module, token_ids: np.ndarray, temperature: floa
 def worst(
     model: torch.nn.Module, prompt_ids: np.ndarray, completion: Completion, temperature: float = 1.0
 ) -> np.ndarray:
-    """[N] distance of the completion's log-probs from those of a plain forward."""
+    """Return the [N] distances of the completion's log-probs from those of a plain forward."""
     whole = np.concatenate([prompt_ids, completion.token_ids])
     return np.abs(logprobs_of(model, whole, temperature)[len(prompt_ids) - 1 :] - completion.logprobs)

@@ -1,4 +1,4 @@
-"""A real server, as docs/servers.md starts it on a CPU: a process of its own, in a session of its own."""
+"""A real server, started on a CPU as docs/servers.md says, in a process and session of its own."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from asyncrl.engines.vllm.names import BACKEND, EXTENSION
 from asyncrl.engines.vllm.plugin import OWNER_VARIABLE
 
 START_S = 600.0
-"""About ten seconds where the machine is its own."""
+"""Limit on the start in seconds. It takes about ten on an otherwise idle machine."""
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "OMP_NUM_THREADS": "1",
-    # Without these it listens for its own processes wherever the machine's name leads.
+    # Without these it listens for its own processes at whatever address the host name resolves to.
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
 }
@@ -42,7 +42,7 @@ ARGUMENTS = (
 
 
 class RealServer:
-    """Serves the model of `folder` at one port of loopback, which it takes again when it is started again."""
+    """Serves the model in `folder` at one loopback port, which it uses again when it is restarted."""
 
     def __init__(self, folder: Path, log: Path, *, tensor_parallel: int = 1) -> None:
         self._folder, self._log, self._port = folder, log, free_port()
@@ -54,12 +54,12 @@ class RealServer:
         return f"http://127.0.0.1:{self._port}"
 
     def command(self, folder: Path) -> list[str]:
-        """Without its address."""
+        """Return the command without the options for host and port."""
         raise NotImplementedError
 
     @contextmanager
     def running(self) -> Iterator[Self]:
-        """Itself, started; killed in the end, if it was not before."""
+        """Start the server and yield it. At the end it is killed, if it has not been before."""
         try:
             self.start()
             yield self
@@ -67,7 +67,10 @@ class RealServer:
             self.kill()
 
     def start(self) -> None:
-        """waits for: its first answer; unblocked by: it, the end of the process, or START_S."""
+        """Start the server.
+
+        Waits for its first answer; unblocked by it, by the end of the process, or after START_S.
+        """
         with self._log.open("ab") as log:
             self._process = self._begin(log)
         deadline = time.monotonic() + START_S
@@ -77,7 +80,7 @@ class RealServer:
             time.sleep(0.1)
 
     def kill(self) -> None:
-        """-9 to the process that answers, then to those it started; returns when none of them is left."""
+        """Send SIGKILL to the server process, then to its process group."""
         if self._process is None:
             return
         self._process.kill()
@@ -87,7 +90,7 @@ class RealServer:
         self._process = None
 
     def _begin(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
-        # An engine in this process before it left its owner's name there: not being of it, the server would be ended.
+        # An earlier engine in this process left its owner's pid in the environment: with it the server would be ended.
         inherited = {name: value for name, value in os.environ.items() if name != OWNER_VARIABLE}
         return subprocess.Popen(
             [*self.command(self._folder), "--host", "127.0.0.1", "--port", str(self._port)],

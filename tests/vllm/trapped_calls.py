@@ -1,5 +1,5 @@
-"""What the chaos run puts into vLLM's engine process in the place of `WorkerExtension`: the same calls, and a trap that
-kills or stops that process in a phase of its own."""
+"""A replacement for `WorkerExtension` that the chaos run puts into vLLM's engine process: it has the same calls, and a
+trap that kills or stops that process in one of its phases."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.weights.trap import Trap
 
 class CoreTrap(Trap):
     def set(self) -> None:
-        """In the places where the phases begin; may be called once in a process."""
+        """Set the trap at the start of each phase. May be called once in a process."""
         broadcast, receive = WeightGroup.broadcast, staging.Staging.receive
         join, hashed = vllm_transfer.TransferEngine._join, Fingerprint.update
         whole = vllm_transfer.check_all_loaded
@@ -41,7 +41,7 @@ class CoreTrap(Trap):
             hashed(fingerprint, piece)
 
         def trapped_whole(model: torch.nn.Module) -> None:
-            self.at("mid load")  # every layer is filled, and none of vLLM's own repairs was made yet
+            self.at("mid load")  # every layer is loaded, and vLLM's post-processing has not run yet
             whole(model)
 
         WeightGroup.broadcast, staging.Staging.receive = trapped_broadcast, trapped_receive

@@ -1,4 +1,4 @@
-"""The tests' own rendezvous: a board, a member list and a served log behind a multiprocessing manager."""
+"""The rendezvous of the tests: a board, a member list and a log of served versions behind a multiprocessing manager."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class View:
 
 
 class Board:
-    """Everything both ends need; lives in the manager's process."""
+    """Everything that publisher and subscribers need. It lives in the manager's process."""
 
     def __init__(self) -> None:
         self._revision = 0
@@ -64,14 +64,17 @@ class Board:
 
 
 def end_with_tests() -> None:
-    """This process ends once that of the tests has, killed or not: it would sample, or wait, for ever. A signal of the
-    kernel at its parent's death is not enough: the parent of a forked one is the forkserver, which outlives the tests
-    for as long as a child of its own holds its pipe."""
+    """End this process once the process of the tests has ended, killed or not. Otherwise it would sample or wait for
+    ever.
+
+    The kernel's signal at the parent's death is not enough: the parent of a forked process is the forkserver, which
+    outlives the tests as long as one of its children holds its pipe.
+    """
     tests = parent_process()
     assert tests is not None
 
     def watch() -> None:
-        """waits for: the process of the tests, for as long as that runs; unblocked by: its end."""
+        """Waits for the process of the tests; unblocked by its end."""
         tests.join()
         os._exit(1)
 
@@ -79,8 +82,8 @@ def end_with_tests() -> None:
 
 
 class BoardManager(BaseManager):
-    """In a process that is spawned: a forked one would inherit process groups without their threads, and abort when it
-    collects them."""
+    """A manager in a spawned process. A forked one would inherit process groups without their threads, and abort when
+    it collects them."""
 
     def __init__(self) -> None:
         super().__init__(ctx=get_context("spawn"))

@@ -1,10 +1,10 @@
-"""Membership under fire: workers and learner killed or frozen in every phase of an update.
+"""Kill or freeze workers and learner in every phase of a weight update.
 
     python -m tests.weights.chaos [--only kill@load]      all injections, one after another; one line of JSON each
 
-A learner publishes without pause to two steady workers; each injection adds a victim (or replaces the learner) that
-kills or stops itself at a given moment. Measured: how long until every steady worker serves something newer. Watched
-all along, in every worker: that no moment serves tensors of two versions.
+A learner publishes continuously to two steady workers. Each injection adds a victim (or replaces the learner) that
+kills or stops itself at a given moment. It measures the time until every steady worker serves a newer version. All the
+time every worker checks that it never serves tensors of two versions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from tests.weights.chaos_processes import SHARED_TIMEOUT_S, TIMEOUT_S, learner_p
 from tests.weights.trap import Injection
 
 LIMIT_S = 3 * TIMEOUT_S + 2 * 2.0
-"""A broadcast with the silent one, its acknowledgement, a group formed without it; and twice the publisher's grace."""
+"""Limit in seconds on the recovery: one timeout each for the broadcast with the silent peer, for its acknowledgement
+and for a group formed without it, and twice the publisher's grace."""
 SHARED_LIMIT_S = 3 * SHARED_TIMEOUT_S + 2 * 2.0
 STEADY = ("a", "b")
 WORKER_PHASES = (
@@ -78,7 +79,7 @@ SHORT = tuple(injection for injection in INJECTIONS if injection.name in _SHORT_
 
 @dataclass(frozen=True)
 class Kind:
-    """Of transfers: what injections need one cluster."""
+    """A kind of transfer. Injections of the same kind share a cluster."""
 
     delta: bool
     shared: bool
@@ -102,7 +103,8 @@ class Kind:
 
 
 def context_of(device: str, module: str) -> Any:
-    """Of processes that compute on `device`: after a fork CUDA is of no use where it was asked for before."""
+    """Return the context for processes that compute on `device`. They are spawned for CUDA, which cannot be used after
+    a fork if the parent has initialized it."""
     return get_context("spawn") if device.startswith("cuda") else forked_from(module)
 
 
@@ -122,11 +124,11 @@ class Cluster:
         return self._start(worker_process, self.board, name, incarnation, injection, self._device, bool(self._folder))
 
     def start_learner(self, injection: Injection | None) -> list[Any]:
-        """All its ranks; those that it had are killed, as torchrun does when one ends."""
+        """Start all ranks of a learner. The ranks of the previous one are killed, as torchrun does when one ends."""
         for process in getattr(self, "learner", []):
             process.kill()
             process.join(30)
-        first = max(self.board.notes("published"), default=-1) + 3  # what was being sent has no note yet
+        first = max(self.board.notes("published"), default=-1) + 3  # a version in transfer is not noted yet
         self.learner = []
         for rank in range(self._ranks):
             met = len(self.board.notes("meeting"))
@@ -143,7 +145,7 @@ class Cluster:
         return process
 
     def wait_newer(self, workers: tuple[str, ...], since: float, limit_s: float) -> float:
-        """Seconds from `since` until each of `workers` serves a version that none of them served before it."""
+        """Return the seconds from `since` until each of `workers` serves a version newer than all served before."""
         newest = max((version for _, version, _, when in self.board.served() if when <= since), default=-1)
         while time.time() - since < limit_s:
             times = {w: when for w, version, _, when in reversed(self.board.served()) if version > newest + 1}
@@ -160,7 +162,11 @@ class Cluster:
             time.sleep(0.02)
 
     def inject(self, injection: Injection, number: int) -> float:
-        """Seconds until all steady workers serve on, and the victim or its successor with them."""
+        """Run one injection. Wait until the steady workers, and the victim or its successor, serve newer versions.
+
+        Returns:
+            Seconds until the steady workers did.
+        """
         before = len(self.board.notes("fired"))
         victim, name = None, f"v{number}"
         if injection.who == "worker":
@@ -170,7 +176,7 @@ class Cluster:
         self.wait(lambda: len(self.board.notes("fired")) > before, 120.0, f"{injection.name} came to pass")
         fired = self.board.notes("fired")[-1]
         if victim is None:
-            if injection.who == "sender":  # nobody tells rank 0, which cannot go on without it
+            if injection.who == "sender":  # nothing tells rank 0, which cannot go on without it
                 self.learner[0].join(self._limit_s)
                 assert self.board.notes("ended/0"), f"{injection.name}: rank 0 waits for ever"
             self.start_learner(None)
@@ -190,7 +196,8 @@ class Cluster:
         return took
 
     def check(self) -> dict[str, int]:
-        """No mixed weights, no failed canary, one fingerprint per version whoever serves it, versions only grow."""
+        """Check that there were no mixed weights and no failed canary, that each version had one fingerprint in all
+        workers, and that versions only grew."""
         assert not self.board.notes("mixed"), self.board.notes("mixed")[:3]
         assert not self.board.notes("failed"), self.board.notes("failed")[:3]
         served = self.board.served()
@@ -228,9 +235,14 @@ def run(
     limit_s: float = LIMIT_S,
     device: str = "cpu",
 ) -> None:
-    """`device` is that of learner and workers, who share it.
+    """Run the injections and pass a row for each to `report`.
 
-    Raises AssertionError for the first that does not recover within `limit_s`.
+    Args:
+        limit_s: seconds in which each must recover.
+        device: device of learner and workers, which share it.
+
+    Raises:
+        AssertionError: an injection did not recover within `limit_s`.
     """
     for kind in dict.fromkeys(Kind.of(injection) for injection in injections):
         limit_s = max(limit_s, SHARED_LIMIT_S if kind.shared else 0.0)

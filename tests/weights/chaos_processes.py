@@ -1,4 +1,4 @@
-"""The processes of the chaos run: a learner and workers that a trap kills or stops in the phase it was set for."""
+"""The processes of the chaos run: a learner and workers, which a trap kills or stops in a given phase."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from tests.weights.trap import Injection, Trap
 
 TIMEOUT_S = 3.0
 SHARED_TIMEOUT_S = 12.0
-"""Of the learner's ranks that send together: rank 0 ends when another is silent so long, and a busy machine must not
-make it."""
+"""Timeout in seconds for learner ranks that send together. Rank 0 ends when another rank is silent for that long; it
+must be long enough that a busy machine does not cause this."""
 PAUSE_S = 0.05
 LAYERS = 6
 RANK_OF = {"learner": 0, "sender": 1}
@@ -39,7 +39,8 @@ _OF_A_JOIN = ("hello", "accept", "invite", "go", "sender")
 
 
 def weights(version: int, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """Several buckets; every number tells its version and layer, and a delta is most of a row."""
+    """Return tensors that fill several buckets. Column 0 holds the version and all other columns the layer: between
+    versions one number of each row changes."""
     tensors = {f"layers.{i}.w": torch.full((40, 25), float(i), device=device) for i in range(LAYERS)}
     for tensor in tensors.values():
         tensor[:, 0] = float(version)
@@ -51,7 +52,7 @@ def versions_in(tensors: dict[str, torch.Tensor]) -> set[float]:
 
 
 def score(tensors: dict[str, torch.Tensor]) -> list[np.ndarray]:
-    """Every probe token's answer is one number of one tensor: an old row anywhere shows."""
+    """Return a log-prob per probe token that is one number of one tensor, so that any row of an old version shows."""
     return [
         np.array([-float(tensors[f"layers.{i % LAYERS}.w"][i % 40, 0]) for i in ids[1:].tolist()], np.float32)
         for ids in PROBES
@@ -59,7 +60,7 @@ def score(tensors: dict[str, torch.Tensor]) -> list[np.ndarray]:
 
 
 class Engine:
-    """A table of tensors, swapped under a lock, and a thread that looks at it all the time as a decode step would."""
+    """A table of tensors, replaced under a lock, and a thread that reads it all the time as decode steps would."""
 
     def __init__(self, board: Any, worker: str, trap: Trap, device: str) -> None:
         self._board, self._worker, self._trap, self._device = board, worker, trap, device
@@ -91,7 +92,7 @@ class Engine:
 
 
 class ArmedWhen:
-    """Arms a trap once: at once for a phase of joining, later when it is told that updates are going through."""
+    """Arms a trap once: at once for a phase of joining, otherwise when `update` says that updates succeed."""
 
     def __init__(self, board: Any, trap: Trap, injection: Injection | None) -> None:
         self._board, self._trap, self._injection = board, trap, injection
@@ -109,7 +110,7 @@ def worker_process(
 ) -> None:
     end_with_tests()
     torch.set_num_threads(1)
-    torch.zeros(1, device=device)  # CUDA begins before anybody waits for this process
+    torch.zeros(1, device=device)  # initialize CUDA before anything waits for this process
     trap = Trap()
     armed = ArmedWhen(board, trap, injection)
     broadcast_subscriber.post = protocol.post = trap.post  # its answer is posted there
@@ -190,8 +191,12 @@ def learner_process(
     device: str = "cpu",
     folder: str = "",
 ) -> None:
-    """A rank of the learner; with several, each holds all weights and sends its part of them. `in_place`: it has them
-    once, and writes each version over the one before. `folder`: it puts them there, and serves them."""
+    """Run a rank of the learner. With several ranks, each holds all weights and sends its part of them.
+
+    Args:
+        in_place: keep the weights once and write each version over the one before.
+        folder: if given, put the versions there and serve them from there.
+    """
     end_with_tests()
     torch.set_num_threads(1)
     trap = Trap()

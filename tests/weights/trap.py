@@ -1,4 +1,4 @@
-"""What the chaos runs set in a process: it kills or stops itself in one phase of an update."""
+"""A trap that the chaos runs set in a process: the process kills or stops itself in one phase of an update."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ class Injection:
     action: str
     """A key of `SIGNALS`."""
     who: str
-    """`worker` (the process that owns the engine), `core` (vLLM's own process), `learner` (its rank 0) or `sender`,
-    another rank of it."""
+    """`worker` (the process that owns the engine), `core` (vLLM's own process), `learner` (its rank 0) or `sender`
+    (another rank of the learner)."""
     phase: str
-    """A key of the protocol with its side (`before accept`), `bucket N`, `fingerprint`, `mid load`...; of `pull` also
-    `block N` (a worker has read so many of a file) and `mid file` (the learner has sent the first of one)."""
+    """`before` or `after` a key of the protocol (`before accept`), `bucket N`, `fingerprint`, `mid load`...; with
+    `pull` also `block N` (a worker has read N blocks of a file) and `mid file` (the learner has sent the first part of
+    a file)."""
     delta: bool = False
     shared: bool = False
-    """Two learner ranks send, each its share."""
+    """Two learner ranks send, each its share of the weights."""
     ipc: bool = False
     """Workers copy out of the learner's memory."""
     pull: bool = False
     """Workers read versions from the learner's server (`weights=pull`)."""
     in_place: bool = False
-    """The weights are sent without a copy, and written to in the same memory (`weights.copies=none`)."""
+    """The weights are sent without a copy, from memory that the next version is written to (`weights.copies=none`)."""
 
     @property
     def name(self) -> str:
@@ -48,16 +49,16 @@ class Injection:
 
 
 class Trap:
-    """Fires once in this process, in the phase it is armed for; it lies wherever a phase calls `at`."""
+    """Fires once in this process, in the phase it is armed for. Each phase calls `at`."""
 
     def __init__(self) -> None:
         self._action, self._phase = "", ""
         self._tell: Callable[[], object] = lambda: None
         self.bucket = 0
-        """Number, within the update, of the piece that is broadcast next."""
+        """Number of the next broadcast bucket within the update."""
 
     def arm(self, action: str, phase: str, tell: Callable[[], object]) -> None:
-        """`tell` is called when it fires, while the process still can."""
+        """Arm the trap. When it fires, `tell` is called before the signal is sent."""
         self._action, self._phase, self._tell = action, phase, tell
 
     def at(self, phase: str) -> None:
@@ -67,7 +68,7 @@ class Trap:
             os.kill(os.getpid(), SIGNALS[self._action])
 
     def post(self, store: Any, key: str, message: Any) -> None:
-        """In the place of `protocol.post`."""
+        """Replaces `protocol.post`."""
         kind = next((part for part in key.split("/") if part.isalpha() and len(part) > 1), key)
         self.at(f"before {kind}")
         if kind == "event":
@@ -76,7 +77,7 @@ class Trap:
         self.at(f"after {kind}")
 
     def group(self) -> type[WeightGroup]:
-        """In the place of `WeightGroup`."""
+        """Return a class that replaces `WeightGroup`."""
         trap = self
 
         class TrappedGroup(WeightGroup):
@@ -88,7 +89,7 @@ class Trap:
         return TrappedGroup
 
     def blocks(self) -> None:
-        """In the reading of files over HTTP, of which a block is small from now on."""
+        """Set the trap in the reading of files over HTTP, and make its blocks small."""
         trap, blocks = self, fetching.HttpSource.blocks
         fetching._BLOCK = 1000
 
@@ -100,7 +101,7 @@ class Trap:
         fetching.HttpSource.blocks = counted
 
     def files(self) -> None:
-        """In the sending of files over HTTP."""
+        """Set the trap in the sending of files over HTTP."""
         trap, send = self, server._Answers._send
 
         def in_two(answers: Any, path: Path) -> None:
@@ -111,7 +112,7 @@ class Trap:
 
 
 class InTwo:
-    """A connection over which a file goes in two parts; the trap lies between them."""
+    """A connection that sends a file in two parts, with the trap between them."""
 
     def __init__(self, connection: Any, trap: Trap) -> None:
         self._connection, self._trap = connection, trap

@@ -1,5 +1,5 @@
-"""A server with the endpoints of `vllm serve` 0.32 that the engine uses, as they answered here, and no model: tokens
-are drawn from nothing. What a real one makes of weights is shown in `tests/vllm/test_servers.py`."""
+"""A server without a model that has the endpoints of `vllm serve` 0.32 that the engine uses and answers as a real one
+did; its tokens are fixed. `tests/vllm/test_servers.py` shows what a real server does with weights."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ vllm:kv_cache_usage_perc{{engine="0",model_name="m"}} 0.25
 
 
 class ContractServer:
-    """Answers on a port of its own until `stop`; `start` takes the same port again, as another process would."""
+    """Answers on a port of its own until `stop`. `start` takes the same port again, as a restarted process would."""
 
     def __init__(self, shape: dict[str, Any]) -> None:
         self.shape, self.port = shape, free_port()
         self.instead: dict[str, Any] = {}
-        """By path, what is answered in place of the right answer."""
+        """Path -> answer to give in place of the correct one."""
         self.hangs = ""
-        """The path that is not answered until `stop`."""
+        """Path that is not answered until `stop`."""
         self.running, self.waiting = 0, 0
-        """What it says that it has to do, whoever asked for it."""
+        """Numbers of running and waiting requests, of all clients, that /metrics reports."""
         self.wanted: list[Any] = []
-        """What each of its processes says that it keeps."""
+        """Answer of each of its processes to `asyncrl_wanted`."""
         self.rpc_status = 200
-        """Of calls to its processes: 404 without the developer mode."""
+        """Status of calls to its processes: 404 without the developer mode."""
         self.refuses = False
-        """Sequences, as one that was given another key."""
+        """Refuse to generate, as a server that was started with another key."""
         self.start()
 
     @property
@@ -54,7 +54,7 @@ class ContractServer:
     def start(self) -> None:
         self.label, self.paused, self.loads = "default", False, 0
         self.held = threading.Event()
-        """Set: sequences wait after their first token."""
+        """While set, sequences wait after their first token."""
         self.begun: list[dict[str, Any]] = []
         self.ended: list[dict[str, Any]] = []
         self.connections: set[socket.socket] = set()
@@ -68,13 +68,13 @@ class ContractServer:
         return Handler
 
     def end(self) -> None:
-        """After a test, in whatever state that left it."""
+        """Clean up after a test, whatever state it left the server in."""
         self.held.clear()
         if not self.gone:
             self.stop()
 
     def stop(self) -> None:
-        """As a kill: connections break."""
+        """Stop as if killed: connections break."""
         self.gone = True
         self._http.shutdown()
         self._http.server_close()
@@ -157,7 +157,7 @@ class Handler(BaseHTTPRequestHandler):
                 return
             spans = [{"version": label, "start": 0, "end": 1}, {"version": contract.label, "start": 1, "end": 3}]
             self._chunk(_tokens(8, 9, reason="length", spans=spans))
-            contract.ended.append(body)  # before the client can know
+            contract.ended.append(body)  # before the client can see the end
             self.line("[DONE]")
             self.wfile.write(b"0\r\n\r\n")
 
@@ -177,7 +177,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Silent."""
+        """Log nothing."""
 
 
 def _tokens(*ids: int, reason: str | None = None, spans: list[dict[str, Any]] | None = None) -> dict[str, Any]:

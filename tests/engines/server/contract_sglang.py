@@ -1,5 +1,5 @@
-"""A server with the endpoints of SGLang's that the engine uses, as its sources have them and 0.5.23 answered. It has no
-model; weights are read, kept and answered with by nobody."""
+"""A server without a model that has the endpoints of SGLang's that the engine uses, following its sources and the
+answers of 0.5.23. Weights are read and kept, but do not affect its answers."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ SETTINGS: dict[str, Any] = {
 class SglangContract(ContractServer):
     def __init__(self, architectures: list[str]) -> None:
         self.blind = False
-        """It does not see the folder that it is to load."""
+        """The server does not see the folder that it has to load."""
         self.turns_at = ""
-        """Label that it says from the second chunk on."""
+        """Version label from the second chunk on; empty: that of the first chunk."""
         self.early = ""
-        """Label that it says of the next sequence alone: weights came after that was sent and before it began."""
+        """Version label of the next sequence alone: weights came after it was sent and before it began."""
         self.always_early = False
-        """It says so of all."""
+        """Use `early` for all sequences."""
         self.poison: list[int] = []
-        """The prompt that it answers with 500."""
+        """Prompt that is answered with status 500."""
         super().__init__({"architectures": architectures})
 
     def handler(self) -> type[Handler]:
@@ -42,7 +42,7 @@ class SglangContract(ContractServer):
         self.seed, self.flushed, self.weights = free_port(), 0, dict[str, torch.Tensor]()
         """`seed` is drawn at each start."""
         self.in_use = 0
-        """How often the cache is not flushed yet, as what was ended is still in the scheduler's last batch."""
+        """Number of times that a flush is still refused, because ended sequences are in the scheduler's last batch."""
         super().start()
 
 
@@ -116,7 +116,7 @@ class SglangHandler(Handler):
 
 
 def chunk(*tokens: int, label: str, reason: str = "", count: int = 0) -> dict[str, Any]:
-    """All tokens so far, or where `count` is given the last ones of so many."""
+    """Return a chunk with all tokens so far or, if `count` is given, with the last ones of `count` tokens."""
     meta = {
         "finish_reason": {"type": reason, "length": 3} if reason else None,
         "weight_version": label,
