@@ -1,11 +1,11 @@
-"""The learner on one GPU, alone and beside an engine, in a few minutes:
+"""Check the learner on one GPU, alone and beside an engine, in a few minutes:
 
     python -m tests.gpu [--device cuda|cpu] [--model 0.6b|1.7b|4b] [--length TOKENS] [--only CHECK ...]
 
-Prints a JSON line for each check. Needs torch, transformers and what the learner imports (hydra-core, msgpack, xxhash,
-jaxtyping, fsspec) and psutil, and nothing of pytest, vLLM, Ray or ZeroMQ. Without a GPU the same code runs in tiny.
+Prints a JSON line for each check. Needs torch, transformers, the learner's imports (hydra-core, msgpack, xxhash,
+jaxtyping, fsspec) and psutil, but not pytest, vLLM, Ray or ZeroMQ. On a CPU the same code runs with a tiny model.
 
-Larger models, or longer sequences, take their time: `--model 4b --length 16384 --only mfu memory`.
+Larger models and longer sequences take longer: `--model 4b --length 16384 --only mfu memory`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHECKS = checks.CHECKS | together.CHECKS
 
 
 def run(scale: Scale, only: list[str]) -> int:
-    """How many checks failed."""
+    """Run the checks `only`, print their results, and return the number of failed ones."""
     failed = 0
     prepare_process(scale.place, logging.WARNING)
     said = torch.cuda.get_device_name(scale.device) if scale.device.type == "cuda" else "CPU"
@@ -42,12 +42,12 @@ def run(scale: Scale, only: list[str]) -> int:
             began = time.perf_counter()
             try:
                 line = {"check": name, "passed": True, "found": CHECKS[name](scale, Path(scratch), backend)}
-            # Whatever one of them dies of, the others are worth their minutes on a GPU.
+            # Any error: the other checks are still worth running while there is a GPU.
             except Exception as error:
                 logging.exception(name)
                 line, failed = {"check": name, "passed": False, "found": f"{type(error).__name__}: {error}"}, failed + 1
             print(json.dumps(line | {"seconds": round(time.perf_counter() - began, 1)}), flush=True)
-            gc.collect()  # a model whose hooks hold it is there still, and the next one needs the room
+            gc.collect()  # a model in a cycle with its hooks still takes the memory that the next one needs
             if scale.device.type == "cuda":
                 torch.cuda.empty_cache()
     return failed

@@ -1,5 +1,4 @@
-"""The processes that `together` starts beside its own: an engine that samples all the time and takes each version, and
-one that looks at its GPU."""
+"""The process that `together` starts beside its own: an engine that samples all the time and loads each version."""
 
 from __future__ import annotations
 
@@ -20,11 +19,11 @@ from tests.weights.board import WorkerRendezvous, end_with_tests
 
 NAMES, INCARNATION = ("a", "b"), "1"
 PROMPT, COMPLETION = 16, 64
-"""Tokens: a sequence is over long before the next version comes."""
+"""Lengths in tokens. A sequence ends long before the next version comes."""
 
 
 def engine_beside(board: Any, config: Config, name: str) -> None:
-    """A rollout worker without its queue; it ends when it is killed, or by what its subscriber raises."""
+    """Run a rollout worker without its queue, until it is killed or its subscriber raises."""
     end_with_tests()
     torch.set_num_threads(1)
     engine = make_engine(config)
@@ -42,7 +41,7 @@ def engine_beside(board: Any, config: Config, name: str) -> None:
 
 
 async def sample(board: Any, config: Config, name: str, engine: Engine, subscriber: Subscriber) -> None:
-    """For ever; notes the first completion of each request, and the pace of all."""
+    """Sample for ever. Note the first completion of each request, and the number of tokens and seconds of all."""
     rng, n = np.random.default_rng(0), config.rollout.group_size
     while True:
         subscriber.check()

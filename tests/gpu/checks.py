@@ -1,6 +1,7 @@
-"""What only a GPU can show of the learner, and the same on a CPU in tiny, so that it cannot rot.
+"""Checks of the learner that need a GPU. They also run on a CPU with a tiny model, so that the code stays tested.
 
-Each check takes a scale, a folder and a backend of one rank, raises AssertionError, and returns what it measured.
+Each check takes a scale, a folder and a backend of one rank, and returns what it measured. A failure raises
+AssertionError.
 """
 
 from __future__ import annotations
@@ -45,16 +46,17 @@ from tests.learner.fed_replay import FedReplay, KeptRows, KeptWeights
 
 Found = dict[str, Any]
 SHORT = 256
-"""Tokens of a prompt and of a completion that plain transformers computes on the CPU."""
+"""Length in tokens of prompts and completions that plain transformers computes on the CPU."""
 FLASH = "torch_attn._varlen_attn.default"
 TOLERANCES = {"float32": (1e-3, 1e-3), "bfloat16": (0.1, 0.1)}
-"""Of a log-prob on average, and of the gradient's error as a share of its length."""
+"""Dtype -> tolerances of the mean log-prob error, and of the norm of the gradient's error over that of the gradient."""
 FITS = (0.5, 1.5)
-"""Peak over plan. The goal is within a tenth at 0.6b and above; this only says that the plan is of this model."""
+"""Bounds on peak over planned memory. The goal is within a tenth at 0.6b and above; this only shows that the plan is
+for this model."""
 
 
 class Operations(TorchDispatchMode):
-    """Notes the name of everything that is computed."""
+    """Notes the name of every operation that is computed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +72,7 @@ def packed(lease: Lease, device: torch.device) -> MicroBatch:
 
 
 def kernel(scale: Scale, folder: Path, backend: Backend) -> Found:
-    """In half precision a GPU runs the one variable-length kernel, and anything else the blocks."""
+    """Check that a GPU runs the variable-length kernel in half precision, and that all other cases use the blocks."""
     batch, found = packed(scale.lease(groups=1, longest=SHORT), scale.device), {}
     for dtype in ("float32", "bfloat16"):
         config = scale.config(folder, scale.judged, dtype=dtype)
@@ -86,8 +88,8 @@ def kernel(scale: Scale, folder: Path, backend: Backend) -> Found:
 
 
 def parity(scale: Scale, folder: Path, backend: Backend) -> Found:
-    """Packed, with shared prompts, on the device: log-probs and gradients of plain transformers, a sequence at a time,
-    in float32 on the CPU."""
+    """Compare log-probs and gradients on the device, packed with shared prompts, with those of plain transformers, one
+    sequence at a time in float32 on the CPU."""
     lease, found = scale.lease(groups=2, longest=SHORT), {}
     batch = packed(lease, scale.device)
     weights = torch.randn(len(batch.loss_positions), generator=torch.Generator().manual_seed(0))
@@ -107,7 +109,7 @@ def parity(scale: Scale, folder: Path, backend: Backend) -> Found:
 def by_transformers(
     config: Config, lease: Lease, batch: MicroBatch, weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs at the loss positions of `batch`, and the gradient of their weighted sum."""
+    """Return the log-probs at the loss positions of `batch`, and the gradient of their weighted sum."""
     hf = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32, attn_implementation="eager")
     hf.eval()
     rows = []
@@ -126,7 +128,7 @@ def by_transformers(
 
 
 def gradient_of(model: torch.nn.Module) -> torch.Tensor:
-    """[P] float32, on the CPU."""
+    """Return the gradient of all parameters, [P] float32 on the CPU."""
     whole = []
     for parameter in model.parameters():
         assert parameter.grad is not None
@@ -143,9 +145,9 @@ def stepping(scale: Scale, folder: Path, backend: Backend) -> tuple[Config, Role
 
 
 def mfu(scale: Scale, folder: Path, backend: Backend) -> Found:
-    """Steps of the whole loop's body, by the clock."""
+    """Time whole training steps."""
     _, _, _, step = stepping(scale, folder, backend)
-    step()  # what is compiled, chosen and allocated once
+    step()  # warm-up: compilation, choice of kernels and allocation happen once
     seconds, row = [], {}
     for _ in range(scale.steps):
         synchronize(scale.device)
@@ -161,7 +163,8 @@ def mfu(scale: Scale, folder: Path, backend: Backend) -> Found:
 
 
 def waits_of(step: Callable[[], object]) -> int:
-    """How often torch says that the host waited for the GPU; on a CPU `tests.learner.step.test_waits` counts."""
+    """Return how often the host waited for the GPU, as reported by torch. `tests.learner.step.test_waits` counts the
+    same on a CPU."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -176,7 +179,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def memory(scale: Scale, folder: Path, backend: Backend) -> Found:
-    """The most that a step takes, beside the plan for its micro-batches."""
+    """Compare the peak memory of a step with the plan for its micro-batches."""
     config, roles, lease, step = stepping(scale, folder, backend)
     step()
     (minibatch,) = plan_minibatches(lease.plan, rank=0, updates=1, budget=Budget.of(config.learner))
@@ -189,31 +192,31 @@ def memory(scale: Scale, folder: Path, backend: Backend) -> Found:
 
 
 def held_bytes(roles: Roles) -> int:
-    """Weights and moments; gradients come and go with a step."""
+    """Return the bytes of weights and optimizer moments. Gradients exist only during a step."""
     moments = (each for state in roles.optimizer.state.values() for each in state.values())
     return sum(each.numel() * each.element_size() for each in (*roles.policy.parameters(), *moments))
 
 
 def taken_bytes(work: Callable[[], object], folder: Path) -> int:
-    """The most that tensors on the CPU took at once that were made in `work`."""
+    """Return the peak bytes of the CPU tensors that `work` allocates."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         work()
     trace = folder / "memory.json"
     seen.export_chrome_trace(str(trace))
     events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["name"] == "[memory]"]
-    # Not "Total Allocated", which counts in torch 2.11 what was made before, too.
+    # Not "Total Allocated": in torch 2.11 it also counts earlier allocations.
     return max(itertools.accumulate(event["args"]["Bytes"] for event in sorted(events, key=lambda event: event["ts"])))
 
 
 def checkpoint(scale: Scale, folder: Path, backend: Backend) -> Found:
-    """A run that was saved and goes on ends where one without a break ends: its weights are the same bits when it goes
-    on, and on a CPU at the end."""
+    """Check that a run that is saved and resumed ends where an uninterrupted run ends. Its weights must be bit for bit
+    the same when it resumes and, on a CPU, at the end."""
     straight = trained(scale, folder / "straight", backend, steps=4)
     first = trained(scale, folder / "broken", backend, steps=2)
     second = trained(scale, folder / "broken", backend, steps=4, resume=True)
     assert all(torch.equal(first.newest[name], tensor) for name, tensor in second.first.items())
     assert not all(torch.equal(straight.newest[name], tensor) for name, tensor in first.newest.items())
-    # The sums of a kernel's backward come in any order on a GPU, and Adam makes whole steps of what is next to nothing.
+    # On a GPU a kernel's backward sums in no fixed order, and Adam turns tiny gradients into whole steps.
     apart, moved = distance(straight.newest, second.newest), distance(straight.newest, straight.first)
     assert apart <= (0.0 if scale.device.type == "cpu" else 0.3 * moved), (apart, moved)
     return {"apart": apart, "moved": moved}
@@ -224,7 +227,8 @@ def distance(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor])
 
 
 def offload(scale: Scale, folder: Path, backend: FSDP2) -> Found:
-    """With moments, or all, in host memory a run ends as without: to the bit, but for AdamW's rounding on the CPU."""
+    """Check that a run with moments, or everything, in host memory ends as one without: bit for bit, except for AdamW's
+    rounding on the CPU."""
     ends = {
         where: trained(scale, folder / where, replace(backend, on_host=where == "all"), steps=2, offload=where)
         for where in ("none", "optimizer", "all")
@@ -260,7 +264,8 @@ def trained(
 
 
 def fingerprint(scale: Scale, folder: Path, backend: Backend) -> Found:
-    """Taken where the bytes lie, it is that of the host, bit for bit; seconds a GB of each, and of reading it back."""
+    """Check that a fingerprint taken on the device equals that of the host. Measure the seconds per GB of each, of
+    reading the bytes back and of a copy on the device."""
     nbytes = scale.hashed
     flat = torch.randint(0, 256, (nbytes + 3,), dtype=torch.uint8, device=scale.device)
     for first, last in ((0, nbytes), (3, nbytes + 3), (5, LEAF + 4), (8, LEAF + 8), (1, 1), (2, 30)):

@@ -1,5 +1,5 @@
-"""`python -m tests.gpu.look SHARE`: says on one line of JSON what this process sees of the GPUs it has, then holds
-SHARE of the first one's memory until its input ends. It is prepared as a rank of the learner: more it cannot take."""
+"""Print a line of JSON with the GPUs that this process sees, then hold SHARE of the first one's memory until standard
+input ends: `python -m tests.gpu.look SHARE`. It is prepared as a rank of the learner and cannot take more."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncrl.checks.placement import VISIBLE
 from asyncrl.learner.parallel.place import Place, memory_of, prepare_process
 
 SPARED = 0.9
-"""Of its share: the rest is for what CUDA takes for the process itself."""
+"""Fraction of its share that is allocated. The rest is for what CUDA takes for the process itself."""
 
 
 def main(share: float) -> None:

@@ -1,4 +1,4 @@
-"""What the checks run on: a device, a model made at random and batches of a shape, large on a GPU and tiny without."""
+"""What the checks run on: a device, a random model and batches of a given shape; large on a GPU, tiny on a CPU."""
 
 from __future__ import annotations
 
@@ -25,36 +25,37 @@ QWEN3 = {
     "1.7b": (2048, 6144, 28, 16, 8, 128, 151936),
     "4b": (2560, 9728, 36, 32, 8, 128, 151936),
 }
-"""Hidden, inner, layers, heads, key-value heads, their width, vocabulary: the published ones from 0.6b on."""
+"""Name -> hidden size, intermediate size, layers, heads, key-value heads, head dimension, vocabulary; the published
+ones from 0.6b on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
     device: torch.device
     model: str
-    """Of speed and memory."""
+    """Model of the checks of speed and memory."""
     judged: str
-    """Of parity: plain transformers computes it on the CPU, too."""
+    """Model of the parity check, which plain transformers also computes on the CPU."""
     prompt: int
     completion: int
     groups: int
     size: int
     tokens: int
-    """Budget of a micro-batch."""
+    """Token budget of a micro-batch."""
     steps: int
-    """That are timed."""
+    """Number of timed steps."""
     hashed: int
-    """Bytes whose fingerprint is taken."""
+    """Number of bytes whose fingerprint is taken."""
 
     @property
     def place(self) -> Place:
         return Place(rank=0, world=1, device=self.device, restarted=False, run_id="gpu")
 
     def config(self, folder: Path, model: str, **settings: Any) -> Config:
-        """Of a learner of a model that is made in `folder`.
+        """Return the config of a learner of the model `model`, which is made in `folder`.
 
         Args:
-            settings: of `model` where it has them, else of `learner`.
+            settings: settings of `model` (dtype, activation_checkpointing) and of `learner` (all others).
         """
         path = folder / model
         if not path.is_dir():
@@ -71,10 +72,11 @@ class Scale:
         )
 
     def lease(self, *, groups: int = 0, longest: int = 0) -> Lease:
-        """A step of random tokens: groups of `size` completions, of a quarter of the longest to all of it.
+        """Return a step of random tokens: groups of `size` completions, each a quarter of the longest to the longest.
 
         Args:
-            groups, longest: where they are to be other than the scale's; of a prompt and of a completion.
+            groups: number of groups; 0 is the scale's.
+            longest: limit on the tokens of a prompt and of a completion; 0 is the scale's.
         """
         rng, made = np.random.default_rng(0), []
         prompt, completion = (min(longest, each) if longest else each for each in (self.prompt, self.completion))
@@ -101,7 +103,7 @@ def trajectory(rng: np.random.Generator, prompt: np.ndarray, completion: int, vo
 
 
 def make_model(shape: str, device: torch.device) -> Any:
-    """Random weights, drawn where that is fast."""
+    """Return a model with random weights, which are drawn on the device because that is faster."""
     hidden, inner, layers, heads, keys, width, vocabulary = QWEN3[shape]
     config = Qwen3Config(
         vocab_size=vocabulary, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,

@@ -1,4 +1,4 @@
-"""What processes do on one GPU together: who is given it, weights that pass in its memory while somebody dies, and a
+"""Checks of processes that share one GPU: their placement, weights passed in its memory while a process dies, and a
 learner that trains beside an engine that samples. Without a GPU the same runs over shared memory."""
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from tests.weights.chaos import SHORT, context_of, run
 
 Found = dict[str, Any]
 WITHIN_S = 240.0
-"""What any process gets to start, load a model, or take a version."""
+"""Limit in seconds for any process to start, load a model, or load a version."""
 STEPS, KILLED_AT = 5, 3
 FAKED = ("GPU-0a",)
-"""Where there is no GPU: torch counts 0 of it, while its name goes where it would."""
+"""Name of a GPU used if there is none: it is passed on as a real one, and torch counts 0 GPUs."""
 
 
 def placement(scale: Scale, folder: Path, backend: FSDP2) -> Found:
-    """Learner and pool as `asyncrl local` starts them see the GPUs that are theirs, and can hold their shares of the
-    memory at one time; on a single GPU that is both theirs, and to want it alone is refused."""
+    """Check that learner and pool, as `asyncrl local` starts them, see the GPUs given to them and can hold their shares
+    of the memory at the same time. A single GPU is given to both, and `dedicated` placement is refused."""
     visible = tuple(map(str, range(torch.cuda.device_count()))) if scale.device.type == "cuda" else FAKED
     config = scale.config(folder, "tiny")
     commands = with_gpus(local_commands(config, (), "gpu"), config, visible)
@@ -71,7 +71,7 @@ def placement(scale: Scale, folder: Path, backend: FSDP2) -> Found:
 
 @contextmanager
 def looking(gpus: str, share: float) -> Iterator[subprocess.Popen[str]]:
-    """A process that says what it sees of `gpus`, and holds `share` of the first one's memory until this ends."""
+    """Run a process that prints what it sees of `gpus`, and holds `share` of the first one's memory until the end."""
     arguments = [sys.executable, "-m", "tests.gpu.look", str(share)]
     process = subprocess.Popen(
         arguments, env=os.environ | {VISIBLE: gpus}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -94,8 +94,8 @@ def _line(process: subprocess.Popen[str]) -> str:
 
 
 def ipc(scale: Scale, folder: Path, backend: FSDP2) -> Found:
-    """A worker, then the learner, is killed amid an update that passes in the memory of the device: the others go on,
-    and nobody ever holds two versions."""
+    """Kill a worker, then the learner, during an update that passes in the device's memory. The others must go on, and
+    none may ever hold two versions."""
     rows: list[dict[str, Any]] = []
     run(tuple(each for each in SHORT if each.ipc), rows.append, WITHIN_S, str(scale.device))
     recovered = {row["injection"]: row["recovered_s"] for row in rows if "injection" in row}
@@ -104,9 +104,11 @@ def ipc(scale: Scale, folder: Path, backend: FSDP2) -> Found:
 
 
 def together(scale: Scale, folder: Path, backend: FSDP2) -> Found:
-    """The whole learner trains where an engine samples; every version goes from one's memory to the other's and is
-    proven by the canary. The engine is killed as it samples, another comes, and at the end it sampled as the learner
-    would have."""
+    """Train the whole learner on the device where an engine samples.
+
+    Every version is passed through the device's memory and verified by the canary. The engine is killed while it
+    samples and replaced. At the end the log-probs of its samples must match those of the learner.
+    """
     config = beside_each_other(scale, folder)
     with BoardManager() as manager, ExitStack() as opened:
         board = manager.Board()  # pyright: ignore[reportAttributeAccessIssue]
@@ -146,7 +148,7 @@ def together(scale: Scale, folder: Path, backend: FSDP2) -> Found:
 
 
 def beside_each_other(scale: Scale, folder: Path) -> Config:
-    """A learner and an engine of the scale's model, on one device."""
+    """Return the config of a learner and an engine of the scale's model on one device."""
     config = scale.config(folder, scale.model, steps=STEPS, save_every=0, export_every=0)
     config = with_dtypes(config, learner=scale.device.type, engine=scale.device.type)
     return replace(
@@ -159,7 +161,8 @@ def beside_each_other(scale: Scale, folder: Path) -> Config:
 
 
 class Fed(FedReplay):
-    """The scale's batch again and again, each after an engine serves the version before; once the engine is killed."""
+    """Leases the scale's batch at each step, once an engine serves the version before. At step `KILLED_AT` it kills the
+    engine."""
 
     def __init__(self, scale: Scale, engines: Engines) -> None:
         super().__init__()
@@ -174,11 +177,11 @@ class Fed(FedReplay):
 
 
 class Engines:
-    """One engine in a process of its own, and after its death the next."""
+    """One engine at a time, in a process of its own; after a kill the next one."""
 
     def __init__(self, config: Config, board: Any, device: torch.device) -> None:
         self.notes: list[dict[str, Any]] = []
-        """Of what was sampled: see `beside.sample`."""
+        """The notes of what was sampled; see `beside.sample`."""
         self._config, self._board = config, board
         self._context, self._left = context_of(str(device), "tests.gpu.beside"), list(NAMES)
 
@@ -199,7 +202,7 @@ class Engines:
         self._process.start()
 
     def kill(self) -> None:
-        """As it samples, while the learner makes the next version; another is started."""
+        """Kill the engine while it samples and the learner makes the next version. Start another."""
         self.wait(lambda: self.sampled(), f"{self._name} samples")
         self._process.kill()
         self._process.join(WITHIN_S)
@@ -207,11 +210,11 @@ class Engines:
         self._start()
 
     def newest(self) -> int:
-        """Version that somebody served last."""
+        """Return the newest version that an engine has served; -1 if none."""
         return max((version for _, version, *_ in self._board.served()), default=-1)
 
     def sampled(self, version: int = -1) -> list[dict[str, Any]]:
-        """By the engine that lives, of this version from first to last token; of any, without one."""
+        """Return the current engine's notes of completions sampled entirely by `version`; by any, if it is negative."""
         self.notes = self._board.notes("sampled")
         own = [note for note in self.notes if note["worker"] == self._name]
         return [note for note in own if version < 0 or set(note["versions"]) == {version}]
@@ -225,10 +228,10 @@ class Engines:
 
 
 def differences(config: Config, policy: PolicyModel, note: dict[str, Any], device: torch.device) -> float:
-    """Mean |difference| of the log-probs with which a completion was sampled to those of the learner.
+    """Return the mean |difference| between the log-probs with which a completion was sampled and the learner's.
 
     Raises:
-        AssertionError: it is more than the canary allows these dtypes.
+        AssertionError: it is more than the canary allows for these dtypes.
     """
     prompt, ids, logprobs = note["prompt"], note["ids"], note["logprobs"]
     whole = np.array([*prompt, *ids], np.int32)
