@@ -1,4 +1,4 @@
-"""Whether a process that a test has seen still runs, asked while it may be ending."""
+"""Tell whether a process that a test has seen still runs, even while it is ending."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import psutil
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """A dead one that nobody has asked for yet is not, nor is another that has its number by now."""
+    """Return whether `process` runs. A zombie does not, nor does another process that has got its pid."""
     try:
         return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:  # it ended between the two questions

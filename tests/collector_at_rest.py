@@ -1,4 +1,4 @@
-"""What a forkserver imports first; `tests.collector_awake` is the last."""
+"""Put the garbage collector to rest. A forkserver imports this module first, and `tests.collector_awake` last."""
 
 from asyncrl import collector
 

@@ -1,4 +1,5 @@
-"""What a forkserver imports last: none of its processes goes through what all of them share."""
+"""Wake the garbage collector. A forkserver imports this module last, so that its processes do not collect the objects
+that they all share."""
 
 from asyncrl import collector
 

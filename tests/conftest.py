@@ -1,4 +1,4 @@
-"""Every test leaves what it found: no thread and no process of its own goes on after it."""
+"""Settings and fixtures of all tests. They check that no test leaves a thread or process of its own behind."""
 
 from __future__ import annotations
 
@@ -24,39 +24,38 @@ from asyncrl.telemetry.metrics.log import METRICS_FILE
 from asyncrl.telemetry.metrics.registry import OF_EVERY_ROW, metric_of
 
 PATIENCE_S = 60.0
-"""For what was told to end and has not quite: a thread in its last poll, a process that is closing its sockets."""
+"""Seconds for threads and processes that were told to end: one may be in its last poll or closing its sockets."""
 KEPT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "wandb-core")
-"""In the command line of processes that Python, or a package, keeps for as long as it runs."""
+"""Parts of the command lines of processes that Python, or a package, keeps for its whole life."""
 FOREIGN = ("tqdm", "wandb", "zmq")
-"""Packages whose own threads nobody can end."""
+"""Packages whose own threads cannot be ended."""
 OURS = ("replay-", "weights-", "journal", "lease-", "network")
-"""Names of threads, as they begin. Beside vLLM, which keeps threads and processes as it likes, only these count."""
+"""Prefixes of thread names. In tests with vLLM, which keeps threads and processes of its own, only these count."""
 
 MARKS = ("slow", "unhurried", "long", "gpu")
-"""By which `launchers/test.sh` chooses."""
+"""The marks by which `launchers/test.sh` selects tests."""
 
-# Whoever starts this in the background of a shell has it ignore Ctrl-C, and all its children with it.
+# A shell makes a background job ignore Ctrl-C, and its children would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A machine that stands still for two seconds says nothing about an example.
+# No deadline: a machine that stalls for two seconds says nothing about an example.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
 
-# No test asks the Hugging Face hub. Without a network a machine may take its time to say that there is none.
+# No test needs the Hugging Face hub. Without a network a request may take long to fail.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# All modules of the tests are imported one after the other, and stay.
+# The modules of the tests are all imported in one go and stay: no collection is needed meanwhile.
 collector.rest()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """`pytest -m "not slow"`, and nothing else asked: three processes for two cores, for a quarter of the time is spent
-    waiting, by pytest-xdist. Slow tests start processes of their own, and what was asked by its path is looked at in
-    one."""
+    """Run `pytest -m "not slow"`, without paths, by pytest-xdist with three processes for two cores, since a quarter of
+    the time is spent waiting. Slow tests start processes of their own, and tests given by path run in one process."""
     if (
-        not hasattr(config, "workerinput")  # one of these processes, which would start as many again, and they too
+        not hasattr(config, "workerinput")  # not in a process of pytest-xdist, which would start as many again
         and config.args_source is pytest.Config.ArgsSource.TESTPATHS
         and "not slow" in config.option.markexpr.split(" and ")
         and config.getoption("numprocesses", default=0) is None  # -n 0 is one process; 0: without pytest-xdist
@@ -71,10 +70,10 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """`-m "slow and unhurried and not gpu"`: a file that does not write the first two words, or gives all its tests
-    the third, has no test of that kind, and is not imported at all."""
+    """Ignore files without a selected test, so that they are not imported. With `-m "slow and unhurried and not gpu"`
+    these are the files that lack one of the first two marks, or give all their tests the third."""
     every = config.getoption("markexpr").split(" and ")
-    if not all(mark.removeprefix("not ").isidentifier() for mark in every):  # none at all, or an "or" in it, say
+    if not all(mark.removeprefix("not ").isidentifier() for mark in every):  # none, or one with an "or", say
         return None
     if not collection_path.name.startswith("test_") or collection_path.suffix != ".py":
         return None
@@ -87,7 +86,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every mark stands in the file of its test, for `pytest_ignore_collect`; the fast part looks at all of them."""
+    """Check that every mark is written in the file of its test, which `pytest_ignore_collect` needs, and that every
+    long test is also slow. The fast part checks all files."""
     texts = {path: path.read_text() for path in {item.path for item in items} if path.suffix == ".py"}
     for item in items:
         lacking = [mark for mark in MARKS if item.get_closest_marker(mark) and f"mark.{mark}" not in texts[item.path]]
@@ -100,13 +100,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def children() -> set[int]:
-    """Process ids of this process's children, and of those of its forkserver (`tests/forked.py`)."""
+    """Return the pids of the children of this process and of its forkserver (`tests/forked.py`)."""
     server = forkserver._forkserver._forkserver_pid  # pyright: ignore[reportAttributeAccessIssue]
     return children_of(os.getpid()) | (set() if server is None else children_of(server))
 
 
 def children_of(parent: int) -> set[int]:
-    """The kernel lists them by the thread that started them."""
+    """Return the pids of the children of `parent`. The kernel lists them by the thread that started them."""
     found: set[int] = set()
     for listed in Path(f"/proc/{parent}/task").glob("*/children"):
         with contextlib.suppress(OSError):
@@ -115,7 +115,7 @@ def children_of(parent: int) -> set[int]:
 
 
 def described(pid: int) -> str:
-    """Its command line; empty if it is dead or may stay."""
+    """Return the pid and command line of a process; empty if it is dead or may stay."""
     try:
         process = psutil.Process(pid)
         command = " ".join(process.cmdline())
@@ -127,12 +127,12 @@ def described(pid: int) -> str:
 
 
 def foreign(thread: threading.Thread) -> bool:
-    """By the module of its class, or by its name."""
+    """Return whether a thread is one of `FOREIGN`, by the module of its class or by its name."""
     return type(thread).__module__.partition(".")[0] in FOREIGN or thread.name.partition("-")[0] in FOREIGN
 
 
 def left_behind(threads: set[threading.Thread], processes: set[int], beside_vllm: bool) -> list[str]:
-    """What is alive and was not there before."""
+    """Return descriptions of the threads and processes that are alive and were not there before."""
     new = [thread for thread in set(threading.enumerate()) - threads if not foreign(thread)]
     found = [f"thread {thread.name!r}" for thread in new if not beside_vllm or thread.name.startswith(OURS)]
     return found + [said for pid in children() - processes if not beside_vllm and (said := described(pid))]
@@ -151,7 +151,7 @@ def nothing_is_left_behind(beside_vllm: bool) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _every_run_wrote_metrics_that_are_registered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Of all run folders that tests have made, in whatever process."""
+    """Check the metric names in all run folders that the tests have made, in any process."""
     yield
     strange: dict[str, str] = {}
     for rows in sorted(tmp_path_factory.getbasetemp().rglob(METRICS_FILE)):
@@ -172,6 +172,6 @@ def _a_test_leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[No
 
 @pytest.fixture(autouse=True, scope="module")
 def _a_module_leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What the fixtures of a whole module hold."""
+    """Check what the fixtures of a whole module leave behind."""
     with nothing_is_left_behind("vllm" in request.node.nodeid):
         yield

@@ -1,4 +1,4 @@
-"""Completions of an engine, scored by a learner's model as training packs them."""
+"""Score completions of an engine by a learner's model, packed as in training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Sibling:
 
     @classmethod
     def drawn(cls, prompt: NDArray[np.int32], length: int, seed: int) -> Sibling:
-        """Random tokens that no engine drew."""
+        """Return a sibling of random tokens that no engine sampled."""
         ids = np.random.default_rng(seed).integers(0, VOCABULARY, length).astype(np.int32)
         nothing = np.zeros(length, np.float32)
         versions = np.zeros(length, np.int32)
@@ -46,7 +46,7 @@ class Sibling:
 
 
 def packed(siblings: Sequence[Sibling], *, topk: bool = False) -> MicroBatch:
-    """One micro-batch of them; those of one prompt that follow each other share it."""
+    """Return one micro-batch of the siblings. Adjacent siblings of the same prompt share it."""
     runs = [list(run) for _, run in groupby(siblings, key=lambda each: each.prompt.tobytes())]
     groups = [
         TrajectoryGroup(
@@ -75,7 +75,11 @@ def packed(siblings: Sequence[Sibling], *, topk: bool = False) -> MicroBatch:
 def scored_by_learner(
     policy: PolicyModel, siblings: Sequence[Sibling], temperature: float, *, tensors: bool = False
 ) -> list[Any]:
-    """[N] log-probs of each sibling's tokens, by the forward of training; with `tensors` as they are differentiated."""
+    """Return the [N] log-probs of each sibling's tokens by the forward of training.
+
+    Args:
+        tensors: return tensors that can be differentiated, not arrays.
+    """
     batch = packed(siblings)
     found = _forward(policy, batch, temperature, None)[0][batch.loss_positions]
     parts = found.split([len(each.completion.token_ids) for each in siblings])
@@ -83,7 +87,7 @@ def scored_by_learner(
 
 
 def likeliest_by_learner(policy: PolicyModel, siblings: Sequence[Sibling], temperature: float) -> list[Any]:
-    """[N, k] log-probs of the likeliest tokens that the engine recorded."""
+    """Return, for each sibling, the [N, k] log-probs of the likeliest tokens that the engine recorded."""
     batch = packed(siblings, topk=True)
     found = _forward(policy, batch, temperature, batch.topk_ids)[2].detach()
     return [part.numpy() for part in found.split([len(each.completion.token_ids) for each in siblings])]

@@ -1,8 +1,8 @@
-"""A device whose values lie in host memory, and which counts how often somebody waits for it.
+"""A simulated device, with values in host memory, that counts how often the host waits for it.
 
-Its tensors say that they are on `meta`; what they hold is computed by torch on the CPU. What a GPU would refuse
-(tensors of two devices in one operation) is refused, and what makes the host wait for all that a GPU has been told
-(its numbers asked for, shapes that depend on them, copies that are not left to run beside) is noted with its place.
+Its tensors claim to be on `meta`, and torch computes their values on the CPU. Operations that a GPU would refuse
+(tensors of two devices in one operation) are refused. Operations that make the host wait for a GPU (reading its values,
+shapes that depend on them, blocking copies) are noted with their place in the code.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ ASKED = {
     aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim, aten.bincount,
     aten.equal, aten.is_nonzero, aten.unique_consecutive,
 }  # fmt: skip
-"""Their answer, or its shape, depends on values."""
+"""Operations whose result on the host, or its shape, depends on values on the device."""
 
 
 class FarTensor(Tensor):
-    """One that is there."""
+    """A tensor on the simulated device; `near` holds its values."""
 
     near: Tensor
 
@@ -42,7 +42,7 @@ class FarTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.tolist:  # of none but torch's own
+        if func is Tensor.tolist:  # torch's own does not work for a wrapper subclass
             return args[0].cpu().tolist()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -53,12 +53,12 @@ class FarTensor(Tensor):
 
 
 class FarDevice(TorchDispatchMode):
-    """While it is entered, `device="meta"` is that device."""
+    """A mode in which `device="meta"` is the simulated device."""
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[str] = []
-        """Who waited, by the innermost place in asyncrl and the operation."""
+        """The waits, each as the innermost place in asyncrl and the operation."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -114,7 +114,7 @@ def _place() -> str:
 
 
 def take_far(model: nn.Module) -> None:
-    """Its parameters and buffers, tied ones once."""
+    """Move the parameters and buffers of `model` to the simulated device. Tied ones stay tied."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, each in list(module._parameters.items()):

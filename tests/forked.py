@@ -1,4 +1,4 @@
-"""Processes that begin with what they need already imported: torch alone takes seconds in each of them."""
+"""Start processes with their imports done already: importing torch alone would take each of them seconds."""
 
 from __future__ import annotations
 
@@ -13,23 +13,26 @@ import psutil
 from tests.alive import is_alive
 
 PATIENCE_S = 60.0
-"""For processes of an earlier test that have been told to end and have not quite."""
+"""Limit in seconds on the wait for processes of an earlier test that were told to end."""
 
 
 def forked_from(*modules: str) -> ForkServerContext:
-    """A context whose processes are forked from one that has imported `modules` and done nothing else."""
+    """Return a context whose processes are forked from one that has imported `modules` and done nothing else."""
     server = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
     preloaded = ["tests.collector_at_rest", *modules, "tests.collector_awake"]
     if server._preload_modules != preloaded:
         _wait_for_children_of(server)
-        server._stop()  # It has imported something else; as Python's own tests do it.
+        server._stop()  # It has imported other modules. Python's own tests stop it in this way too.
     context = get_context("forkserver")
     context.set_forkserver_preload(preloaded)
     return context
 
 
 def run_ranks(work: Callable[..., None], world: int, folder: Path, *modules: str) -> None:
-    """`work(rank, world, folder)` in a process each, of which none may fail. unblocked by: their end, or 500 s."""
+    """Run `work(rank, world, folder)` in one process per rank; none may fail.
+
+    Waits for the processes; unblocked by their end, or after 500 s, when they are killed.
+    """
     context = forked_from(*modules)
     ranks = [context.Process(target=work, args=(rank, world, str(folder))) for rank in range(world)]
     for process in ranks:
@@ -42,7 +45,10 @@ def run_ranks(work: Callable[..., None], world: int, folder: Path, *modules: str
 
 
 def _wait_for_children_of(server: forkserver.ForkServer) -> None:
-    """`_stop` waits for as long as they live. waits for: their end; unblocked by: it, or the deadline."""
+    """Wait for the server's children, since `_stop` would wait for them without limit.
+
+    Waits for their end; unblocked by it or by the deadline.
+    """
     pid = server._forkserver_pid  # pyright: ignore[reportAttributeAccessIssue]
     until = time.monotonic() + PATIENCE_S
     while alive := living_children(pid) if pid is not None else []:
@@ -51,7 +57,7 @@ def _wait_for_children_of(server: forkserver.ForkServer) -> None:
 
 
 def living_children(pid: int) -> list[int]:
-    """Process ids; a dead one that nobody has asked for yet is not alive."""
+    """Return the pids of the living children of process `pid`, without zombies."""
     try:
         found = psutil.Process(pid).children()
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""Settings that are refused: what the tests of them share."""
+"""Helpers for the tests of settings that are refused."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from asyncrl.errors import ConfigError
 REQUIRED = ["model.path=m", "data.path=d.jsonl", "reward.function=r.py:score", "eval.path=e.jsonl"]
 
 Refused = list[tuple[list[str], list[str]]]
-"""What a user types, and what the answer must contain: rule, value, way out."""
+"""Pairs of what a user types and what the answer must contain: rule, value, way out."""
 
 
 def names(rows: Refused) -> list[str]:
-    """Of the cases, for pytest."""
+    """Return the test ids of the cases, for pytest."""
     return [" ".join(overrides)[:80] for overrides, _ in rows]
 
 

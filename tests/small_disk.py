@@ -1,4 +1,4 @@
-"""A file system of a few megabytes that a test can fill: mounted where that is allowed, else the test is skipped."""
+"""A file system of a few megabytes that a test can fill. If mounting is not allowed, the test is skipped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class SmallDisk:
         self._filler = root / "filler"
 
     def fill(self) -> None:
-        """Take all the space there is."""
+        """Use up all free space."""
         with self._filler.open("ab", buffering=0) as file:
             for size in (1 << 16, 1 << 12, 1):
                 try:

@@ -1,4 +1,4 @@
-"""Who listens where on this machine, read from /proc."""
+"""Find which processes listen at which addresses of this machine, from /proc."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Listener:
     host: str
     port: int
     process: str
-    """Its command line."""
+    """Command line of the process."""
 
     @property
     def on_loopback(self) -> bool:
@@ -37,7 +37,7 @@ def tree(pid: int) -> list[psutil.Process]:
 
 
 def listeners(processes: Iterable[psutil.Process]) -> set[Listener]:
-    """TCP sockets in state LISTEN that any of `processes` holds."""
+    """Return the TCP sockets in state LISTEN that any of `processes` holds."""
     owners: dict[str, str] = {}
     for process in processes:
         try:
@@ -65,6 +65,6 @@ def _inodes(pid: int) -> Iterator[str]:
 
 
 def _address(text: str) -> str:
-    """Words of 32 bits in the machine's own order."""
+    """Return the address that /proc gives as hexadecimal 32-bit words in the machine's byte order."""
     packed = b"".join(struct.pack("=I", int(text[at : at + 8], 16)) for at in range(0, len(text), 8))
     return str(ipaddress.ip_address(packed))
