@@ -1,4 +1,4 @@
-"""The learner as it is put together for a run: one rank, in this process, with replay and publisher of the test."""
+"""Train the learner as it is assembled for a run: one rank in this process, with the test's replay and publisher."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLACE = Place(rank=0, world=1, device=torch.device("cpu"), restarted=False, run_
 def train_alone(
     config: Config, replay: FedReplay, publisher: KeptWeights, *, resume: bool = False, asked: Asked = never
 ) -> tuple[Training, KeptRows]:
-    """What it was trained with, and the rows of its log."""
+    """Train, and return the parts of the training and the rows of its log."""
     rows = KeptRows()
     with ExitStack() as opened:
         parts = assemble(

@@ -1,4 +1,4 @@
-"""Tiny random models of many families; `python -m tests.learner.families` writes the table of docs/models.md."""
+"""Tiny random models of many families. `python -m tests.learner.families` writes the table of docs/models.md."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SIZES: dict[str, Any] = {
     **{"vocab_size": VOCABULARY, "initializer_range": 0.2, "attention_chunk_size": 8, "tie_word_embeddings": False},
     **{"expand": 2, "logits_scaling": 4.0, "logit_scale": 0.25, "lm_head_multiplier": 0.5},
 }
-"""Taken by whichever config has the field."""
+"""Config field -> value, used by every config that has the field."""
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("llama", {}),
     "Qwen2": ("qwen2", {}),
@@ -105,12 +105,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT-J": ("gptj", {"rotary_dim": 4}),
     "GPT-Neo": ("gpt_neo", {"attention_types": [[["global", "local"], 2]], "window_size": 6}),
 }
-"""Name -> (transformers' model type, settings of its own)."""
+"""Name -> (transformers' model type, settings specific to the family)."""
 BEGIN, END = "<!-- families: begin (written by python -m tests.learner.families) -->", "<!-- families: end -->"
 
 
 def tiny_family(name: str) -> PreTrainedModel:
-    """With weights so large that every layer shows in the log-probs."""
+    """Return a random model with weights so large that every layer affects the log-probs."""
     kind, own = FAMILIES[name]
     default = AutoConfig.for_model(kind)
     fields = {key: value for key, value in SIZES.items() if hasattr(default, key)} | own
@@ -122,7 +122,7 @@ def tiny_family(name: str) -> PreTrainedModel:
             if parameter.ndim >= 2:
                 parameter.normal_(0.0, 0.15)
         for each in (buffer for key, buffer in model.named_buffers() if key.endswith("tid2eid")):
-            # All zero it names one expert twice for each token, and what chooses between them has no gradient.
+            # If all zero, it names the same expert twice for each token, and the router between them has no gradient.
             each.copy_(torch.rand(len(each), settings.n_routed_experts).argsort(-1)[:, : each.shape[1]])
     return model
 
@@ -137,16 +137,20 @@ def settings_for(folder: Path) -> Config:
 
 
 def build(name: str, folder: Path) -> PolicyModel:
-    """As a run would. Raises ConfigError."""
+    """Build the model as a run does.
+
+    Raises:
+        ConfigError: the family is refused.
+    """
     tiny_family(name).save_pretrained(folder)
     return build_model(settings_for(folder), torch.device("cpu"), None)
 
 
 def siblings(routers: Routers | None = None) -> MicroBatch:
-    """Two groups of three, their prompts shared.
+    """Return a micro-batch of two groups of three trajectories with shared prompts.
 
     Args:
-        routers: of a mixture that is told what to choose, at random; of what follows the last sampled token nothing.
+        routers: if given, record random experts for these routers, for all tokens before the last sampled one.
     """
     plan, groups = make_step(3, groups=2, size=3, max_staleness=4)
     rng = np.random.default_rng(1)
@@ -155,7 +159,7 @@ def siblings(routers: Routers | None = None) -> MicroBatch:
 
 
 def routed(group: TrajectoryGroup, routers: Routers, rng: np.random.Generator) -> TrajectoryGroup:
-    """With experts drawn at random, the same for the prompt that its trajectories share."""
+    """Return the group with experts drawn at random, the same for the shared prompt of all its trajectories."""
     prompt = drawn(group.trajectories[0].prompt_length, routers, rng)
     rest = [drawn(routed_tokens(each) - len(prompt), routers, rng) for each in group.trajectories]
     extras = [{ROUTED_EXPERTS: np.concatenate([prompt, each])} for each in rest]
@@ -164,13 +168,18 @@ def routed(group: TrajectoryGroup, routers: Routers, rng: np.random.Generator) -
 
 
 def drawn(tokens: int, routers: Routers, rng: np.random.Generator) -> np.ndarray:
-    """[tokens, layers, k] experts as no router would choose them."""
+    """Return [tokens, layers, k] random experts, independent of the routers."""
     table = rng.random((tokens, routers.layers, routers.experts)).argsort(-1)[..., : routers.chosen]
     return table.astype(routers.dtype)
 
 
 def told_what_to_choose(hf: PreTrainedModel, routing: Tensor) -> None:
-    """[T, layers, k] of one sequence; by the formulas of the papers, in the dtype of the model."""
+    """Replace the model's gates by ones that choose the experts of `routing`, by the papers' formulas and in the dtype
+    of the model.
+
+    Args:
+        routing: [T, layers, k] experts of one sequence; negative ones are chosen by the gate itself.
+    """
 
     def forward(place: int, gate: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = hidden.reshape(-1, hidden.shape[-1]) @ gate.weight.T.to(hidden.dtype)  # some gates are always float32
@@ -192,18 +201,18 @@ def told_what_to_choose(hf: PreTrainedModel, routing: Tensor) -> None:
 
 
 def trained_logprobs(model: PolicyModel, batch: MicroBatch) -> Tensor:
-    """[chosen] of the tokens that are trained, in the order of the sequences."""
+    """Return the [chosen] log-probs of the trained tokens, in the order of the sequences."""
     scored = model(batch.input_ids, batch.position_ids, batch.loss_positions, batch.predictors, batch.packing, 1.0)[0]
     return scored[batch.loss_positions]
 
 
 def logprobs_alone(hf: PreTrainedModel, batch: MicroBatch) -> Tensor:
-    """The same by transformers, one sequence at a time."""
+    """Return the log-probs of the trained tokens by transformers, one sequence at a time."""
     return scores_alone(hf, batch)[0]
 
 
 def scores_alone(hf: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Log-probs, and the entropies of the distributions, likewise."""
+    """Return log-probs of the trained tokens and entropies of their distributions, one sequence at a time."""
     parts, entropies = [], []
     index, edges = batch.packing.rows.index, batch.packing.cu_seqlens.tolist()
     for first, last in pairwise(edges):
@@ -220,7 +229,7 @@ def scores_alone(hf: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, Tensor
 
 
 def values_alone(hf: PreTrainedModel, batch: MicroBatch) -> Tensor:
-    """Of a critic: the values of the states that the tokens were sampled in, likewise."""
+    """Return a critic's values of the states in which the trained tokens were sampled, one sequence at a time."""
     parts = []
     index, edges = batch.packing.rows.index, batch.packing.cu_seqlens.tolist()
     for first, last in pairwise(edges):
@@ -231,7 +240,7 @@ def values_alone(hf: PreTrainedModel, batch: MicroBatch) -> Tensor:
 
 
 def outcome(name: str, folder: Path) -> str:
-    """The cell of the table."""
+    """Return the cell of the table: how the family's sequences are trained, or why it is refused."""
     try:
         model = build(name, folder)
     except ConfigError as error:
@@ -240,7 +249,7 @@ def outcome(name: str, folder: Path) -> str:
 
 
 def batched(name: str) -> str:
-    """`yes`, or `no` where the built-in engine refuses it."""
+    """Return `yes`, or `no` if the built-in engine refuses the family."""
     try:
         with torch.inference_mode():
             ModelRunner(tiny_family(name), torch.device("cpu"), 2).check_model()

@@ -21,7 +21,7 @@ from tests.learner.feed import make_lease, make_step
 
 
 class FedReplay:
-    """Step k is `make_step(seed + k)`, whoever asks and however often; calls are kept in `calls`."""
+    """A replay whose step k is always `make_step(seed + k)`. It keeps the calls in `calls`."""
 
     def __init__(self, *, seed: int = 0, groups: int = 4, size: int = 4, steps: int = 1000) -> None:
         self._seed, self._groups, self._size, self._steps = seed, groups, size, steps
@@ -30,7 +30,7 @@ class FedReplay:
         self.next_version = 0
         self.evaluations: list[EvalSummary] = []
         self.sets: list[tuple[int, str, int, int]] = []
-        """Asked to be evaluated: step, set, rows, chunk."""
+        """Evaluations asked for: step, set, rows, chunk."""
         self.poisoned: set[int] = set()
         """Steps whose rewards are NaN."""
 
@@ -123,7 +123,7 @@ class FedReplay:
 
 
 class KeptWeights:
-    """Publisher: keeps the first and the newest full tensors."""
+    """A publisher that keeps the first and the newest full tensors."""
 
     def __init__(self) -> None:
         self.versions: list[int] = []
@@ -135,7 +135,7 @@ class KeptWeights:
         self, policy_version: int, tensors: Iterable[tuple[str, torch.Tensor]], canary: Canary | None = None
     ) -> PublishStats:
         self.newest = {
-            # Where its ranks meet: it may lie in host memory.
+            # The tensor may be in host memory; gather it on the device of its mesh.
             name: (
                 tensor.to(tensor.device_mesh.device_type).full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
                 if isinstance(tensor, DTensor)
@@ -162,7 +162,7 @@ class KeptWeights:
 
 
 class KeptRows:
-    """Log: keeps rows in memory."""
+    """A log that keeps rows in memory."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []

@@ -1,4 +1,4 @@
-"""Synthetic groups, plans and leases, and tiny models; shared by the tests of this room."""
+"""Synthetic groups, plans and leases, and tiny models, for the tests of the learner."""
 
 from __future__ import annotations
 
@@ -46,11 +46,12 @@ MIXTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     ),
 }
-"""Not in float64, which torch's grouped product of matrices has not, and with adapters of the attention alone."""
+"""Mixtures of experts. They cannot run in float64, which torch's grouped matrix product does not support, and have
+adapters of the attention alone."""
 
 
 def tiny_model(family: str = "qwen2", seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """Large initial weights, so that different weights or masks give clearly different log-probs."""
+    """Return a model with large initial weights: different weights or masks then give clearly different log-probs."""
     settings = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -81,7 +82,7 @@ def make_group(
     longest: int = 12,
     observed: bool = False,
 ) -> TrajectoryGroup:
-    """A prompt and `size` completions; each completion's tokens are of `versions`, oldest first, in random runs.
+    """Return a prompt with `size` completions, whose tokens are of `versions`, oldest first, in random runs.
 
     With `observed`, some tokens of a completion are observations between its turns.
     """
@@ -151,7 +152,7 @@ def make_step(
     oldest: int = 4,
     observed: bool = False,
 ) -> tuple[StepPlan, list[TrajectoryGroup]]:
-    """A sealed step at version 10 with tokens of versions 10 - oldest ... 10, some of them over age."""
+    """Return a sealed step at version 10 with tokens of versions 10 - oldest ... 10, some beyond `max_staleness`."""
     rng = np.random.default_rng(seed)
     versions = tuple(range(10 - oldest, 11))
     members = [make_group(rng, 100 * step + i, size=size, versions=versions, observed=observed) for i in range(groups)]
@@ -175,7 +176,11 @@ def make_lease(plan: StepPlan, groups: list[TrajectoryGroup], rank: int = 0, sam
 
 
 def turned_step(seed: int, told: float = 1.0) -> Lease:
-    """Trajectories of several turns, some of them too old; `told` is the share that says what they earned."""
+    """Return a lease with trajectories of several turns, some of them too stale.
+
+    Args:
+        told: share of the trajectories that have rewards of their turns.
+    """
     plan, groups = make_step(seed, groups=5, observed=True)
     rng = np.random.default_rng(seed)
     made = []
@@ -198,5 +203,5 @@ def turned_step(seed: int, told: float = 1.0) -> Lease:
 
 
 def gradient(model: torch.nn.Module) -> torch.Tensor:
-    """[P] of all parameters that have one."""
+    """Return the gradient, [P], of all parameters that have one."""
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])

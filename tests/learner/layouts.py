@@ -1,4 +1,4 @@
-"""What a layout of ranks computes of a tiny model, cell by cell, in processes that gloo joins."""
+"""Compute a tiny model under different layouts of ranks, one cell each, in processes joined by gloo."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class Cell:
     idle: bool = False
     """The second half of the experts gets no token."""
     routed: bool = False
-    """Routers are told what to choose."""
+    """Recorded experts are replayed in the routers."""
     keep: str = ""
-    """What layers keep that are computed again (`model.checkpoint_keep`); empty: none is."""
+    """`model.checkpoint_keep`, with activation checkpointing; empty: no activation checkpointing."""
 
     compiled: bool = False
 
@@ -70,11 +70,11 @@ class Cell:
         return ", ".join([*words, *([f"checkpoint_keep {self.keep}"] * bool(self.keep))])
 
     def source(self, folder: Path) -> Path:
-        """Its checkpoint in `folder`."""
+        """Return the path of the cell's checkpoint in `folder`."""
         return folder / (self.family + "-critic" * self.critic + "-idle" * self.idle)
 
     def build(self, folder: Path, backend: Backend | None) -> PackedModel:
-        """As a run would."""
+        """Build the model as a run does."""
         config = self.config(folder)
         if self.critic:
             return build_critic(config, CPU, backend)
@@ -94,29 +94,33 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """Of one rank."""
+    """Sizes measured on one rank."""
 
     read: int
-    """Bytes of the checkpoint that it has read, and of the largest slice of it."""
+    """Bytes of the checkpoint that the rank has read."""
     largest: int
+    """Bytes of the largest slice that it has read."""
     held: int
-    """Bytes of its parameters."""
+    """Bytes of its own shards of the parameters."""
     whole: int
-    """Of all parameters."""
+    """Bytes of all parameters."""
     shards: int
     layout: str
 
 
 def compute(folder: Path, cells: Sequence[Cell], ranks: int) -> None:
-    """Into `folder`: for each cell `NAME.safetensors`, log-probs of the trained tokens and the gradient of all weights,
-    and `NAME-RANK.json`."""
+    """Compute the cells on `ranks` processes.
+
+    It writes to `folder` for each cell: `NAME.safetensors` with the result of `outcome`, and `NAME-RANK.json` with
+    `Found`.
+    """
     for family in {cell.family for cell in cells}:
         tiny_family(family).save_pretrained(folder / family)
     for cell in (cell for cell in cells if cell.critic):
         critic = AutoModelForTokenClassification.from_pretrained(folder / cell.family, num_labels=1)
         critic.score.weight.data.normal_(
             0.0, 0.1, generator=torch.Generator().manual_seed(1)
-        )  # one of zeros moves no layer
+        )  # a head of zeros gives the layers no gradient
         critic.save_pretrained(cell.source(folder))
     for cell in (cell for cell in cells if cell.idle):
         model = tiny_family(cell.family)
@@ -160,8 +164,11 @@ def _rank(rank: int, folder: Path, cells: Sequence[Cell], ranks: int) -> None:
 
 @torch.no_grad()
 def leave_idle(hf: PreTrainedModel) -> None:
-    """The second half of the experts of each layer, for all tokens there are: their logits are far below the others' of
-    a hidden state whose first number is above 0, and nothing changes that one between the layers."""
+    """Change the model so that no token goes to the second half of each layer's experts.
+
+    Their logits are far below the others' for a hidden state whose first number is above 0, and no layer changes that
+    number.
+    """
     hf.get_submodule("model.embed_tokens").get_parameter("weight")[:, 0] = 3.0
     for name, parameter in hf.named_parameters():
         if name.endswith(("o_proj.weight", "down_proj", "down_proj.weight")):
@@ -182,8 +189,8 @@ def _noted(opened: list[Checkpoint]):
 
 
 def outcome(model: PackedModel, number: int, data: int) -> dict[str, Tensor]:
-    """Log-probs and entropies of the trained tokens, of a critic its values, and the gradient of their sum in random
-    directions, whole. The loss of each of `data` ranks is that of its own tokens, as if it had no others."""
+    """Return the log-probs and entropies of the trained tokens (a critic's values), and the whole gradient of their sum
+    with random factors. The loss of each of the `data` ranks counts its own tokens only."""
     batch = siblings(model.routers if isinstance(model, PolicyModel) else None)
     given = (batch.input_ids, batch.position_ids, batch.loss_positions, batch.predictors, batch.packing)
     if isinstance(model, PolicyModel):
@@ -206,7 +213,8 @@ def outcome(model: PackedModel, number: int, data: int) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def move_adapters(model: PolicyModel) -> None:
-    """Away from their start, where B is 0 and A has no gradient; the same however they are sharded."""
+    """Move the adapters away from their start, where B is 0 and A has no gradient. The values do not depend on the
+    sharding."""
     generator = torch.Generator().manual_seed(5)
     for layer in model.adapters.layers.values() if model.adapters else ():
         b = layer.lora_B[NAME].weight
@@ -216,6 +224,6 @@ def move_adapters(model: PolicyModel) -> None:
 
 
 def in_a_direction(*scores: Tensor) -> Tensor:
-    """[tokens] of all of them, with factors drawn at random."""
+    """Return the [tokens] sum of all scores with random factors."""
     factors = torch.randn(2, len(scores[0]), generator=torch.Generator().manual_seed(7))
     return torch.stack([score * factor for score, factor in zip(scores, factors, strict=False)]).sum(0)

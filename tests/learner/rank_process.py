@@ -1,4 +1,4 @@
-"""One learner rank in a process of its own, fed from a fixed order of batches."""
+"""Train learner ranks in processes of their own, fed with a fixed sequence of batches."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ def train_on_ranks(
     replay: Callable[[], FedReplay] | None = None,
     backend: Callable[[Config, Place], Backend] = backend_of,
 ) -> dict[str, torch.Tensor]:
-    """Weights published last, after training in `world` processes joined by gloo, each with a `replay` of its own.
+    """Train in `world` processes joined by gloo, each with a `replay` of its own. Return the weights published last.
 
-    In the run's folder: `first.safetensors` and `published.safetensors`, what was published first and last;
-    `begun.safetensors` and `learned.safetensors`, what is trained, before and after; `begun_moments.safetensors` and
-    `moments.safetensors`, what its optimizer knows then; `row.safetensors`: the last row.
+    It writes to the run's folder: `first.safetensors` and `published.safetensors`, the weights published first and
+    last; `begun.safetensors` and `learned.safetensors`, the trained weights before and after;
+    `begun_moments.safetensors` and `moments.safetensors`, the optimizer's moments before and after; `row.safetensors`,
+    the last row.
     """
     folder = Path(config.run.dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -97,7 +98,7 @@ def _rank(
 
 
 def trained_weights(trained: roles.Roles) -> dict[str, torch.Tensor]:
-    """`{"policy.NAME": tensor, "critic.NAME": tensor}`, gathered from all ranks."""
+    """Return `{"policy.NAME": tensor, "critic.NAME": tensor}`, gathered from all ranks."""
     return {
         f"{name}.{key}": whole(tensor)
         for name, model, _ in trained.trained()
@@ -106,16 +107,16 @@ def trained_weights(trained: roles.Roles) -> dict[str, torch.Tensor]:
 
 
 def trained_moments(trained: roles.Roles) -> dict[str, torch.Tensor]:
-    """`{"policy.NAME.exp_avg": tensor, ...}`, likewise."""
+    """Return `{"policy.NAME.exp_avg": tensor, ...}`, gathered from all ranks."""
     return {
         f"{name}.{key}.{moment}": whole(value)
         for name, model, optimizer in trained.trained()
         for key, parameter in model.named_parameters()
-        for moment, value in optimizer.state.get(parameter, {}).items()  # a look at a frozen one would add it
+        for moment, value in optimizer.state.get(parameter, {}).items()  # `state[parameter]` would add frozen ones
     }
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Gathered from all ranks."""
+    """Return a copy of the tensor, gathered from all ranks."""
     plain = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return plain.detach().clone()

@@ -1,7 +1,8 @@
-"""Steps as exact as the gradients, for tests that compare two ways to the same weights.
+"""Optimizer steps as exact as the gradients, for tests that compare two ways to the same weights.
 
-Adam divides a gradient by its own size: where it is near zero, its rounding, which differs between processors, becomes
-a whole step. With a large epsilon it is the same optimizer with the same state, and its steps differ as gradients do.
+Adam divides a gradient by its own size. Where the gradient is near zero, its rounding, which differs between
+processors, becomes a whole step. With a large epsilon the optimizer and its state are the same, and its steps differ
+only as much as the gradients do.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from asyncrl.schema import LearnerConfig
 from tests.learner.fed_replay import largest_difference
 
 MAKER = "asyncrl.learner.roles.make_optimizer"
-"""What `make_smooth_optimizer` takes the place of."""
+"""The function that `make_smooth_optimizer` replaces."""
 RATE = 0.1
-"""A learning rate for it: gradients are small beside its epsilon of 1."""
+"""Learning rate for the smooth optimizer: gradients are small compared with its epsilon of 1."""
 EQUAL = 1e-3
-"""Of the way that the weights went. A gradient that is wrong in one place is far above it; what rounding in float32 did
-with other instructions was at most 1e-5."""
+"""Tolerance, as a share of the weights' movement. An error in one place of a gradient is far above it; float32 rounding
+with other instructions made at most 1e-5."""
 
 
 def make_smooth_optimizer(parameters: Iterable[nn.Parameter], config: LearnerConfig) -> torch.optim.AdamW:
@@ -34,5 +35,5 @@ def make_smooth_optimizer(parameters: Iterable[nn.Parameter], config: LearnerCon
 def apart(
     one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], start: Mapping[str, torch.Tensor]
 ) -> float:
-    """Largest difference between two ends, as a share of the way from `start` to the first."""
+    """Return the largest difference between two results, as a share of the largest movement from `start` to `one`."""
     return largest_difference(one, other) / largest_difference(start, one)

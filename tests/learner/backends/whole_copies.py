@@ -1,4 +1,4 @@
-"""A second backend: every rank has every model whole, and its gradients are averaged once they are accumulated."""
+"""A second backend: every rank holds whole models, and gradients are averaged once they are accumulated."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class WholeCopies:
 
     def sync(self, model: HeldModel, now: bool) -> None:
         self.meets[model] = now
-        for parameter in model.parameters():  # here and not above: a model is given others when it is read
+        for parameter in model.parameters():  # here and not in `shard`: reading a model replaces its parameters
             if parameter.requires_grad and parameter not in self.hooked:
                 self.hooked.add(parameter)
                 parameter.register_post_accumulate_grad_hook(lambda each: self.average(model, each))
@@ -46,4 +46,4 @@ class WholeCopies:
             parameter.grad /= self.mesh.size()
 
     def settle(self, model: HeldModel) -> None:
-        """It is never anything but whole."""
+        """Do nothing: the model is always whole."""

@@ -1,4 +1,4 @@
-"""A replay whose batches fill up while the learner waits: it is given so many parts of each before its lease."""
+"""A replay whose batches fill up while the learner waits: some parts of each are given out before the lease."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class EarlyReplay(FedReplay):
     """Step k is `make_step(seed + k)`.
 
     Args:
-        parts: given to each rank of each step before its lease.
+        parts: number of parts of each step that are given out before its lease.
         together: groups of a part, as `learner.early_groups`.
         updates: as `learner.updates_per_batch`.
-        swapped: steps whose first two groups are sealed in the other order than they are said to come in before.
+        swapped: steps whose first two groups are sealed in another order than announced in the parts.
     """
 
     def __init__(
@@ -30,11 +30,11 @@ class EarlyReplay(FedReplay):
         super().__init__(groups=groups)
         self._parts, self._together, self._updates, self._swapped = parts, together, updates, swapped
         self.given: dict[int, int] = {}
-        """Parts of each step."""
+        """Step -> number of parts given out."""
         self._changed = threading.Condition()
 
     def let_go(self) -> None:
-        """Nobody waits any more."""
+        """Unblock all waiting leases: no further parts are required."""
         with self._changed:
             self._parts = 0
             self._changed.notify_all()
