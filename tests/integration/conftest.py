@@ -1,4 +1,4 @@
-"""The real system on a tiny model: what the integration tests share."""
+"""Fixtures of the integration tests: the real system on a tiny model."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ REWARD = "asyncrl.rewards.exact_match:exact_match"
 LEISURELY = (
     "import time\n\n\ndef score(completion, row):\n    time.sleep(0.02)\n    return float(len(completion) % 2)\n"
 )
-"""A file with a reward for a run that is there for what happens to it: without pauses it needs all cores, and whoever
-is started beside it has none."""
+"""A reward file for runs that need not be fast. Without its pauses a run takes all cores, and processes started beside
+it get none."""
 
 
 @dataclass
 class LocalRun:
-    """One `asyncrl local` process tree; everything it started dies with it."""
+    """One `asyncrl local` process tree. `stop` ends everything it started."""
 
     directory: Path
     process: subprocess.Popen[str]
     output: Path
     seen: set[psutil.Process] = field(default_factory=set)
-    """Not their numbers: those of the first ones are given to strangers before a long run ends, and they are killed."""
+    """The processes seen so far. Pids alone may be reused before a long run ends, and strangers would be killed."""
 
     def rows(self, name: str = "metrics") -> list[dict[str, Any]]:
-        """Of a file of the run folder. Of the metrics: trained steps."""
+        """Return the rows of a file of the run folder; of the metrics only those of trained steps."""
         return [row for row in self._rows(name) if name != "metrics" or not is_evaluation(row)]
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """Rows of the metrics, in the order in which they came."""
+        """Return the metrics' rows of evaluations, in the order in which they were written."""
         return [row for row in self._rows("metrics") if is_evaluation(row)]
 
     def _rows(self, name: str) -> list[dict[str, Any]]:
-        """Without a last one that is being written."""
+        """Return the rows of a file, without a last line that is still being written."""
         path = self.directory / f"{name}.jsonl"
         return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
@@ -76,7 +76,7 @@ class LocalRun:
         return found
 
     def wait_for_step(self, step: int, timeout_s: float) -> None:
-        """Until the metrics show `step`; fails at the deadline or if the run ends before."""
+        """Wait until the metrics show `step`. The test fails at the deadline, or if the run ends before."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             self.descendants()
@@ -84,7 +84,7 @@ class LocalRun:
                 return
             if self.process.poll() is not None:
                 pytest.fail(f"the run ended with {self.process.returncode} before step {step}:\n{self.tail()}")
-            time.sleep(0.2)  # A look takes a good part of a core: at all processes of the machine, and all rows.
+            time.sleep(0.2)  # Each check reads all processes of the machine and all rows, which is expensive.
         pytest.fail(f"step {step} was not reached within {timeout_s} s:\n{self.tail()}")
 
     def finish(self, timeout_s: float) -> int:
@@ -110,12 +110,12 @@ class LocalRun:
                 self.process.wait()
         for process in self.seen:
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()  # psutil looks whether it still is the one that was seen
+                process.kill()  # psutil checks that the pid still belongs to the same process
 
 
 @pytest.fixture(scope="session")
 def tiny_task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A random Qwen2 with the byte tokenizer, and the quickstart's data: overrides for the config."""
+    """Config overrides for a random Qwen2 with the byte tokenizer and the quickstart's data."""
     root = tmp_path_factory.mktemp("task")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
@@ -162,8 +162,10 @@ StartLocal = Callable[..., LocalRun]
 
 @pytest.fixture
 def start_local(tiny_task: dict[str, str], tmp_path: Path) -> Iterator[StartLocal]:
-    """`start_local({"learner.steps": 5, ...})` runs `asyncrl local` in `tmp_path/run`; cleans up after the test. With
-    an experiment or any setting of `eval` it evaluates the task's held-out rows, unless it says others."""
+    """`start_local({"learner.steps": 5, ...})` runs `asyncrl local` in `tmp_path/run`, and cleans up after the test.
+
+    With an experiment or any setting of `eval` it evaluates the task's held-out rows, unless `eval.path` is given.
+    """
     runs: list[LocalRun] = []
 
     def start(overrides: dict[str, Any]) -> LocalRun:

@@ -1,9 +1,9 @@
-"""A run whose workers are in another network namespace, behind a link that is slow and loses packets.
+"""Run with workers in another network namespace, behind a link that is slow and loses packets.
 
-    unshare -rn python -m tests.integration.far FOLDER SETTING=VALUE ...      prints what came of it, as JSON
+    unshare -rn python -m tests.integration.far FOLDER SETTING=VALUE ...      prints the result as JSON
 
-A kernel need not know `netem`: the link is this process, which carries each packet from one tun device to the other, 50
-ms late, and drops one in a hundred; TCP above it sends again as it would anywhere.
+The kernel need not support `netem`: this process is the link. It carries each packet from one tun device to the other
+with a delay of 50 ms, and drops one in a hundred. TCP above it retransmits as usual.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def enter(network: int) -> None:
 
 
 def other_network() -> int:
-    """A new network namespace, as a descriptor."""
+    """Create a network namespace and return its descriptor."""
     here = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     if _libc.unshare(CLONE_NEWNET) != 0:
         raise OSError(ctypes.get_errno(), "unshare")
@@ -48,7 +48,7 @@ def other_network() -> int:
 
 
 def tun(address: str, peer: str) -> int:
-    """A device of the namespace that this thread is in."""
+    """Create a tun device in this thread's namespace and return its descriptor."""
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", b"far0", IFF_TUN_WITHOUT_HEADER))
     for command in ("link set lo up", f"addr add {address} peer {peer} dev far0", "link set far0 up"):
@@ -57,7 +57,7 @@ def tun(address: str, peer: str) -> int:
 
 
 class Link(threading.Thread):
-    """Carries packets for the life of this process."""
+    """Carries packets between two tun devices, for the life of this process."""
 
     def __init__(self, ends: tuple[int, int]) -> None:
         super().__init__(name="link", daemon=True)
@@ -94,7 +94,7 @@ def role(folder: Path, name: str, arguments: list[str], network: int | None = No
 
 
 def kill_child(parent: subprocess.Popen[bytes], word: bytes) -> list[int]:
-    """The first child of `parent` with this word in its command; nothing while there is none."""
+    """Kill the first child of `parent` with `word` in its command line. Return its pid, or nothing if there is none."""
     found = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
     pids = [int(pid) for pid in found if word in Path(f"/proc/{pid}/cmdline").read_bytes()][:1]
     for pid in pids:
@@ -119,7 +119,7 @@ def main(folder: Path, given: list[str]) -> int:
     run, keys = folder / "run", folder / "keys"
     subprocess.run([sys.executable, "-m", "asyncrl", "keys", str(keys)], check=True, stdout=sys.stderr)
     settings = [*given, f"run.dir={run}", f"replay.keys={keys}", f"replay.address=tcp://{HERE}:{free_port()}"]
-    # They share a disk with the server, and must not come by its unix sockets.
+    # The workers share a disk with the server, and must not connect through its unix sockets.
     settings += ["replay.local_sockets=false", f"weights.host={HERE}", "weights=pull", "rollout.host=process"]
     learner = ["asyncrl.learner.torchrun", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=bound"]
     learner += ["--rdzv-endpoint=127.0.0.1:0", "--rdzv-id=far", "-m", "asyncrl.learner"]
@@ -141,7 +141,7 @@ def main(folder: Path, given: list[str]) -> int:
 
 
 def follow(folder: Path, run: Path, roles: list[subprocess.Popen[bytes]], link: Link) -> int:
-    """Until the learner is done; on the way a worker is killed, and then the learner."""
+    """Wait until the learner is done and print the findings. On the way kill a worker, and later the learner."""
     started, killed = time.monotonic(), []
     deadline = started + 1500
     while roles[1].poll() is None and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""A scripted replay and small parts, for tests of the worker loop."""
+"""A scripted replay and other fakes, for tests of the worker loop."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def encode_bytes(text: str) -> NDArray[np.int32]:
 
 
 class ScriptedReplay:
-    """Hands out `total` groups (and the given evaluations), then says stop once all came back."""
+    """Assigns `total` groups and the given evaluations, and sends stop once all have come back."""
 
     def __init__(self, total: int, evaluations: list[EvalAssignment] | None = None) -> None:
         self.total = total
@@ -158,7 +158,7 @@ def prompt_source(path: Path, max_prompt_tokens: int = 32, overlong: str = "erro
 
 
 def make_worker(replay: Any, path: Path, **changes: Any) -> RolloutWorker:
-    """A worker on a fake engine that serves version 0, unless `engine` is given."""
+    """Return a worker on a fake engine that serves version 0, unless `engine` is given."""
     engine = changes.pop("engine", None)
     if engine is None:
         engine = FakeEngine(vocabulary=128)

@@ -1,4 +1,4 @@
-"""Settings, rows and a tiny model for the tests of this room."""
+"""Settings, rows and a tiny model for the tests of SFT."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def write(file: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
 
 
 def texts(count: int) -> list[dict[str, str]]:
-    """Rows of several lengths."""
+    """Return rows of several lengths."""
     return [{"prompt": f"q{i}" * (1 + i % 3) + ">", "completion": f"{i * 7919}"[: 1 + i % 5]} for i in range(count)]
 
 
 def settings(folder: Path, *overrides: str, rows: Sequence[Mapping[str, Any]] | None = None) -> SftConfig:
-    """With a model and rows in `folder`, made at the first call."""
+    """Return a config with a model and rows in `folder`, which are made at the first call."""
     model, file = folder / "model", folder / "rows.jsonl"
     if not model.exists():
         save_byte_tokenizer(tiny_checkpoint(model))
@@ -54,7 +54,7 @@ def rows_of(given: SftConfig) -> SftRows:
 
 
 class KeptRows:
-    """Log: keeps rows in memory."""
+    """A log that keeps rows in memory."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
@@ -69,10 +69,10 @@ class KeptRows:
 
 
 def train_alone(given: SftConfig, stop_after: int = 0) -> tuple[SftTraining, KeptRows]:
-    """One rank, in this process.
+    """Train one rank in this process.
 
     Args:
-        stop_after: steps of this start, after which it is asked to stop; 0 is never.
+        stop_after: number of steps after which the training is asked to stop; 0 is never.
     """
     log = KeptRows()
     with ExitStack() as opened:

@@ -1,5 +1,5 @@
-"""Two nodes of Ray on this machine, and a worker on the one that its pool is not on. A process of its own: Ray reads
-where it may listen when it is imported.
+"""Run two Ray nodes on this machine, with a worker on the node that its pool is not on. It needs a process of its own,
+because Ray reads the addresses to listen at when it is imported.
 
     python -m tests.rollout.pool.two_nodes FOLDER       prints what was refused and how the worker ended, as JSON
 """
