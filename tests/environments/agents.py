@@ -1,4 +1,4 @@
-"""Agents as people write them, with the `openai` package; tests name them as environment.args.agent."""
+"""Agents as users write them, with the `openai` package. Tests name them as environment.args.agent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ADD: Any = {
     },
 }
 SEEN: list[Any] = []
-"""What agents leave for the test to look at."""
+"""Values that agents leave for the test to check."""
 
 
 async def with_a_tool(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> str:
@@ -58,7 +58,7 @@ def on_a_thread(base_url: str, api_key: str, model: str, row: dict[str, Any]) ->
 
 
 async def branches(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
-    """Three at once, of which one goes on; then a fork of it."""
+    """Make three requests at once, and continue one of them in two ways."""
     client = AsyncOpenAI(base_url=base_url, api_key=api_key)
 
     async def said(*messages: Any) -> str:
@@ -142,7 +142,7 @@ async def wrong(base_url: str, api_key: str, model: str, row: dict[str, Any]) ->
 
 
 def left_behind(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
-    """Goes on for as long as it is served."""
+    """Make requests until they are refused."""
     client = OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
     messages: Any = [{"role": "user", "content": "hi"}]
     for seed in range(1000):
@@ -170,4 +170,4 @@ def exits(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> None:
 
 
 def of_nothing() -> None:
-    """Takes nothing that agents are given."""
+    """Has none of the arguments that agents are given."""

@@ -1,4 +1,4 @@
-"""Text games as one writes them for gymnasium."""
+"""Text games as users write them for gymnasium."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gymnasium import spaces
 
 
 class Dig(gymnasium.Env):
-    """Dig for a treasure in one of ten holes; every hole says how far it is."""
+    """Dig for a treasure in one of several holes; every hole tells its distance from the treasure."""
 
     def __init__(self, holes: int = 10, slow_s: float = 0.0) -> None:
         self.observation_space = spaces.Text(200, charset=string.printable)

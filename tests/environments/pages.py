@@ -1,4 +1,4 @@
-"""The programs of docs/environments.md, as files."""
+"""Extract the programs of docs/environments.md and write them to files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "environments.md"
 
 
 def programs() -> dict[str, str]:
-    """File name, from a block's first line, -> its code."""
+    """Return file name, from the first line of a block, -> code of the block."""
     blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     return dict(blocks)
 

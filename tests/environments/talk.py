@@ -1,4 +1,4 @@
-"""Episodes of environments that talk, with a policy whose turns the test writes."""
+"""Run episodes of conversational environments, with a policy whose turns the test writes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=400, stop_token_ids=CH
 
 
 def letters(text: str) -> list[int]:
-    """A turn as the policy writes it: markers are markers, and everything else is spelled, `hello` too."""
+    """Return the tokens of a turn as the policy writes it: markers as markers, and everything else letter by letter,
+    `hello` too."""
     ids = TOKENIZER.encode(text, add_special_tokens=False)
     return [each for one in ids for each in (b"hello" if TOKENIZER.decode([one]) == "hello" else [one])]
 
@@ -38,7 +39,7 @@ def call(name: str, **arguments: Any) -> str:
 
 
 class Scripted:
-    """An engine: turn k of every member is `turns[k]`, or what the function `turns` makes of the prompt's text."""
+    """An engine whose turn k of every member is `turns[k]`, or `turns(prompt_text)` if `turns` is a function."""
 
     max_length = 4000
 
@@ -80,7 +81,7 @@ async def play(
     columns: dict[str, Any] | None = None,
     **settings: Any,
 ) -> tuple[Episodes, Scripted]:
-    """One group, and the engine that was asked."""
+    """Run one group, and return its episodes and the engine."""
     engine = engine or Scripted(turns)
 
     async def last_word(texts: list[str], row: dict[str, Any], **_: Any) -> list[RewardScore | RewardError]:
@@ -102,14 +103,15 @@ async def play(
 
 
 def sampled_texts(episodes: Episodes, member: int = 0) -> list[str]:
-    """Of one trajectory: the texts of its runs of loss tokens."""
+    """Return the texts of the runs of loss tokens in one trajectory."""
     trajectory = episodes.trajectories[member]
     edges = np.flatnonzero(np.diff(np.r_[0, trajectory.loss_mask.astype(int), 0]))
     return [TOKENIZER.decode(trajectory.token_ids[a:b].tolist()) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def exact(episodes: Episodes, engine: Scripted) -> None:
-    """Every request begins with the one before it and what was sampled for that, and the loss mask covers just that."""
+    """Check that the loss mask of each trajectory covers exactly the tokens sampled for the requests whose prompts the
+    trajectory begins with, and that log-probs and policy versions are set for these tokens alone."""
     for trajectory in episodes.trajectories:
         ids: Sequence[int] = trajectory.token_ids.tolist()
         mine = [one for one in engine.requests if ids[: len(one.prompt_ids)] == one.prompt_ids.tolist()]

@@ -1,4 +1,4 @@
-"""Random batches for the loss tests, and their way into `LossInputs`."""
+"""Random batches for the loss tests, and their conversion to `LossInputs`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from tests.losses.references import Batch
 def random_batch(
     seed: int, noise: float = 0.4, proximal: bool = True, sequences: int = 7, longest: int = 6, small: float = 0.02
 ) -> Batch:
-    """Sequences of 1 to `longest` tokens in groups of up to 3: prompts masked, one sequence masked whole, one alone.
+    """Return sequences of 1 to `longest` tokens in groups of up to 3: tokens masked at random, one sequence masked
+    whole, one alone in its group.
 
-    Advantages are those of groups (equal within a sequence) in half of the batches and differ by token in the others.
+    Advantages are equal within a sequence in half of the batches and differ by token in the others.
     Half of the sequences have log-ratios of scale `small`, so that bands as narrow as those of geo_rs keep some.
     """
     rng = np.random.default_rng(seed)
@@ -38,7 +39,7 @@ def random_batch(
 
 
 def to_inputs(b: Batch, dtype: torch.dtype = torch.float64, ref: bool = False) -> LossInputs:
-    """Tensors of a batch; `learner_logprobs` is a leaf that requires grad."""
+    """Return the tensors of a batch. `learner_logprobs` is a leaf that requires grad."""
 
     def floats(values: np.ndarray | None) -> torch.Tensor | None:
         return None if values is None else torch.tensor(values, dtype=dtype)
@@ -60,7 +61,7 @@ def to_inputs(b: Batch, dtype: torch.dtype = torch.float64, ref: bool = False) -
 
 
 def take(b: Batch, index: np.ndarray) -> Batch:
-    """The tokens at `index`, in that order."""
+    """Return a batch of the tokens at `index`, in that order."""
     prox = None if b.prox is None else b.prox[index]
     return Batch(
         b.cur[index],

@@ -1,7 +1,7 @@
-"""The composition written a second time with every setting as a parameter: float64 numpy, one sequence at a time.
+"""A second implementation of the composed loss, with every setting a parameter: float64 numpy, one sequence at a time.
 
-`references.py` has each algorithm at its default settings, from its paper; this has the algebra of docs/losses.md, so
-that every override key can be moved. Nothing here imports the code under test; settings come as attributes.
+`references.py` has each algorithm at its default settings, from its paper. This has the algebra of docs/losses.md, so
+that every override key can be varied. Nothing here imports the code under test; settings come as attributes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.losses.references import Array, Batch, exp, per_sequence, rows
 
 
 def turns(b: Batch) -> list[Array]:
-    """Unbroken runs of loss tokens within one sequence."""
+    """Return the unbroken runs of loss tokens within the sequences."""
     found = []
     for index in rows(b):
         found += np.split(index, np.flatnonzero(np.diff(index) > 1) + 1)
@@ -23,7 +23,7 @@ def turns(b: Batch) -> list[Array]:
 
 
 def at_level(b: Batch, d: Array, frozen: Array, level: str) -> Array:
-    """Ratio of each token at `level`, from log-ratios `d`; `frozen` is what a stop-gradient holds."""
+    """Return the ratio of each token at `level`, from log-ratios `d`; `frozen` is what a stop-gradient holds."""
     if level == "token":
         return exp(d)
     if level == "sequence":
@@ -39,7 +39,7 @@ def at_level(b: Batch, d: Array, frozen: Array, level: str) -> Array:
 
 
 def narrowed(b: Batch, r: Array, share: float) -> tuple[Array, Array]:
-    """SAT, as its authors write it: c_- and c_+ of each token from its ratio, without gradient."""
+    """Return c_- and c_+ of SAT for each token, as its authors write it, from the ratio without gradient."""
     d = np.log(np.where(b.mask, r, 1.0))
     found = sorted(abs(d[t]) for t in np.flatnonzero(b.mask))
     q = next((x for x in found if sum(y <= x for y in found) / len(found) >= share), 0.0)
@@ -53,7 +53,7 @@ def narrowed(b: Batch, r: Array, share: float) -> tuple[Array, Array]:
 
 
 def clip_tokens(b: Batch, r: Array, frozen: Array, s: Any) -> Array:
-    """Literally: PPO, the two-sided cap on the unclipped ratio, the dual clip where A < 0."""
+    """Return PPO's loss literally, with the two-sided cap on the unclipped ratio and the dual clip where A < 0."""
     a = b.advantages
     low, high = 1 - s.clip_low, 1 + s.clip_high
     if s.sat_quantile:
@@ -73,7 +73,7 @@ def divergence_held(a: Array, new: Array, old: Array, s: Any, kl: bool) -> Array
 
 
 def surrogate(b: Batch, kind: str, cur: Array, sg: Array, s: Any) -> Array:
-    """Loss of each token before weights, rejection and aggregation."""
+    """Return the loss of each token before weights, rejection and aggregation."""
     a = b.advantages
     if kind == "reinforce":
         return -a * cur
@@ -142,7 +142,7 @@ def weights(b: Batch, kind: str, sg: Array, s: Any) -> Array:
 
 
 def kept(b: Batch, kind: str, sg: Array, s: Any) -> Array:
-    """Loss tokens that are not rejected, except those whose weight is 0."""
+    """Return the mask of loss tokens that are not rejected. Tokens of weight 0 are not rejected here."""
     keep, anchor = b.mask.copy(), (sg if b.prox is None else b.prox) - b.mu
     if s.opsm_delta is not None:
         drift = per_sequence(b, lambda i: (b.mu - sg)[i].mean())
@@ -160,7 +160,7 @@ def kept(b: Batch, kind: str, sg: Array, s: Any) -> Array:
 
 
 def aggregate(b: Batch, loss: Array, counted: Array, s: Any) -> float:
-    """`loss` is 0 wherever it does not count; `counted` are the tokens of the denominators."""
+    """Aggregate `loss`, which is 0 wherever it does not count. `counted` are the tokens of the denominators."""
     parts = [np.flatnonzero((b.seq == n) & counted) for n in np.unique(b.seq)]
     parts = [i for i in parts if len(i)]
     sequences = max(len(parts), 1)
@@ -184,7 +184,7 @@ def kl_values(cur: Array, ref: Array, kind: str) -> Array:
 
 
 def loss_of(kind: str, loglinear: bool, s: Any) -> Callable[[Batch, Array, Array], float]:
-    """The loss as a function of (batch, cur, sg) for a surrogate `kind` at the settings `s`."""
+    """Return the loss as a function of (batch, cur, sg) for a surrogate `kind` at the settings `s`."""
 
     def loss(b: Batch, cur: Array, sg: Array) -> float:
         if loglinear:

@@ -1,4 +1,4 @@
-"""The named losses written a second time: float64 numpy, one token or sequence at a time, from the papers' formulas.
+"""A second implementation of the named losses, from the papers' formulas: float64 numpy, a token or sequence at a time.
 
 `cur` is differentiated by finite differences and `sg` (the same numbers) is what a stop-gradient would hold fixed.
 Nothing here imports the code under test.
@@ -38,7 +38,7 @@ def exp(x: Array | float) -> Array | float:
 
 
 def rows(b: Batch) -> Iterator[Array]:
-    """Indices of the loss tokens of each sequence that has any."""
+    """Yield the indices of the loss tokens of each sequence that has any."""
     for s in np.unique(b.seq):
         index = np.flatnonzero((b.seq == s) & b.mask)
         if len(index):
@@ -224,7 +224,7 @@ def dis(b: Batch, cur: Array, sg: Array) -> float:
 
 
 def geo_rs(b: Batch, cur: Array, sg: Array) -> float:
-    """Rejected sequences leave the denominator too."""
+    """PPO without rejected sequences, which are left out of the denominator too."""
     d = prox_of(b) - b.mu
     keep = per_sequence(b, lambda i: float(0.999 <= exp(d[i].mean()) <= 1.001)) > 0
     return ppo_tokens(b, cur, 0.8, 1.2)[keep & b.mask].sum() / max((keep & b.mask).sum(), 1)
@@ -237,7 +237,7 @@ def opsm(b: Batch, cur: Array, sg: Array) -> float:
 
 
 def outward(b: Batch, sg: Array) -> list[int]:
-    """Loss tokens whose update leads further away, by rising (log E)^2."""
+    """Return the loss tokens whose update moves the policy further away, by rising (log E)^2."""
     d = sg - b.mu
     found = [t for t in np.flatnonzero(b.mask) if (b.advantages[t] > 0 < d[t]) or (b.advantages[t] < 0 > d[t])]
     return sorted(found, key=lambda t: d[t] ** 2)
@@ -266,7 +266,7 @@ def m2po_release(b: Batch, cur: Array, sg: Array) -> float:
 
 
 def m2po_areal(b: Batch, cur: Array, sg: Array) -> float:
-    """Whatever the sign; the dropped tokens leave the denominator; the last token always stays."""
+    """Drop tokens whatever the sign. Dropped tokens are left out of the denominator; the last token always stays."""
     d = b.mu - prox_of(b)
     left = sorted(np.flatnonzero(b.mask), key=lambda t: d[t] ** 2)
     while len(left) > 1 and np.mean([d[t] ** 2 for t in left]) >= 0.04:
@@ -363,7 +363,7 @@ REFERENCES: dict[str, Callable[[Batch, Array, Array], float]] = {
 
 
 def gradient(loss: Callable[[Batch, Array, Array], float], b: Batch, step: float = 1e-6) -> Array:
-    """Central differences in `cur`, with the stop-gradients held at the batch's own values."""
+    """Return the gradient by central differences in `cur`, with the stop-gradients held at the batch's own values."""
     out = np.zeros_like(b.cur)
     for t in np.flatnonzero(b.mask):
         up, down = b.cur.copy(), b.cur.copy()

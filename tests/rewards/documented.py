@@ -1,4 +1,4 @@
-"""Reward functions in the forms that verl's and TRL's documentation show, as somebody would bring them."""
+"""Reward functions in the forms that the documentation of verl and TRL shows, as users would bring them."""
 
 from __future__ import annotations
 

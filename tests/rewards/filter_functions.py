@@ -7,7 +7,7 @@ import time
 
 
 def keep(group):
-    """What the row says, of the rewards that come."""
+    """Behave as the row says."""
     what = group.row["do"]
     if what == "raise":
         raise KeyError("no such thing")

@@ -16,12 +16,12 @@ def length(completion, row):
 
 
 def by_command(completion, row):
-    """Does what the row says."""
+    """Behave as the row says."""
     command = row["do"]
     if command == "hang":
         time.sleep(600)
     elif command == "hang_in_c":
-        ctypes.PyDLL(None).sleep(600)  # and keeps the interpreter's lock
+        ctypes.PyDLL(None).sleep(600)  # while holding the interpreter's lock
     elif command == "exit":
         os._exit(3)
     elif command == "sys_exit":
@@ -73,7 +73,7 @@ not_a_function = 3
 
 
 class Judge:
-    """What `reward.model` makes: scores by a "model" that is only a path."""
+    """A judge as `reward.model` makes it, whose "model" is only a path."""
 
     def __init__(self, path):
         if path == "broken":
@@ -101,7 +101,7 @@ def trl_picky(completions, **columns):
 
 
 def mixed(completion, row):
-    """What the completion says: four completions of one group may end in four ways."""
+    """Behave as the completion says, so that the completions of one group can end in different ways."""
     if completion == "exit":
         os._exit(3)
     if completion == "hang":
@@ -117,7 +117,7 @@ def slowly(completion, row):
 
 
 async def waits(completion, row):
-    """Takes as many seconds as the completion says. `deaf` also catches its cancellation; `blocks` awaits nothing;
+    """Wait for as many seconds as the completion says. `deaf` also catches its cancellation; `blocks` awaits nothing;
     `exits` ends its process."""
     if completion == "blocks":
         time.sleep(600)
@@ -133,7 +133,7 @@ async def waits(completion, row):
 
 
 async def will_not_end(completion, row):
-    """`deaf` goes on whenever it is cancelled."""
+    """Return 1, but never for `deaf`, which goes on whenever it is cancelled."""
     while completion == "deaf":
         try:
             await asyncio.sleep(0.1)
@@ -146,21 +146,21 @@ _together, _most = 0, 0
 
 
 async def crowd(completion, row, wanted):
-    """The most calls that ran side by side so far, once that is as many as `wanted`; waits for them."""
+    """Wait until `wanted` calls have run concurrently, and return the largest number so far."""
     global _together, _most
     _together += 1
     _most = max(_most, _together)
     try:
         while _most < wanted:  # ends at reward.timeout_s
             await asyncio.sleep(0.001)
-        await asyncio.sleep(0.01)  # one more than may would come now
+        await asyncio.sleep(0.01)  # a call beyond the limit would start now
         return float(_most)
     finally:
         _together -= 1
 
 
 def chaotic(completion, row):
-    """What becomes of a completion is a property of its text: see `outcome_of`."""
+    """End as the hash of the completion's text decides; see `outcome_of`."""
     outcome = outcome_of(completion)
     if outcome == "hang":
         time.sleep(600)
