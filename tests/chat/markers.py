@@ -1,4 +1,4 @@
-"""A tokenizer of bytes with the markers of every renderer: what a family's own tokenizer has beyond its words."""
+"""A byte tokenizer with the markers of every renderer, which a family's own tokenizer has besides its words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 from asyncrl.data.byte_tokenizer import byte_tokenizer
 
 SPECIAL, WORDS = (part.split() for part in (Path(__file__).parent / "markers.txt").read_text().split("\n\n"))
-"""Markers that a tokenizer decodes as text, and one word: sampled letter by letter it is what no tokenizer gives."""
+"""WORDS are markers that a tokenizer decodes as text, and one word. Sampled letter by letter, that word is a sequence
+that no tokenizer gives."""
 
 
 @cache

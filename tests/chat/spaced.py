@@ -1,5 +1,5 @@
-"""Tokenizers that begin what they are given with a space, as those of sentencepiece do: of Llama 2, with bytes for what
-it has no token for, as its file has it (`legacy`) or as transformers makes it today; of T5 and XLM-R (`unigram`)."""
+"""Tokenizers that put a space before their input, as those of sentencepiece do: that of Llama 2, with byte fallback, as
+in its file (`legacy`) or as transformers makes it today (`today`), and that of T5 and XLM-R (`unigram`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ KINDS = ("legacy", "today", "unigram")
 
 @cache
 def tokenizer(kind: str, ends: bool = False) -> PreTrainedTokenizerFast:
-    """`ends`: it writes the end behind whatever it is given, as T5's does."""
+    """Return a tokenizer of one of `KINDS`.
+
+    Args:
+        ends: append the end token to every input, as T5's does.
+    """
     made = Tokenizer(_unigram() if kind == "unigram" else _bpe())
     if kind == "legacy":
         made.normalizer = normalizers.Sequence([normalizers.Prepend(MARK), normalizers.Replace(" ", MARK)])
@@ -44,14 +48,14 @@ def tokenizer(kind: str, ends: bool = False) -> PreTrainedTokenizerFast:
 
 
 def tokenizer_of_words(vocabulary: dict[str, int]) -> PreTrainedTokenizerFast:
-    """No space is in any token, and one is written between two."""
+    """Return a tokenizer whose tokens have no spaces; decoding writes one between two tokens."""
     made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
 
 
 def tokenizer_of_bytes(end: AddedToken) -> PreTrainedTokenizerFast:
-    """As GPT-2's, with a chat whose turns end so."""
+    """Return a tokenizer like GPT-2's, with a chat template whose turns end with `end`."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()

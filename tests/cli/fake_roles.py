@@ -1,4 +1,4 @@
-"""Roles of a run that are a line of Python each."""
+"""Fake roles of a run, each one line of Python."""
 
 from __future__ import annotations
 

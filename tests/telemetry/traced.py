@@ -1,4 +1,4 @@
-"""What holds of the trace of any run; perfetto's own classes read it."""
+"""Checks that hold for the trace of any run, as perfetto's own classes read it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncrl.telemetry.trace import GROUP, VERSION, Process, as_perfetto, life_o
 
 
 def parsed(processes: Sequence[Process]) -> tuple[dict[int, Any], list[Any]]:
-    """Descriptors of tracks by uuid, and the events."""
+    """Return track descriptors by uuid, and the events."""
     trace = proto.Trace()
     trace.ParseFromString(b"".join(as_perfetto(processes)))
     tracks = {p.track_descriptor.uuid: p.track_descriptor for p in trace.packet if p.HasField("track_descriptor")}
@@ -21,8 +21,11 @@ def parsed(processes: Sequence[Process]) -> tuple[dict[int, Any], list[Any]]:
 
 
 def assert_nests(events: Sequence[Any], tracks: dict[int, Any]) -> list[tuple[int, int, int, Any]]:
-    """`(track, begin, end, event)` of every slice. On each track times never go back, and each end closes the slice
-    that began last."""
+    """Check that on each track times never go back, and that each end closes the slice that began last.
+
+    Returns:
+        `(track, begin, end, event)` of every slice.
+    """
     open_: dict[int, list[Any]] = defaultdict(list)
     last: dict[int, int] = defaultdict(int)
     found = []
@@ -42,7 +45,8 @@ def assert_nests(events: Sequence[Any], tracks: dict[int, Any]) -> list[tuple[in
 
 
 def assert_run_is_traced(run_dir: Path, roles: Sequence[str]) -> None:
-    """Every process is there and accounted for; a group and a version are followed by their flows."""
+    """Check that every process is in the trace and its time accounted for, and that flows follow a group and a version
+    through the run."""
     processes = read_trace(run_dir)
     assert sorted(process.role.split("@")[0] for process in processes) == sorted(roles)
     assert {process.role: process.accounted() for process in processes if process.accounted() < 0.98} == {}
@@ -67,6 +71,6 @@ def assert_run_is_traced(run_dir: Path, roles: Sequence[str]) -> None:
     spans = [span for process in processes for span in process.spans if span.name == "publish" and "version" in span.of]
     published = sorted({span.of["version"] for span in spans})
     lives = [[span.name for _, span in life_of(processes, version=version)] for version in published]
-    served = [life for life in lives if "first token" in life]  # of one that is soon followed there may be no token
+    served = [life for life in lives if "first token" in life]  # a version that is soon replaced may have no token
     assert 1 in published and served
     assert all(life.index("publish") < life.index("load") < life.index("first token") for life in served), served
