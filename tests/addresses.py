@@ -1,4 +1,4 @@
-"""Addresses on loopback that nobody listens on."""
+"""Unused addresses on loopback."""
 
 from __future__ import annotations
 

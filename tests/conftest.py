@@ -43,7 +43,7 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 
-# No test needs the Hugging Face hub. Without a network a request may take long to fail.
+# No test asks the Hugging Face hub: without a network a request may take long to fail.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 # The modules of the tests are all imported in one go and stay: no collection is needed meanwhile.

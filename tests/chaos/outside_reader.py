@@ -39,7 +39,7 @@ class Findings:
     restores: int = 0
     """Number of restores that undid trained steps."""
     undone: int = 0
-    """Trained after the checkpoint of such a restore."""
+    """Groups that restores undid: trained after the restored checkpoint."""
     trained_again: int = 0
     """The undone groups that the surviving history trained."""
     lowest_share: float = 1.0

@@ -29,7 +29,7 @@ from .virtual import HEARTBEAT_TIMEOUT_S, Client, Request, VirtualServer
 
 
 class World(VirtualServer):
-    """Clients and faults."""
+    """The simulated clients and faults."""
 
     syncs = (3, 10, 30)
     power_losses = (0, 1, 2)

@@ -120,7 +120,7 @@ class VirtualServer:
         core.paused = "the disk is full" if self.full else ""
 
     def _watch(self, run: Run) -> None:
-        """Compare with the model after every event."""
+        """Compare the state with the model after every event."""
         record = run.record
 
         def watched(event: ev.Event) -> None:

@@ -111,7 +111,7 @@ async def for_ever(base_url: str, api_key: str, model: str, row: dict[str, Any])
 
 
 async def wrong(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
-    """All that is refused, by its name."""
+    """Make every kind of request that is refused, and leave the results by name."""
     client = AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
     ask: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": "hi"}]}
     await client.chat.completions.create(**ask)

@@ -1,4 +1,4 @@
-"""A replay that serves batches fixed in advance, and a publisher that keeps what it is given."""
+"""A replay that serves batches fixed in advance, a publisher that keeps the weights, and a log that keeps its rows."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class Oracle:
             assert self.reported in FINAL or tries + 1 == self.settings.max_attempts, "dropped before the last try"
 
     def watch(self, event: ev.Event) -> None:
-        """Called with each event before it is applied."""
+        """Check an event and note it. Called with each event before the core applies it."""
         if isinstance(event, ev.Begun):
             self.begun_by_sample(event)
         elif isinstance(event, ev.Issued):

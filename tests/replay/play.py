@@ -1,4 +1,4 @@
-"""A core with one worker and a learner, played by hand."""
+"""A replay core with one worker and a learner, whose calls the test makes itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.replay.helpers import Clock, header, settings
 
 
 class Play:
-    """A core with one worker `w` (incarnation `a`) and a learner, played by hand."""
+    """A replay core with one worker `w` (incarnation `a`) and a learner, whose calls the test makes itself."""
 
     def __init__(self, **changes) -> None:
         core_options = {name: changes.pop(name) for name in ("max_bytes", "seed", "journal") if name in changes}

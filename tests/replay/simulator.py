@@ -415,7 +415,7 @@ class Simulation:
             self.oracle.begin(open_groups, tries, snapshot["trained"], sum(snapshot["dropped"].values()))
             self.oracle.siblings = {group_id: row for group_id, *row in snapshot["siblings"]}
             self.oracle.places = {v: p for v, p in self.oracle.places.items() if v <= self.checkpoint[1]}
-            # Numbers given since are forgotten, and so are the lines that began with them.
+            # Versions after the checkpoint are forgotten, and so are the lines that began with them.
             del self.oracle.forks[1 + max(line for line, _ in self.oracle.places.values()) :]
             self.zombies.clear()
             self.plans.clear()

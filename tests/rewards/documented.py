@@ -84,7 +84,7 @@ async def in_a_while(completion, row, seconds=0.2):
 
 
 def in_turn(completion, row):
-    """A plain function may use a loop of its own."""
+    """A synchronous function may run an event loop of its own."""
     return asyncio.run(in_a_while(completion, row, seconds=0.0))
 
 

@@ -138,7 +138,7 @@ def engine_process(board: Any, worker: str, incarnation: str, config: Config) ->
     """Run one worker until it is told to stop, or until the first error of its subscriber or engine."""
     torch.set_num_threads(1)
     trap = LoadTrap()
-    broadcast_subscriber.post = protocol.post = trap.post  # its answer is posted there
+    broadcast_subscriber.post = protocol.post = trap.post  # `protocol.answer` posts the subscriber's answer
     vllm_settings.EXTENSION = f"{TrappedCalls.__module__}.{TrappedCalls.__qualname__}"
     engine: Any = make_engine(config)
     receiver: Any = Staging()

@@ -32,7 +32,7 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
 }
 ALONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""As `engines.vllm.settings.set_environment`."""
+"""Environment of a server without tensor parallelism, as in `engines.vllm.settings.set_environment`."""
 ARGUMENTS = (
     *("--seed", "1", "--enable-scale-out", "--generation-config", "vllm", "--skip-tokenizer-init"),
     *("--logprobs-mode", "processed_logprobs", "--worker-extension-cls", EXTENSION),
@@ -90,7 +90,7 @@ class RealServer:
         self._process = None
 
     def _begin(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
-        # An earlier engine in this process left its owner's pid in the environment: with it the server would be ended.
+        # An earlier engine in this process left its owner's pid there. The server is not its child and would be ended.
         inherited = {name: value for name, value in os.environ.items() if name != OWNER_VARIABLE}
         return subprocess.Popen(
             [*self.command(self._folder), "--host", "127.0.0.1", "--port", str(self._port)],

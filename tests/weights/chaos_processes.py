@@ -113,7 +113,7 @@ def worker_process(
     torch.zeros(1, device=device)  # initialize CUDA before anything waits for this process
     trap = Trap()
     armed = ArmedWhen(board, trap, injection)
-    broadcast_subscriber.post = protocol.post = trap.post  # its answer is posted there
+    broadcast_subscriber.post = protocol.post = trap.post  # `protocol.answer` posts the subscriber's answer
     staging.WeightGroup = trap.group()
     hashed = Fingerprint.update
 

@@ -58,7 +58,7 @@ class Trap:
         """Number of the next broadcast bucket within the update."""
 
     def arm(self, action: str, phase: str, tell: Callable[[], object]) -> None:
-        """Arm the trap. When it fires, `tell` is called before the signal is sent."""
+        """Arm the trap for `phase`. When it fires, it calls `tell` and then sends the signal of `action`."""
         self._action, self._phase, self._tell = action, phase, tell
 
     def at(self, phase: str) -> None:

@@ -40,7 +40,7 @@ class SglangContract(ContractServer):
 
     def start(self) -> None:
         self.seed, self.flushed, self.weights = free_port(), 0, dict[str, torch.Tensor]()
-        """`seed` is drawn at each start."""
+        """`seed` is new at each start."""
         self.in_use = 0
         """Number of times that a flush is still refused, because ended sequences are in the scheduler's last batch."""
         super().start()
