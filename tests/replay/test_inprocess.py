@@ -28,7 +28,8 @@ def test_a_whole_run_in_one_process_ends_with_stop() -> None:
         await worker.served(0, "f")
         made = 0
         while True:
-            acquired = await worker.acquire(slots=2, wait_s=30)
+            # Not longer: it may have looked for the newest version just before the learner announced it.
+            acquired = await worker.acquire(slots=2, wait_s=1)
             if acquired.stop:
                 await worker.close()
                 return made
