@@ -17,6 +17,7 @@ from asyncrl.environments.base import Environment, Episodes, EpisodeTools, Gener
 from asyncrl.environments.faults import find_fault
 from asyncrl.environments.own_thread import on_own_thread
 from asyncrl.errors import EngineDiedError, EpisodeError, GenerationError, RequestError, RewardError
+from asyncrl.log_rate import is_power_of_ten
 from asyncrl.types import Completion, Prompt
 
 log = logging.getLogger(__name__)
@@ -104,9 +105,7 @@ class GuardedEnvironment:
     def _failed(self, why: str, error: BaseException | None = None) -> EpisodeError:
         """Count a failure and return the error to raise."""
         self._failures += 1
-        # Logged for the 1st, 10th, 100th ...: an environment that always fails stalls the run and must be seen, without
-        # filling a disk.
-        if str(self._failures).strip("0") == "1":
+        if is_power_of_ten(self._failures):
             said = "environment failure %d, so its group is not made: %s: %.500s"
             log.warning(said, self._failures, self._name, why, exc_info=error)
         return EpisodeError(f"environment.name={self._name}: {why}")

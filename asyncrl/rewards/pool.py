@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from asyncrl.checks.rewards import AT_ONCE, RewardTerm, full_name
 from asyncrl.errors import AsyncRLError, ConfigError, RewardError, WireError
+from asyncrl.log_rate import is_power_of_ten
 from asyncrl.rewards.process import FunctionProcess
 from asyncrl.rewards.score import Outcome, RewardScore
 from asyncrl.rewards.silence import Silence
@@ -268,11 +269,9 @@ class FunctionPool:
 
     def count_failure(self, said: str) -> None:
         self._counts[f"{self._kind}_failures"] += 1
-        count = f"{self._counts[f'{self._kind}_failures']:.0f}"
-        # Logged for the 1st, 10th, 100th ...: a function that always fails stalls the run and must be seen, without
-        # filling a disk.
-        if not self._closing and count.strip("0") == "1":
-            log.warning("%s failure %s, so its group is incomplete: %.600s", self._kind, count, said)
+        count = int(self._counts[f"{self._kind}_failures"])
+        if not self._closing and is_power_of_ten(count):
+            log.warning("%s failure %d, so its group is incomplete: %.600s", self._kind, count, said)
 
     def _fail(self, call: _Call, ended: CallEnded) -> None:
         if not call.answer.done():

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from asyncrl.errors import FilterError, HopelessFilterError
+from asyncrl.log_rate import is_power_of_ten
 from asyncrl.rewards.filter_pool import FilterPool
 from asyncrl.rewards.filters import FinishedGroup, Verdict
 from asyncrl.rollout.rewards.failure_share import FailureShare
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 SHOWN = 400
 """Limit on the characters shown of the last failure."""
 NONE_KEPT = 100
-"""Warn after this many groups were dropped in a row, then after ten times as many, and so on."""
+"""A power of ten. Warn after this many groups were dropped in a row, then after ten times as many, and so on."""
 GroupFilter = Callable[[TrajectoryGroup], bool]
 """Returns True if the group is to be dropped."""
 
@@ -60,22 +61,20 @@ class Dropped:
     nothing else says why: workers are busy, and the learner waits."""
 
     _by: Counter[str] = field(default_factory=Counter[str])
-    _told_at: int = NONE_KEPT
 
     def add(self, unwanted: Unwanted | None) -> None:
         if unwanted is None:
             self._by.clear()
-            self._told_at = NONE_KEPT
             return
         self._by[unwanted.detail.partition(":")[0]] += 1
-        if self._by.total() >= self._told_at:
-            self._told_at *= 10
+        dropped = self._by.total()
+        if dropped >= NONE_KEPT and is_power_of_ten(dropped):
             most = ", ".join(f"{count} {detail:.80}" for detail, count in self._by.most_common(3))
             log.warning(
                 "the filters dropped each of the last %d groups (%s), and of dropped groups no step is trained. Look "
                 "at the rewards (`asyncrl data check`); take easier or harder rows, a larger rollout.group_size, or "
                 "other filters",
-                self._by.total(),
+                dropped,
                 most,
             )
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from asyncrl.errors import AsyncRLError, EpisodeError, HopelessRewardError, RewardError
+from asyncrl.log_rate import is_power_of_ten
 from asyncrl.rollout.rewards.failure_share import FailureShare
 
 log = logging.getLogger(__name__)
@@ -52,9 +53,9 @@ class RewardWatch:
             )
 
     def _tell(self, row: int, error: EpisodeError) -> None:
-        count = str(self._reasons[_reason(error)])
-        if count.strip("0") == "1":  # the 1st, 10th, 100th ...: all of them would fill a disk
-            log.warning("failed episode %s, row %d (%s): %s", count, row, self._where(row), _said(error))
+        count = self._reasons[_reason(error)]
+        if is_power_of_ten(count):
+            log.warning("failed episode %d, row %d (%s): %s", count, row, self._where(row), _said(error))
 
     def stats(self) -> dict[str, float]:
         """Counts of completions so far."""
