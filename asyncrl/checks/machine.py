@@ -68,7 +68,7 @@ def check_machine(config: Config, role: str, planned: bool = False) -> None:
         reference = "" if config.reference.from_rollout else config.reference.path
         for key, path in (("critic.path", config.critic.path), ("reference.path", reference)):
             problems += missing_model(key, path, tokenizer=False) if path else ()
-            problem = path and _not_laid_out(model_settings(path), config.learner, trained=key == "critic.path")
+            problem = path and not_laid_out(model_settings(path), config.learner, trained=key == "critic.path")
             problems += [f"{key}={path}: {problem}"] if problem else []
     if role in ("local", "learner"):
         for key, spec in own_learning(config).items():
@@ -174,7 +174,7 @@ def unfit_model(path: str, learner: Trained, longest: int) -> Iterator[str]:
         quantized(settings)
         or foreign_maths(settings)
         or too_long_to_guess(settings, longest)
-        or _not_laid_out(settings, learner, trained=True)
+        or not_laid_out(settings, learner, trained=True)
     )
     if settings and experts > 1 and not experts_in(settings):
         problem = problem or (
@@ -184,7 +184,7 @@ def unfit_model(path: str, learner: Trained, longest: int) -> Iterator[str]:
         yield f"model.path={path}: {problem}"
 
 
-def _not_laid_out(settings: dict[str, Any], learner: Trained, *, trained: bool) -> str:
+def not_laid_out(settings: dict[str, Any], learner: Trained, *, trained: bool) -> str:
     """Return why the ranks cannot share such a model; empty if they can, or if nothing is known about it."""
     tensor = learner.tensor_parallel
     if not settings:

@@ -17,6 +17,8 @@ from asyncrl.checks.architecture import BLOCK, of_its_decoder
 
 MASTER = 4
 """Bytes per element of a trained weight, of its gradient and usually of each of AdamW's two moments."""
+ROOM = 0.5
+"""Fraction of a rank's memory that may be planned for one kind of tensors: shards and gradients, or scores."""
 STEP_COUNT = 4
 """Bytes of AdamW's step count, per parameter tensor."""
 HEAD_ELEMENTS = 1 << 19
@@ -258,3 +260,17 @@ def whole_numbers(shapes: Mapping[str, Shape]) -> int:
         groups[group] = groups.get(group, 0) + math.prod(shape)
     rest = groups.pop("", 0)
     return rest + sum(sorted(groups.values())[-2:])
+
+
+def reduces_each(setting: str, *, shards: int, trained: int, memory: int) -> bool:
+    """Whether gradients are reduced with every micro-batch.
+
+    Args:
+        setting: `learner.reduce_gradients`; `auto` reduces with each if the whole gradient does not fit into `memory`.
+        shards: bytes that a rank holds of all models: weights, gradients, moments.
+        trained: number of parameters of the largest model that is trained.
+        memory: bytes of one rank.
+    """
+    if setting != "auto":
+        return setting == "each"
+    return shards + MASTER * trained > ROOM * memory

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl.checks.architecture import longest_sequence, not_shared, not_together
-from asyncrl.checks.machine import model_settings
+from asyncrl.checks.architecture import longest_sequence
+from asyncrl.checks.machine import model_settings, not_laid_out
 from asyncrl.checks.parallel import problem_of
 from asyncrl.checks.placement import placement_of
 from asyncrl.checks.rules.whole import check_config
@@ -17,15 +17,12 @@ from asyncrl.cli.dry_run.model_size import ModelSize, model_size
 from asyncrl.cli.dry_run.placement import gpus_to_plan, kind_to_plan
 from asyncrl.cli.processes.told import smi_says
 from asyncrl.errors import ConfigError
-from asyncrl.learner.memory_plan import MASTER
+from asyncrl.learner.memory_plan import reduces_each
 from asyncrl.placement import WHOLE_SHARE
 from asyncrl.schema import Config
 
 PLANNED_GB = 80.0
 """Memory in GB assumed for a planned GPU that is not on this machine."""
-ROOM = 0.5
-"""Share of memory above which `learner.reduce_gradients=auto` means `each`. A copy of `learner.parallel.place.ROOM`,
-whose import would load torch."""
 NEIGHBOURS = (2, 4, 8)
 """Numbers of ranks on one machine that are tried for `sequence_parallel` and `tensor_parallel`."""
 Changes = dict[str, Any]
@@ -89,11 +86,10 @@ def taken(config: Config, model: ModelSize, command: str, memory: int) -> float:
         memory: bytes that a rank has, which decide what `learner.reduce_gradients=auto` means.
     """
     learner = config.learner
-    if learner.reduce_gradients == "auto":
-        mine = policy_held(config, model)
-        trained = model.trained(config.model.lora_rank, config.model.lora_targets) // learner.tensor_parallel
-        each = mine.total + MASTER * trained > ROOM * memory
-        config = replace(config, learner=replace(learner, reduce_gradients="each" if each else "last"))
+    trained = model.trained(config.model.lora_rank, config.model.lora_targets) // learner.tensor_parallel
+    shards = policy_held(config, model).total
+    each = reduces_each(learner.reduce_gradients, shards=shards, trained=trained, memory=memory)
+    config = replace(config, learner=replace(learner, reduce_gradients="each" if each else "last"))
     gpus = len(gpus_to_plan(config))
     there = (
         copies_on_gpu(config, placement_of(config, gpus)) if command == "local" else copies_on_gpu_apart(config, gpus)
@@ -131,10 +127,8 @@ def changed(config: Config, changes: Changes) -> Config | None:
     for key, value in changes.items():
         room, _, name = key.partition(".")
         found = replace(found, **{room: replace(getattr(found, room), **{name: value})})
-    settings, learner = model_settings(config.model.path), found.learner
-    if problem_of(learner, learner.ranks) or not_together(settings, learner.tensor_parallel):
-        return None
-    if not_shared(settings, learner.sequence_parallel, learner.tensor_parallel):
+    learner = found.learner
+    if problem_of(learner, learner.ranks) or not_laid_out(model_settings(config.model.path), learner, trained=True):
         return None
     try:
         check_config(found)

@@ -11,8 +11,9 @@ from transformers import PretrainedConfig
 
 from asyncrl.checks.dtypes import dtype_on
 from asyncrl.errors import ConfigError
+from asyncrl.learner.memory_plan import ROOM
 from asyncrl.learner.model.layout import Layout
-from asyncrl.learner.parallel.place import ROOM, memory_of
+from asyncrl.learner.parallel.place import memory_of
 from asyncrl.schema import Config
 
 PASSING = 2

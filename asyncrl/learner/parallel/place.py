@@ -18,9 +18,6 @@ from asyncrl.checks.rules.settings import one_device_for_all
 from asyncrl.errors import ConfigError
 from asyncrl.storage.log_stream import keep_logging
 
-ROOM = 0.5
-"""Fraction of a rank's memory that may be planned for one kind of tensors: shards and gradients, or scores."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:

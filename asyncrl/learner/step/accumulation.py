@@ -10,30 +10,16 @@ import logging
 
 from asyncrl.checks.parallel import TENSOR
 from asyncrl.learner.backends.base import Backend
-from asyncrl.learner.memory_plan import MASTER, held
+from asyncrl.learner.memory_plan import MASTER, held, reduces_each
 from asyncrl.learner.optimizer.eight_bits import EightBits
 from asyncrl.learner.optimizer.host_moments import HOST, HostMoments
 from asyncrl.learner.parallel.collectives import text_of_rank_zero
-from asyncrl.learner.parallel.place import ROOM, memory_of
+from asyncrl.learner.parallel.place import memory_of
 from asyncrl.learner.parallel.sharding import device_of, dim_size, numbers_computed_with, shards_of
 from asyncrl.learner.roles import Roles
 from asyncrl.schema import LearnerConfig
 
 log = logging.getLogger(__name__)
-
-
-def reduces_each(setting: str, *, shards: int, trained: int, memory: int) -> bool:
-    """Whether gradients are reduced with every micro-batch.
-
-    Args:
-        setting: `learner.reduce_gradients`; `auto` reduces with each if the whole gradient does not fit into `memory`.
-        shards: bytes that a rank holds of all models: weights, gradients, moments.
-        trained: number of parameters of the largest model that is trained.
-        memory: bytes of one rank.
-    """
-    if setting != "auto":
-        return setting == "each"
-    return shards + MASTER * trained > ROOM * memory
 
 
 def held_by(roles: Roles) -> int:

@@ -17,7 +17,7 @@ from asyncrl.cli.dry_run.fitting import candidates, changed, fitting_lines, gpu_
 from asyncrl.cli.dry_run.memory import size
 from asyncrl.cli.dry_run.model_size import model_size
 from asyncrl.config import load_config
-from asyncrl.learner.parallel import place
+from asyncrl.learner.step import accumulation
 from asyncrl.schema import Config
 
 QWEN = {"7b": (3584, 18944, 28, 28, 4), "72b": (8192, 29568, 80, 64, 8)}
@@ -109,4 +109,13 @@ def test_gpus_that_are_here_are_asked_for_their_memory(monkeypatch: pytest.Monke
 
 
 def test_gradients_are_reduced_as_the_learner_will_decide():
-    assert fitting.ROOM == place.ROOM
+    assert fitting.reduces_each is accumulation.reduces_each
+
+
+def test_a_layout_that_a_start_refuses_is_not_proposed(tmp_path: Path):
+    folder = checkpoint(tmp_path, "7b")
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"intermediate_size": 18880}))  # a quarter is 147.5 blocks
+    for optimizer, allowed in (("adamw", True), ("adamw_8bit", False)):
+        config = planned(folder, "learner.ranks=8", f"learner.optimizer={optimizer}")
+        assert (changed(config, {"learner.tensor_parallel": 4}) is not None) == allowed, optimizer

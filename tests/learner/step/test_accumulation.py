@@ -10,12 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from asyncrl.learner.backends.fsdp2 import FSDP2
 from asyncrl.learner.batch.packing import plan_packing
-from asyncrl.learner.memory_plan import held
+from asyncrl.learner.memory_plan import held, reduces_each
 from asyncrl.learner.model.attention import PACKED_ATTENTION
 from asyncrl.learner.model.packed import set_gradient_sync
 from asyncrl.learner.model.policy import PolicyModel
 from asyncrl.learner.parallel.place import memory_of
-from asyncrl.learner.step.accumulation import reduces_each
 from tests.learner.feed import tiny_model
 from tests.learner.rank_process import whole
 
