@@ -12,8 +12,8 @@ from asyncrl.schema import Config, EngineConfig
 
 SERVERS = ("server", "sglang")
 """Values of `engine.name` that use servers."""
-SCORED = 25
-"""Tokens that a server has to hold for the canary: its probes have 24, and none is scored without making one more."""
+PROBE_TOKENS = 24
+"""Tokens of one of the canary's probes. A server must hold one more: none scores without generating a token."""
 
 
 def too_short(url: str, held: int, config: Config, beside: int = 0) -> str:
@@ -25,7 +25,7 @@ def too_short(url: str, held: int, config: Config, beside: int = 0) -> str:
     prompt, new = config.data.max_prompt_tokens, config.rollout.max_new_tokens
     wanted = {
         f"data.max_prompt_tokens={prompt} + rollout.max_new_tokens={new} = {prompt + new}": prompt + new,
-        f"the canary takes {SCORED}": SCORED,
+        f"the canary takes {PROBE_TOKENS + 1}": PROBE_TOKENS + 1,
         f"requests may have {beside}": beside,
     }
     what, most = max(wanted.items(), key=lambda item: item[1])

@@ -70,11 +70,7 @@ def _as_arguments(path: Path, later: Sequence[str]) -> list[str]:
     groups = {group: str(name) for group, name in values.items() if group in config_groups()}
     idle = without_effect(values)
     settings = _new_settings({key: value for key, value in values.items() if key not in groups}, groups)
-    own: list[str] = []
-    if (path.parent / RUN_FILE).is_file():
-        settings, own = _of_a_run(path.parent, settings, idle, later)
-    elif _is_a_copy(values):
-        settings = _of_a_copy(path, settings, later)
+    settings, own = _repeated(path, values, settings, idle, later)
     taken = {text.partition("=")[0] for text in later} | _chosen(later)
     chosen = [f"{group}={name}" for group, name in groups.items()]
     said = [f"{key}={written(value)}" for key, value in settings.items() if key not in taken]
@@ -85,11 +81,7 @@ def _plain_arguments(path: Path, later: Sequence[str], kind: type) -> list[str]:
     """Return the arguments of a file whose schema has no groups."""
     known, values = default_settings(kind), without_blots(read_settings(path))
     settings = {key: value for key, value in values.items() if key not in known or value != known[key]}
-    own: list[str] = []
-    if (path.parent / RUN_FILE).is_file():
-        settings, own = _of_a_run(path.parent, settings, without_effect(values), later)
-    elif _is_a_copy(values):
-        settings = _of_a_copy(path, settings, later)
+    settings, own = _repeated(path, values, settings, without_effect(values), later)
     taken = {text.partition("=")[0] for text in later}
     return [*(f"{key}={written(value)}" for key, value in settings.items() if key not in taken), *own]
 
@@ -128,6 +120,19 @@ def _filled(loss: dict[str, Any], preset: str) -> dict[str, Any]:
     except ConfigError:  # the check of all settings has a better message
         return {}
     return {f"loss.{key}": getattr(resolved, key) for key in LOSS_KEYS}
+
+
+def _repeated(
+    path: Path, values: dict[str, Any], settings: dict[str, Any], idle: set[str], later: Sequence[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return settings and further arguments of a file, adapted if a run wrote it.
+
+    Args:
+        values: the whole content of the file. settings: those that matter. idle: see `_of_a_run`.
+    """
+    if (path.parent / RUN_FILE).is_file():
+        return _of_a_run(path.parent, settings, idle, later)
+    return (_of_a_copy(path, settings, later) if _is_a_copy(values) else settings), []
 
 
 def _of_a_run(

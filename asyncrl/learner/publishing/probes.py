@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from asyncrl.chat.base import PromptRenderer
 from asyncrl.chat.hub import described_in
+from asyncrl.checks.servers import PROBE_TOKENS
 from asyncrl.checks.sources import places, sources
 from asyncrl.data.dataset import Dataset
 from asyncrl.data.local_tokenizer import load_local_tokenizer
@@ -26,9 +27,9 @@ from asyncrl.weights.canary import MAX_PROBES, random_probes
 
 log = logging.getLogger(__name__)
 
-PROBES, PROBE_TOKENS = 16, 24
-"""Number of sequences and their length: the mean over this many tokens is within a tenth of the mean over more. If the
-model has fewer positions there are more sequences, with about as many tokens."""
+PROBES = 16
+"""Number of sequences, of PROBE_TOKENS each: the mean over this many tokens is within a tenth of the mean over more. If
+the model has fewer positions there are more sequences, with about as many tokens."""
 ROWS = 256
 """Limit on rows that are read: all prompts of a file may start alike."""
 IN_FILES = {"jsonl", "parquet", "saved"}

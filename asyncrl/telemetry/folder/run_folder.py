@@ -93,7 +93,7 @@ def changes_in(config: RunSettings, settled: RunSettings | None = None) -> list[
         RunFolderError: what no resume may change; see `asyncrl.telemetry.folder.resumed`.
     """
     changes = _changes(config)
-    if settled is None:
+    if settled is None or not changes:
         return changes
     given = {change.partition(":")[0] for change in changes}
     return [change for change in _changes(settled) if change.partition(":")[0] in given]
