@@ -115,7 +115,7 @@ def test_gradients_are_reduced_as_the_learner_will_decide():
 def test_a_layout_that_a_start_refuses_is_not_proposed(tmp_path: Path):
     folder = checkpoint(tmp_path, "7b")
     settings = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(settings | {"intermediate_size": 18880}))  # a quarter is 147.5 blocks
+    (folder / "config.json").write_text(json.dumps(settings | {"intermediate_size": 18880}))  # 4 * 147.5 blocks
     for optimizer, allowed in (("adamw", True), ("adamw_8bit", False)):
         config = planned(folder, "learner.ranks=8", f"learner.optimizer={optimizer}")
         assert (changed(config, {"learner.tensor_parallel": 4}) is not None) == allowed, optimizer
