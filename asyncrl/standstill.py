@@ -36,13 +36,13 @@ class Kind:
     """Who waits for it; empty if nobody does immediately."""
 
 
-ALONE = "nothing that dies is started again, and nobody shows the run"
+ALONE = "no process that dies is restarted, and the run is not shown"
 LOCAL, SFT = Kind("asyncrl local", ALONE), Kind("asyncrl sft", ALONE)
-POOL = Kind("the rollout pool", "a worker that dies is not started again")
+POOL = Kind("the rollout pool", "a worker that dies is not restarted")
 WORKER = Kind("a rollout worker", "its groups are made by other workers or not at all", "the learner waits")
 REPLAY = Kind("the replay server", "nothing is admitted, stored or trained", "everybody waits")
 SHARD = Kind("a shard of the replay", "nothing is stored in it or read from it", "the replay server waits")
-TORCHRUN = Kind("torchrun", "a learner rank that dies is not started again")
+TORCHRUN = Kind("torchrun", "a learner rank that dies is not restarted")
 RANK = Kind("a learner rank", "no step ends", "the run waits")
 SCORED = "what it scores waits"
 REWARD = Kind("a reward process", "its calls fail after reward.timeout_s, and it is replaced", SCORED)
@@ -118,7 +118,7 @@ class Standstills:
             elif known is not None:
                 del self._stopped[process]
                 if known.told_at is not None and process.running():
-                    said.append(f"{known.said} (pid {process.pid}) runs again, after {now - known.since:.0f} s")
+                    said.append(f"{known.said} (pid {process.pid}) runs again after {now - known.since:.0f} s")
         return said
 
     def _told(self, process: ProcessId, known: _Stopped, now: float) -> list[str]:
@@ -129,8 +129,8 @@ class Standstills:
         kind = kind_of(process.command())
         follows = f" Until then {kind.follows}." if kind else ""
         return [
-            f"{known.said} (pid {process.pid}) stands still: stopped by a signal for {now - known.since:.0f} s. "
-            f"`kill -CONT {process.pid}` lets it go on.{follows}"
+            f"{known.said} (pid {process.pid}) has been stopped by a signal for {now - known.since:.0f} s. `kill "
+            f"-CONT {process.pid}` continues it.{follows}"
         ]
 
 

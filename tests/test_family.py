@@ -134,7 +134,7 @@ def test_a_stopped_process_is_named_once_a_minute_and_welcomed_back(sleeper: Pro
         now = float(second)
         said += watch.look([sleeper])
     assert len(said) == 2, "once after 5 s, and again a minute later"
-    assert f"(pid {sleeper.pid}) stands still: stopped by a signal for 5 s. `kill -CONT {sleeper.pid}`" in said[0]
+    assert f"(pid {sleeper.pid}) has been stopped by a signal for 5 s. `kill -CONT {sleeper.pid}`" in said[0]
     os.kill(sleeper.pid, signal.SIGCONT)
     until(lambda: sleeper.state() != "T")
     (back,) = watch.look([sleeper])

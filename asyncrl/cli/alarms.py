@@ -9,16 +9,17 @@ from asyncrl.telemetry.metrics.raised import PASSING
 
 HEAD = f"""# Alarms
 
-Made by `asyncrl alarms --markdown > docs/alarms.md` from `asyncrl/telemetry/metrics/alarms.py`: change that,
-not this page.
+Made by `asyncrl alarms --markdown > docs/alarms.md` from `asyncrl/telemetry/metrics/alarms.py`: change that
+file, not this page.
 
-The learner looks at every row that it writes. An alarm is printed, and written into `alarms.jsonl` of the run folder,
-when it begins to hold, and again when it is over, after how many steps: once it has not held for {WINDOW}, the next
-time for {2 * WINDOW}, and so on. Means are over the last {WINDOW} steps, against the first {WINDOW} since the start or
-resume. `stall`, for which no row comes, is told by `asyncrl local` while it holds, and written with the row that
-ends it. With `telemetry.on_alarm=stop` any of them but {" and ".join(PASSING)} has the learner save a checkpoint and
-end: exit code 1 of `asyncrl local`, and `resume=auto` goes on. `telemetry.ignore_alarms` has the names of
-those that are not wanted.
+The learner checks every row that it writes. An alarm is printed, and written to `alarms.jsonl` in the run folder, when
+it begins to hold. When it is over, this is reported too, with the number of steps for which it held. An alarm is over
+once it has not held for {WINDOW} steps, the next time for {2 * WINDOW}, and so on. Means are over the last {WINDOW}
+steps, and are compared with the first {WINDOW} since the start or resume. During a `stall` no row is written:
+`asyncrl local` reports it while it holds, and it is written to the file with the row that ends it. With
+`telemetry.on_alarm=stop`, any alarm except {" and ".join(PASSING)} makes the learner save a checkpoint and end;
+`asyncrl local` then has exit code 1, and `resume=auto` continues. `telemetry.ignore_alarms` lists the names of alarms
+to ignore.
 """
 
 

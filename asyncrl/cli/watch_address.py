@@ -214,7 +214,7 @@ def numbers(view: View) -> Table:
     now = {name: value for name, value in view.now.items() if value}
     dropped = {name.removeprefix("replay/dropped_"): count for name, count in now.items() if "/dropped_" in name}
     states = [f"{now.get(f'replay/{name}', 0):.0f} {said}" for name, said in (
-        ("in_flight", "groups being made"), ("inserted", "wait"), ("leased", "planned"))]  # fmt: skip
+        ("in_flight", "groups in flight"), ("inserted", "wait"), ("leased", "planned"))]  # fmt: skip
     fates = [f"{now.get(f'replay/{name}', 0):.0f} {name}" for name in ("admitted", "trained")]
     idle = [
         f"{side} {share:.0%}" for side in ("rollout", "replay") if (share := view.last.get(f"idle/{side}")) is not None

@@ -208,13 +208,13 @@ def goes_on(disk: Disk, way_in: Entrance, config: ReplayConfig, stopped: threadi
     if run_id is None:
         return False
     whose = f"the journal of run {run_id}" if damage is None else f"a journal that cannot be read ({damage})"
-    log.info("overwrite=true: %s is deleted unless a learner of its run is heard in %.0f s", whose, wait_s)
+    log.info("overwrite=true: %s is deleted unless a learner of its run is heard within %.0f s", whose, wait_s)
     peer = learner_of(run_id, way_in, wait_s, stopped, awake_clock(config))
     if peer is None:
         return stopped.is_set()
     log.warning(
-        "overwrite=true, but %s %r (incarnation %s) of run %s is still there: its journal is kept. For a new "
-        "run stop it, or start with resume=auto",
+        "overwrite=true, but %s %r (incarnation %s) of run %s is still alive, so the journal is kept. Stop it to "
+        "begin a new run, or start with resume=auto",
         peer.role,
         peer.name,
         peer.incarnation,

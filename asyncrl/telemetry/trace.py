@@ -103,8 +103,8 @@ def read_trace(folder: Path) -> list[Process]:
             found[key] = known
     if not found:
         raise RunFolderError(
-            f"{folder} has no spans in {LOG_DIR}/{spans.FOLDER}: start a run with telemetry.trace=true. What processes "
-            "on other machines wrote lies there, and can be copied beside these"
+            f"{folder} has no spans in {LOG_DIR}/{spans.FOLDER}: start a run with telemetry.trace=true. Processes on "
+            "other machines write their spans there; copy those files into this folder"
         )
     for process in found.values():
         align(process)

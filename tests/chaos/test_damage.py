@@ -113,7 +113,7 @@ def test_after_the_documented_repair_it_is_said_and_no_version_is_used_twice(fol
     resume(folder, lambda _: None)
     found = audit(read_journal(folder / "journal"))
     assert found.on_trust_from == 6
-    assert "on trust from the checkpoint of step 6" in table(found)
+    assert "from the checkpoint of step 6, unverified" in table(found)
 
 
 def test_rows_cut_off_and_a_missing_link_are_told(folder: Path) -> None:
@@ -151,4 +151,4 @@ def test_a_fork_has_no_rows_of_the_steps_before_it_and_lacks_none(folder: Path) 
 def test_settings_that_were_cut_or_changed_by_hand_are_told(folder: Path, end: bytes) -> None:
     path = folder / "config.yaml"
     path.write_bytes(path.read_bytes()[:146] + end)
-    assert [note for note in examine(folder).notes if f"{path} was changed or cut" in note]
+    assert [note for note in examine(folder).notes if f"{path} was changed or truncated" in note]

@@ -99,7 +99,7 @@ def test_a_checkpoint_of_another_run_and_damaged_settings_are_refused_by_name_an
     settings = run / "config.yaml"
     settings.write_text(settings.read_text().replace("seed: 0", "seed: 1"))
     assert main(["export", str(run)]) == 0
-    assert f"{settings} was changed or cut after it was written" in capsys.readouterr().err
+    assert f"{settings} was changed or truncated after the run wrote it" in capsys.readouterr().err
     for damage in ("[" * 100_000, "3", "\0", "- a", "data: {messages_column: x}", "x: ["):
         settings.write_text(damage)
         assert main(["export", str(run)]) == 2

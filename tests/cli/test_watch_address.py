@@ -143,7 +143,7 @@ def test_on_a_terminal_it_draws_problems_first_then_numbers_and_who_is_there() -
     drawn = into.getvalue()
     wanted = (
         "the replay server at tcp://there:1 has said nothing for 0:08", "the learner waits: step 4 needs 2 groups",
-        "8 groups being made, 3 wait, 0 planned", "1: 3", "stale 2", "87.5%", "3 (1 behind)", "3 others",
+        "8 groups in flight, 3 wait, 0 planned", "1: 3", "stale 2", "87.5%", "3 (1 behind)", "3 others",
     )  # fmt: skip
     assert [text for text in wanted if text not in drawn] == []
     assert list(problems(view())) == list(problems(view(peers=(), more_peers=3))) == []

@@ -74,7 +74,7 @@ class Auditor:
     def _issued(self, event: ev.Issued) -> None:
         group = self.books.groups.get(event.group_id)
         self._rule(
-            event.served_version in self.books.tree, f"group {event.group_id} was given to a worker without weights"
+            event.served_version in self.books.tree, f"group {event.group_id} was assigned to a worker without weights"
         )
         if group is None:
             self._rule(event.group_id >= self.books.next_id, f"group {event.group_id} was admitted before")
@@ -83,8 +83,11 @@ class Auditor:
             self.books.groups[event.group_id] = Group(prompt_index=event.prompt_index, attempt=event.attempt)
             return
         free = group.state == "in_flight" and not group.held
-        self._rule(free, f"group {event.group_id} is issued again, but it is {self._place(group)}")
-        self._rule(event.attempt > group.attempt, f"group {event.group_id} is issued as attempt {event.attempt} again")
+        self._rule(free, f"group {event.group_id} is assigned again, but it is {self._place(group)}")
+        self._rule(
+            event.attempt > group.attempt,
+            f"group {event.group_id} is assigned as attempt {event.attempt} a second time",
+        )
         self._rule(event.prompt_index == group.prompt_index, f"group {event.group_id} changed its prompt")
         group.attempt, group.held = event.attempt, True
 
@@ -94,7 +97,7 @@ class Auditor:
     def _returned(self, event: ev.Returned) -> None:
         group = self._group(event.group_id, "given back", "in_flight")
         if group is not None:
-            self._rule(group.held, f"group {event.group_id} is given back, but no worker held it")
+            self._rule(group.held, f"group {event.group_id} is returned, but no worker held it")
             group.held = False
             self.books.lost_attempts += 1
 
@@ -109,7 +112,8 @@ class Auditor:
         self._rule(came == expected, f"group {header.group_id} is inserted as (prompt, attempt) {came}, not {expected}")
         for version in _versions([header]):
             self._rule(
-                version in self.books.tree, f"group {header.group_id} has tokens of version {version}, never published"
+                version in self.books.tree,
+                f"group {header.group_id} has tokens of version {version}, which was never published",
             )
         members = header.members
         most = self.books.settings.get("group_size", members)
@@ -137,14 +141,16 @@ class Auditor:
         right = event.step == self.books.trained_steps + event.ahead and event.policy_version == self.books.version
         self._rule(right, f"step {event.step} is sealed {event.ahead} ahead of step {self.books.trained_steps}")
         same = self.books.bound in (None, event.max_staleness)
-        self._rule(same, f"step {event.step} is sealed for a bound of {event.max_staleness}, not {self.books.bound}")
+        self._rule(
+            same, f"step {event.step} is sealed with a staleness bound of {event.max_staleness}, not {self.books.bound}"
+        )
         held = len({self._whose(member) for member in event.members})
         size = self.books.settings.get("groups_per_step", held)
         self._rule(held == size, f"step {event.step} has {held} groups, not {size}")
         self._whole(event)
-        self._rule(len(set(event.members)) == len(event.members), f"step {event.step} has a group twice")
+        self._rule(len(set(event.members)) == len(event.members), f"step {event.step} contains a group twice")
         planned = self.books.steps.get(event.step)
-        self._rule(planned is None, f"step {event.step} is sealed again: its plan stands")
+        self._rule(planned is None, f"step {event.step} is sealed again, but its plan is fixed")
         for group_id in event.members:
             group = self._group(group_id, f"sealed into step {event.step}", "inserted")
             if group is not None:
@@ -184,7 +190,10 @@ class Auditor:
                 break
             self._oldest += 1
         beyond = [group_id for group_id in event.members if group_id >= self._oldest + window]
-        text = f"step {event.step} has groups {beyond[:5]}, beyond the window of {window} from group {self._oldest} on"
+        text = (
+            f"step {event.step} has groups {beyond[:5]}, which are beyond the window of {window} groups from "
+            f"group {self._oldest} on"
+        )
         self._rule(not beyond, text)
 
     def _gate(self, members: list[int], event: ev.Sealed) -> None:
@@ -208,7 +217,10 @@ class Auditor:
             f"step {event.step} is trained, but {self.books.trained_steps} is next",
         )
         step = self.books.steps.get(event.step)
-        if self._rule(step is not None and not step.trained, f"step {event.step} is trained without a batch") and step:
+        if (
+            self._rule(step is not None and not step.trained, f"step {event.step} is trained, but has no batch")
+            and step
+        ):
             self._judge(event.step, step)
             step.trained = True
             for group_id in step.members:
@@ -223,7 +235,7 @@ class Auditor:
             group = self._group(group_id, "used again", "trained")
             if group is not None:
                 more = group.before + len(group.steps) < self.books.uses
-                self._rule(more, f"group {group_id} is used again after the steps {group.steps}")
+                self._rule(more, f"group {group_id} is used again after steps {group.steps}")
                 group.state = "inserted"
 
     def _retired(self, event: ev.Retired) -> None:
@@ -271,7 +283,9 @@ class Auditor:
     def _restored(self, event: ev.Restored) -> None:
         self._oldest = 0
         inside = self.books.committed_step <= event.step < max(self.books.trained_steps, 1)
-        self._rule(inside, f"the learner goes back to step {event.step}; {self.books.committed_step} is committed")
+        self._rule(
+            inside, f"the learner goes back to step {event.step}, but step {self.books.committed_step} is committed"
+        )
         undone = [number for number, step in self.books.steps.items() if step.trained and number > event.step]
         self.books.rollbacks += bool(undone)
         before: dict[int, str] = {}
@@ -325,7 +339,7 @@ class Auditor:
 
     def _finished(self, event: ev.Finished) -> None:
         left = [group_id for group_id, group in self.books.groups.items() if group.state != "trained"]
-        self._rule(not left, f"the run is finished, but groups {left[:5]} are open")
+        self._rule(not left, f"the run is finished, but groups {left[:5]} are still open")
         self.books.finished = True
 
 

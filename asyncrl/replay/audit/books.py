@@ -75,7 +75,7 @@ class Books:
     def close(self) -> None:
         """The conservation law over the whole history."""
         held = sum(self.counts().values()) + sum(self.dropped.values())
-        self.rule(held == self.admitted, f"{self.admitted} groups were admitted, {held} are accounted for")
+        self.rule(held == self.admitted, f"{self.admitted} groups were admitted, but {held} are accounted for")
 
     def rule(self, holds: bool, text: str) -> bool:
         if not holds:

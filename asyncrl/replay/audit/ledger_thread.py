@@ -44,7 +44,10 @@ class LedgerThread:
         self._events.put(None)
         self._thread.join(LAST_WRITES_S)
         if self._thread.is_alive():
-            log.error("the disk of the ledger did not take its last lines in %.0f s: they are missing", LAST_WRITES_S)
+            log.error(
+                "the last lines of the ledger could not be written to its disk within %.0f s: they are missing",
+                LAST_WRITES_S,
+            )
         elif self._failure is not None:
             raise self._failure
 

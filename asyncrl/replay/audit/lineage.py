@@ -38,7 +38,7 @@ class Lineage:
         if version in self.same:
             return f"version {version} is published twice"
         if version <= self.newest:
-            return f"version {version} is published after version {self.newest}: numbers must grow"
+            return f"version {version} is published after version {self.newest}: version numbers must increase"
         if parent == NO_VERSION and self.same:
             parent = min(self.same)
         if parent != NO_VERSION and parent not in self.same:

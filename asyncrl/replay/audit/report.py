@@ -125,7 +125,7 @@ def _uses(found: Audit) -> str:
     if found.max_times_sampled == 1:
         return "one step"
     each = ", ".join(f"{groups:,} in {number}" for number, groups in sorted(found.trained_in.items(), reverse=True))
-    fewer = f" ({found.retired:,} got over-age before another, or the run was over)" if found.retired else ""
+    fewer = f" ({found.retired:,} became too old for a further step, or the run ended)" if found.retired else ""
     return f"at most {found.max_times_sampled} steps: {each}{fewer}"
 
 
@@ -134,7 +134,7 @@ def table(found: Audit) -> str:
     lost = sum(found.dropped.values())
     start = "from its first event" if found.from_start else "from a snapshot (earlier segments were recycled)"
     if found.on_trust_from is not None:
-        start = f"on trust from the checkpoint of step {found.on_trust_from}: the journal before it is gone"
+        start = f"from the checkpoint of step {found.on_trust_from}, unverified, because the journal before it is gone"
     lines = [
         f"run {found.run_id or '?'}, {found.events:,} events {start}; "
         + ("finished" if found.finished else "not finished"),

@@ -76,7 +76,8 @@ def read_surviving(journal: Path) -> History:
         match event:
             case ev.Snapshotted(previous_end=end) if end >= 0:
                 raise JournalError(
-                    f"{journal} does not reach back to the first step: set replay.journal.retain=all in the run"
+                    f"{journal} does not reach back to the first step. A rerun needs a run with "
+                    "replay.journal.retain=all"
                 )
             case ev.Snapshotted(run=run):
                 settings = run["settings"]
@@ -105,7 +106,7 @@ def read_surviving(journal: Path) -> History:
                 tree = known if known.newest >= tree.newest else tree
     steps = tuple(trained[step] for step in sorted(trained))
     if [step.sealed.step for step in steps] != list(range(len(steps))):
-        raise JournalError(f"{journal} lacks some of the trained steps: run `asyncrl audit` on it")
+        raise JournalError(f"{journal} lacks some of the trained steps. Run `asyncrl audit` on it")
     return History(steps, tree, settings)
 
 
@@ -176,7 +177,7 @@ class RetainedReplay:
         record = read_at(self._disk, position)
         event = None if record is None else decode_record(record)
         if not isinstance(event, ev.Inserted):
-            raise JournalError(f"the group at journal position {position} is damaged: run `asyncrl audit`")
+            raise JournalError(f"the group at journal position {position} is damaged. Run `asyncrl audit`")
         return event
 
     def publish(self, *, policy_version: int, parent: int) -> None:
@@ -192,7 +193,7 @@ class RetainedReplay:
         return {}
 
     def evaluate(self, *, step: int, policy_version: int, eval_set: str, rows: int, chunk: int) -> int:
-        raise ReplayError("nobody generates in a rerun: there are no evaluations")
+        raise ReplayError("a rerun has no evaluations, because nothing is generated in it")
 
     def wait_evaluations(self, *, wait_s: float) -> tuple[EvalSummary, ...]:
         return ()

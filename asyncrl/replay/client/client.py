@@ -254,7 +254,10 @@ def decode_lease(response: Response, rank: int, shards: ShardLinks | None = None
     where = [wire.sequence(row, "elsewhere row", 5) for row in wire.sequence(elsewhere, "elsewhere")]
     rows = [[*row, *_attempt_of(plan, row)] for row in where]
     if rows and shards is None:
-        raise WireError("the replay server says that its payloads are in shards: set replay.shards here as there")
+        raise WireError(
+            "the replay server keeps its payloads in shards. Set replay.shards here to the same number as for the "
+            "server"
+        )
     answers = shards.get(rows) if shards else ()
     with resting():
         for answer in answers:

@@ -120,7 +120,7 @@ class Connection:
             try:
                 goodbye.exception(timeout=GOODBYE_S)
             except TimeoutError:
-                log.debug("%s did not answer the goodbye of %s", self.address, self.name)
+                log.debug("%s did not acknowledge that %s disconnects", self.address, self.name)
         with self._lock:
             self._closing.set()
             self._wakeup.ring()
@@ -201,7 +201,7 @@ class Connection:
         # If this process was slow itself, messages of the server may be unread.
         if now >= self._deaf_at() and not self._socket.poll(0):
             why = self._suspicion = self._handshakes.suspicion or self._nowhere()
-            log.warning("no word from the %s for %.1f s: connecting anew%s", self._server, now - self._contact, why)
+            log.warning("no word from the %s for %.1f s: reconnecting%s", self._server, now - self._contact, why)
             # The process that listens at a door and stays silent may be another one than the server at the tcp address.
             self._knocks = self._config.local_sockets and not (self._door and self._door.is_open(self.role))
             self._open_anew()
@@ -261,7 +261,7 @@ class Connection:
                 self._die(RefusedPeerError(f"the server at {self.address}: {error}"))
                 return
             except WireError as error:
-                self._die(WireError(f"the server at {self.address} sent what is no reply: {error}"))
+                self._die(WireError(f"the server at {self.address} sent an invalid reply: {error}"))
                 return
             self._contact = self._clock()
             for envelope, payload in replies:
@@ -284,7 +284,7 @@ class Connection:
             self._turned_away += 1
             self._hello()
         if self._turned_away > TURNED_AWAY:
-            self._die(ReplayError(f"the {self._server} asked for a hello {self._turned_away} times and answered none"))
+            self._die(ReplayError(f"the {self._server} asked for a hello {self._turned_away} times, but answered none"))
 
     def _hear(self, verb: str, reply: Envelope) -> None:
         """Handle the reply to a hello or heartbeat. An invalid one ends the connection."""
@@ -338,7 +338,7 @@ class Connection:
 
     def _give_up(self, now: float) -> None:
         for request, waited in self._requests.take_overdue(now, self._contact, self._config.wait_timeout_s):
-            what = "did not answer" if not self._welcome or request.sent else "gave no byte credit"
+            what = "did not answer" if not self._welcome or request.sent else "granted no bytes"
             text = f"the {self._server} {what} for {waited:.0f} s ({request.verb})"
             request.future.set_exception(NoProgress(f"{text}{self._handshakes.suspicion or self._suspicion}"))
 

@@ -42,8 +42,8 @@ class Handshakes:
         if self._broken < SUSPICIOUS:
             return ""
         return (
-            f"; who listens there has other keys than those beside {self._whose}: it is another run's, or run.dir or "
-            "replay.keys is another one here than there"
+            f"; the process that listens there has other keys than those beside {self._whose}. Either it belongs to "
+            "another run, or run.dir or replay.keys differ between here and there"
         )
 
     def close(self) -> None:

@@ -155,7 +155,7 @@ def columns_of(facts: Sequence[TrajectoryHeader], joined: Frame, own: Sequence[F
     expected = [sum(sizes), *own_sizes(rows)]
     came = [len(joined), *map(len, own)]
     if came != expected:
-        raise WireError(f"frames of {expected[:8]} bytes follow from the header, {came[:8]} bytes came")
+        raise WireError(f"the header announces frames of {expected[:8]} bytes, but {came[:8]} bytes arrived")
     return Columns(rows, joined, tuple(own), sizes)
 
 
@@ -197,12 +197,12 @@ def _mask(raw: NDArray[np.uint8], header: TrajectoryHeader) -> NDArray[np.bool_]
         raise WireError("loss_mask must be 0 or 1")
     found = int(np.count_nonzero(raw))
     if found != loss_tokens:
-        raise WireError(f"{found} loss tokens came, the header announced {loss_tokens}")
+        raise WireError(f"{found} loss tokens arrived, but the header announced {loss_tokens}")
     if not raw[0]:
-        raise WireError("the loss mask does not begin where the header says the prompt ends")
+        raise WireError("the loss mask does not begin where the prompt ends according to the header")
     mask = raw.view(np.bool_)
     if header.turn_rewards and len(header.turn_rewards) != turns_in(mask):
-        raise WireError(f"rewards of {len(header.turn_rewards)} turns came, and the loss mask has {turns_in(mask)}")
+        raise WireError(f"rewards of {len(header.turn_rewards)} turns arrived, but the loss mask has {turns_in(mask)}")
     return mask
 
 

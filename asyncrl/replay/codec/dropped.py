@@ -51,4 +51,4 @@ def decode_reason(value: Any) -> DropReason:
     try:
         return DropReason(wire.text(value, "reason"))
     except ValueError as error:
-        raise WireError(f"{wire.short(value)} is no drop reason") from error
+        raise WireError(f"{wire.short(value)} is not a drop reason") from error

@@ -123,7 +123,7 @@ def side_frames_of(rows: Sequence[tuple[int, ...]], frames: Sequence[Frame]) -> 
     expected = [joined_size(rows), *own_sizes(rows)]
     came = [*map(len, frames)]
     if came != expected:
-        raise WireError(f"extras of {expected[:8]} bytes follow from the header, {came[:8]} bytes came")
+        raise WireError(f"the header announces extras of {expected[:8]} bytes, but {came[:8]} bytes arrived")
     return SideFrames(tuple(rows), frames[0], tuple(frames[1:]))
 
 

@@ -106,7 +106,7 @@ def split_frames(header: GroupHeader, frames: Sequence[Frame]) -> StoredGroup:
         raise WireError(f"a group needs at least 2 payload frames, got {len(frames)}")
     _check_size(header.nbytes)
     if sum(map(len, frames)) != header.nbytes:
-        raise WireError(f"the header announces {header.nbytes} payload bytes, the frames have another size")
+        raise WireError(f"the header announces {header.nbytes} payload bytes, but the frames have another size")
     side = rows_of(header.trajectories)
     if not side:
         return StoredGroup(frames[0], columns_of(header.trajectories, frames[1], frames[2:]))
@@ -200,8 +200,8 @@ def _header_of(group: TrajectoryGroup, nbytes: int = 0) -> GroupHeader:
 def _check_size(nbytes: int) -> None:
     if nbytes > wire.MAX_GROUP_BYTES:
         raise WireError(
-            f"a group of {nbytes} bytes is over the limit of {wire.MAX_GROUP_BYTES}: attach smaller extras, or make "
-            "rollout.group_size smaller"
+            f"a group of {nbytes} bytes exceeds the limit of {wire.MAX_GROUP_BYTES}. Attach smaller extras, or lower "
+            "rollout.group_size"
         )
 
 
@@ -223,8 +223,8 @@ def _facts_of(trajectory: Trajectory) -> TrajectoryHeader:
         raise WireError("every loss token needs the policy_version that sampled it")
     if trajectory.turn_rewards and len(trajectory.turn_rewards) != turns_in(mask):
         raise WireError(
-            f"turn_rewards has one number per turn; {len(trajectory.turn_rewards)} came, and the loss mask has "
-            f"{turns_in(mask)} unbroken runs of loss tokens"
+            f"turn_rewards must have one number per turn; it has {len(trajectory.turn_rewards)}, but the loss mask "
+            f"has {turns_in(mask)} unbroken runs of loss tokens"
         )
     return TrajectoryHeader(
         length=length,

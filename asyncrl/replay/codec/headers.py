@@ -61,7 +61,7 @@ def decode_group_header(value: Any, worker: str | None = None) -> GroupHeader:
     told, packed = wire.sequence(value, "group header", 2)
     told = wire.text(told, "worker", wire.MAX_NAME)
     if type(packed) is not bytes:
-        raise WireError(f"a group header must be packed, not {wire.short(packed)}")
+        raise WireError(f"a group header must be packed bytes, not {wire.short(packed)}")
     fields = wire.sequence(wire.unpack(packed, max_bytes=wire.MAX_REPLY_BYTES), "packed group header", 13)
     group_id, prompt_index, attempt, nbytes, lengths, prompts, rewards, reasons, *others = fields
     runs, versions, counts, parts, rare = others
@@ -129,7 +129,7 @@ def _decode_rare(value: Any, size: int, rewards: Sequence[Any]) -> list[_Rare]:
         turn_rewards = wire.turn_numbers(wire.sequence(earned, "turn rewards", limit=wire.MAX_TOKENS), rewards[place])
         rare = wire.decode_extra_headers(extras), bool(wire.integer(branch, "branch", 0, 1)), turn_rewards
         if found[place] is not _NOTHING_RARE or rare == _NOTHING_RARE:
-            raise WireError(f"trajectory {place} has a row of what is rare that says nothing, or a second one")
+            raise WireError(f"trajectory {place} has an empty row of rare fields, or a second one")
         found[place] = rare
     return found
 
@@ -150,7 +150,7 @@ def _decode_trajectory(
         raise WireError(f"{total} loss tokens do not fit in a completion of {length - prompt_length}")
     if turn_rewards and len(turn_rewards) > min(total, length - prompt_length - total + 1):
         raise WireError(
-            f"{len(turn_rewards)} turns, with something between them, do not fit in a completion of "
+            f"{len(turn_rewards)} turns, separated from each other, do not fit in a completion of "
             f"{length - prompt_length} with {total} loss tokens"
         )
     return TrajectoryHeader(
@@ -173,7 +173,7 @@ def _check_branches(trajectories: Sequence[TrajectoryHeader]) -> None:
             continue
         before = trajectories[place - 1] if place else None
         if before is None or (before.reward, before.rewards) != (each.reward, each.rewards):
-            raise WireError("a branch comes after its episode's first trajectory, and has the same reward")
+            raise WireError("a branch must come after the first trajectory of its episode and have the same reward")
 
 
 def encode_plan(plan: StepPlan) -> list[Any]:
@@ -192,7 +192,7 @@ def decode_plan(value: Any) -> StepPlan:
     sizes = [len(header.trajectories) for header in headers]
     places = [_decode_shard(shard, sizes) for shard in wire.sequence(shards, "shards")]
     if len(set(itertools.chain(*places))) != sum(map(len, places)):
-        raise WireError("a trajectory is in two shards")
+        raise WireError("a trajectory is assigned to two shards")
     return StepPlan(
         step=wire.integer(step, "step", 0, wire.MAX_ID),
         policy_version=wire.integer(policy_version, "policy_version", 0, wire.MAX_VERSION),
@@ -206,9 +206,9 @@ def decode_plan(value: Any) -> StepPlan:
 def _decode_shard(value: Any, sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
     flat = wire.integers(value, "shard place", 0, wire.MAX_TOKENS)
     if len(flat) % 2:
-        raise WireError(f"a shard must be pairs of group and trajectory, not {len(flat)} numbers")
+        raise WireError(f"a shard must be a list of pairs of group and trajectory, not {len(flat)} numbers")
     places = tuple(zip(flat[::2], flat[1::2], strict=True))
     for group, position in places:
         if group >= len(sizes) or position >= sizes[group]:
-            raise WireError(f"a shard names trajectory {position} of group {group}, which is not there")
+            raise WireError(f"a shard names trajectory {position} of group {group}, which does not exist")
     return places

@@ -158,7 +158,7 @@ class Unpacking:
         header = self._plan.groups[group]
         places = [(group, position) for position in range(len(header.trajectories))]
         if any(place not in self._found for place in places):
-            raise WireError(f"sample group {header.group_id} came without all its trajectories")
+            raise WireError(f"group {header.group_id} arrived without all its trajectories")
         prompt_text, completion_texts, started_at, finished_at = self._texts[group]
         return TrajectoryGroup(
             group_id=header.group_id,

@@ -27,7 +27,7 @@ def reference_fault(trajectory: Trajectory) -> str:
     if given is None:
         return f"extras has no {REF_LOGPROBS!r}, the log-probs of the reference"
     if given.dtype != np.float32 or given.shape != (length,):
-        return f"extras[{REF_LOGPROBS!r}] must be float32[{length}]; {given.dtype}{list(given.shape)} came"
+        return f"extras[{REF_LOGPROBS!r}] must be float32[{length}]; got {given.dtype}{list(given.shape)}"
     read = given[trajectory.loss_mask]
     if not np.isfinite(read).all() or (read > MAX_LOGPROB).any():
         return f"extras[{REF_LOGPROBS!r}] must be finite and not above 0 at every sampled token"
@@ -44,6 +44,6 @@ def require_reference(header: GroupHeader) -> None:
     lacking = brings_reference(header).count(False)
     if lacking:
         raise WireError(
-            f"{lacking} trajectories of group {header.group_id} came without extras[{REF_LOGPROBS!r}], which the "
-            "learner was told to expect (reference.path=rollout). Start the workers with the learner's settings"
+            f"{lacking} trajectories of group {header.group_id} arrived without extras[{REF_LOGPROBS!r}], which "
+            "the learner needs (reference.path=rollout). Start the workers with the learner's settings"
         )

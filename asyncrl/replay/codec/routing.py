@@ -53,14 +53,14 @@ def routing_fault(trajectory: Trajectory, routers: Routers | None = None) -> str
         dtypes = " or ".join(np.dtype(each).name for each in wanted)
         expected = f"[{tokens}, layers, k]" if routers is None else str(list(shape))
         return (
-            f"extras[{ROUTED_EXPERTS!r}] must be {dtypes}{expected}, of the tokens before the last sampled one; "
-            f"{given.dtype}{list(given.shape)} came"
+            f"extras[{ROUTED_EXPERTS!r}] must be {dtypes}{expected}, of the tokens before the last sampled one; got "
+            f"{given.dtype}{list(given.shape)}"
         )
     if not given.size:
         return ""
     if int(given.min()) < 0 or (routers is not None and int(given.max()) >= routers.experts):
         known = f" of {routers.experts}" if routers else ""
-        return f"extras[{ROUTED_EXPERTS!r}] must be experts{known}; {given.min()} to {given.max()} came"
+        return f"extras[{ROUTED_EXPERTS!r}] must be experts{known}; got {given.min()} to {given.max()}"
     # A top-k has each expert once: a duplicate would count its output twice.
     if any(bool((one == other).any()) for one, other in combinations(np.moveaxis(given, -1, 0).copy(), 2)):
         return f"extras[{ROUTED_EXPERTS!r}] names an expert twice for a token"

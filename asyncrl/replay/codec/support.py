@@ -26,22 +26,22 @@ def support_fault(trajectory: Trajectory, vocabulary: int | None = None) -> str:
     """
     lacking = [name for name in NAMES if name not in trajectory.extras]
     if lacking:
-        return f"extras has no {', '.join(lacking)}, by which the engine says what each token was drawn from"
+        return f"extras has no {', '.join(lacking)}, in which the engine records what each token was drawn from"
     counts, ids, bits = (trajectory.extras[name] for name in NAMES)
     own = trajectory.token_ids[trajectory.loss_mask]
     if counts.dtype != np.int32 or counts.shape != own.shape:
-        return f"extras[{SUPPORT_COUNTS!r}] must be int32[{len(own)}]; {counts.dtype}{list(counts.shape)} came"
+        return f"extras[{SUPPORT_COUNTS!r}] must be int32[{len(own)}]; got {counts.dtype}{list(counts.shape)}"
     listed, wide = np.maximum(counts, 0).astype(np.int64), counts < 0
     if ids.dtype != np.int32 or ids.shape != (int(listed.sum()),):
-        return f"extras[{SUPPORT_IDS!r}] must be int32[{listed.sum()}]; {ids.dtype}{list(ids.shape)} came"
+        return f"extras[{SUPPORT_IDS!r}] must be int32[{listed.sum()}]; got {ids.dtype}{list(ids.shape)}"
     rows = int(wide.sum())
     if bits.dtype != np.uint8 or bits.ndim != 2 or len(bits) != rows:
-        return f"extras[{SUPPORT_BITS!r}] must be uint8[{rows}, vocabulary / 8]; {bits.dtype}{list(bits.shape)} came"
+        return f"extras[{SUPPORT_BITS!r}] must be uint8[{rows}, vocabulary / 8]; got {bits.dtype}{list(bits.shape)}"
     width = bits.shape[1] * 8 if vocabulary is None else -(-vocabulary // 8) * 8
     if rows and (bits.shape[1] * 8 != width or int(own[wide].max()) >= width):
-        return f"extras[{SUPPORT_BITS!r}] must have {width // 8} bytes for each token; {bits.shape[1]} came"
+        return f"extras[{SUPPORT_BITS!r}] must have {width // 8} bytes for each token; got {bits.shape[1]}"
     if len(ids) and (int(ids.min()) < 0 or (vocabulary is not None and int(ids.max()) >= vocabulary)):
-        return f"extras[{SUPPORT_IDS!r}] must be ids of the vocabulary of {vocabulary}; {ids.min()} to {ids.max()} came"
+        return f"extras[{SUPPORT_IDS!r}] must be ids of the vocabulary of {vocabulary}; got {ids.min()} to {ids.max()}"
     # A token outside its support has a probability of 0: its log-prob would make every sum infinite.
     hits = np.repeat(np.arange(len(own)), listed)[ids == np.repeat(own, listed)]
     inside = np.zeros(len(own), np.bool_)
@@ -49,5 +49,5 @@ def support_fault(trajectory: Trajectory, vocabulary: int | None = None) -> str:
     seen = own[wide]
     inside[wide] = (bits[np.arange(rows), seen >> 3] >> (seen & 7) & 1).astype(np.bool_)
     if not (inside | (counts == 0)).all():
-        return "extras support_*: a sampled token is not among those that it is said to be drawn from"
+        return "extras support_*: a sampled token is not among the tokens that it was drawn from according to them"
     return ""

@@ -33,12 +33,12 @@ def topk_fault(trajectory: Trajectory, width: int = 0, vocabulary: int | None = 
     shape = (count, width or (ids.shape[1] if ids.ndim == 2 else 1))
     if (ids.dtype, logprobs.dtype) != (np.int32, np.float32) or ids.shape != shape or logprobs.shape != shape:
         return (
-            f"extras[{TOPK_IDS!r}] must be int32 and extras[{TOPK_LOGPROBS!r}] float32, both {list(shape)}; "
-            f"{ids.dtype}{list(ids.shape)} and {logprobs.dtype}{list(logprobs.shape)} came"
+            f"extras[{TOPK_IDS!r}] must be int32 and extras[{TOPK_LOGPROBS!r}] float32, both {list(shape)}; got "
+            f"{ids.dtype}{list(ids.shape)} and {logprobs.dtype}{list(logprobs.shape)}"
         )
     # The learner indexes its own log-probs by these ids: one out of range would crash it.
     if ids.size and (int(ids.min()) < 0 or (vocabulary is not None and int(ids.max()) >= vocabulary)):
-        return f"extras[{TOPK_IDS!r}] must be ids of the model's vocabulary; {ids.min()} to {ids.max()} came"
+        return f"extras[{TOPK_IDS!r}] must be ids of the model's vocabulary; got {ids.min()} to {ids.max()}"
     # -inf is a token that cannot be sampled. The comparisons are written so that a NaN is refused.
     mass = np.exp(np.minimum(logprobs, 1.0), dtype=np.float64).sum(-1)
     if logprobs.size and not (logprobs.max() <= MAX_LOGPROB and mass.max() <= MOST):

@@ -74,7 +74,7 @@ def pack(value: Any) -> bytes:
         except UnicodeEncodeError:
             packed = msgpack.packb(value, use_bin_type=True, unicode_errors="replace")
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise WireError(f"cannot be sent: {error}; only plain values can") from error
+        raise WireError(f"cannot be sent: {error}; only plain values can be sent") from error
     return packed or b""
 
 
@@ -85,7 +85,7 @@ def unpack(data: bytes | memoryview, *, max_bytes: int = MAX_REQUEST_BYTES) -> A
         WireError: too long, not msgpack, or nested too deep.
     """
     if len(data) > max_bytes:
-        raise WireError(f"a header of {len(data)} bytes is over the limit of {max_bytes}")
+        raise WireError(f"a header of {len(data)} bytes exceeds the limit of {max_bytes}")
     try:
         return msgpack.unpackb(data, raw=False, strict_map_key=False, ext_hook=_refuse_extension, use_list=True)
     except WireError:
@@ -111,7 +111,8 @@ def decode_envelope(frame: bytes | memoryview, *, max_bytes: int = MAX_REQUEST_B
         raise WireError("a header must be [schema, run, verb, request, incarnation, body]")
     if value[0] != SCHEMA:
         raise OtherSchemaError(
-            f"the peer speaks wire schema {value[0]}, this side {SCHEMA}: run one asyncrl version everywhere"
+            f"the peer uses wire schema {value[0]}, and this process uses {SCHEMA}. Run the same version of asyncrl "
+            "everywhere"
         )
     if len(value) != 6:
         raise WireError(f"a header must have 6 fields, not {len(value)}")
@@ -147,7 +148,7 @@ def turn_numbers(values: Sequence[Any], reward: Any) -> tuple[float, ...]:
     """
     checked = tuple(number(value, "turn_rewards") for value in values)
     if checked and not math.isfinite(sum(map(abs, checked)) + abs(number(reward, "reward"))):
-        raise WireError(f"turn_rewards must have finite sums; up to {max(map(abs, checked)):g} came")
+        raise WireError(f"turn_rewards must have finite sums; got values of up to {max(map(abs, checked)):g}")
     return checked
 
 
@@ -190,8 +191,8 @@ def extra_size(extra: ExtraHeader) -> int:
 def unsendable(name: Any, dtype: Any) -> str:
     """Return the error message for an extra of a refused dtype."""
     return (
-        f"extra {short(name)} has dtype {short(dtype)}; what can be sent is {', '.join(EXTRA_DTYPES)}. Convert "
-        "it, or send its bytes: a bfloat16 tensor as tensor.view(torch.uint16).numpy()"
+        f"extra {short(name)} has dtype {short(dtype)}; the dtypes that can be sent are {', '.join(EXTRA_DTYPES)}. "
+        "Convert it, or send its bytes: a bfloat16 tensor as tensor.view(torch.uint16).numpy()"
     )
 
 
@@ -200,7 +201,7 @@ def decode_extra_headers(value: Any) -> tuple[ExtraHeader, ...]:
     message."""
     headers = tuple(_decode_extra(row) for row in sequence(value, "extras", limit=MAX_EXTRAS))
     if len({header.name for header in headers}) != len(headers):
-        raise WireError(f"extras need different names, not {short(str([header.name for header in headers]))}")
+        raise WireError(f"the names of extras must differ; got {short(str([header.name for header in headers]))}")
     return headers
 
 
@@ -217,8 +218,8 @@ def _decode_extra(row: Any) -> ExtraHeader:
     nbytes = math.prod(max(1, size) for size in extra.shape) * EXTRA_DTYPES[dtype]
     if nbytes > MAX_MESSAGE_BYTES:
         raise WireError(
-            f"extra {name!r} of shape {list(extra.shape)} spans {nbytes} bytes, over the limit of "
-            f"{MAX_MESSAGE_BYTES} for one array: attach it in parts"
+            f"extra {name!r} of shape {list(extra.shape)} spans {nbytes} bytes, which exceeds the limit of "
+            f"{MAX_MESSAGE_BYTES} for one array. Attach it in parts"
         )
     return extra
 

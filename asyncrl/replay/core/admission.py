@@ -56,19 +56,20 @@ class AdmissionSettings:
                 )
         if not 0 <= self.pipeline_depth <= self.max_staleness:
             raise ConfigError(
-                f"pipeline_depth={self.pipeline_depth} must be between 0 and max_staleness={self.max_staleness}: "
-                f"groups that far ahead get over-age. Lower pipeline_depth or raise max_staleness"
+                f"pipeline_depth={self.pipeline_depth} must be between 0 and max_staleness={self.max_staleness}. "
+                "Groups that far ahead would become too old. Lower pipeline_depth or raise max_staleness"
             )
 
         if self.max_lag < 0:
             raise ConfigError(
-                f"window={self.window} lets a group be passed for {self.bypass_steps} steps, which with "
-                f"pipeline_depth={self.pipeline_depth} is over max_staleness={self.max_staleness}. Lower it"
+                f"window={self.window} lets others pass a group for {self.bypass_steps} steps, which together with "
+                f"pipeline_depth={self.pipeline_depth} exceeds max_staleness={self.max_staleness}. Lower window"
             )
         if self.by_sample and (self.window or self.max_times_sampled > 1 or self.order not in SAMPLE_ORDERS):
             raise ConfigError(
-                f"admission by sample knows no window={self.window}, max_times_sampled={self.max_times_sampled} or "
-                f"order={self.order}: they are about groups that have one id. Leave them out"
+                f"admission by sample does not support window={self.window}, "
+                f"max_times_sampled={self.max_times_sampled} or order={self.order}, which apply to whole groups. "
+                "Leave them out"
             )
         if self.min_group_size > self.group_size:
             raise ConfigError(f"min_group_size={self.min_group_size} is above group_size={self.group_size}. Lower it")

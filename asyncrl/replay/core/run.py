@@ -87,8 +87,8 @@ class Run:
         """Raises FencedError when a newer incarnation of this peer has said hello."""
         if self.state.peers.replaced(peer, incarnation):
             raise FencedError(
-                f"{peer!r} was replaced by a newer incarnation; this one has to stop. If that one was started by "
-                "mistake, stop it: a run has one process of a name"
+                f"{peer!r} was replaced by a newer process of the same name, so this one must stop. If the newer one "
+                "was started by mistake, stop it: a run can have only one process of each name"
             )
 
     def counts(self) -> dict[str, float]:

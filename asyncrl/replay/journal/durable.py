@@ -86,8 +86,8 @@ def recover(
             places[event.header.group_id] = record.position
     if left_out(disk, end):
         log.warning(
-            "the journal file %s ends at byte %d with a record that is not whole: left out. A crash leaves such a one, "
-            "which nobody was told of; so does damage to the last words before it",
+            "the journal file %s ends at byte %d with an incomplete record, which is left out. A crash leaves one "
+            "that was never acknowledged; damage to the last bytes before it looks the same",
             segment_name(newest.number),
             offset_of(end),
         )
@@ -117,7 +117,7 @@ def read_payload(disk: Disk, entry: Entry, position: int) -> Any:
     if not isinstance(event, ev.Inserted) or event.header.group_id != entry.group_id:
         raise JournalError(
             f"the journal file {segment_name(segment_of(position))} is damaged at byte {offset_of(position)}: the "
-            f"payload of group {entry.group_id} is not there. {REPAIR}"
+            f"payload of group {entry.group_id} is missing. {REPAIR}"
         )
     return event.payload
 

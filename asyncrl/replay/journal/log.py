@@ -155,12 +155,12 @@ class SegmentLog:
             where = f"the journal file {self.writing}"
             if error.errno in FULL:
                 self.problem = (
-                    f"the disk is full: {where} cannot grow ({error.strerror}). Nothing is lost and nothing new is "
-                    "started until there is space again"
+                    f"the disk is full: {where} cannot grow ({error.strerror}). Nothing is lost, and nothing new is "
+                    "started until there is space"
                 )
                 return False
             # After a failed sync the kernel may have dropped what it could not write; trying again would lie.
-            raise JournalError(f"{where} could not be written: {error}. Mend the disk and start again") from error
+            raise JournalError(f"{where} could not be written: {error}. Repair the disk and start again") from error
         with self._lock:
             for _ in items:
                 self._queue.popleft()

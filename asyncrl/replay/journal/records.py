@@ -129,7 +129,7 @@ def _decode_side(value: Any, name: str, tail: _Tail) -> SideFrames | None:
     """Not judged by a header: what the record holds was, when it came."""
     rows = tuple(tuple(_decode_sizes(row, name, tail)) for row in wire.sequence(value, name, limit=wire.MAX_TOKENS))
     if not all(rows):
-        raise WireError(f"{name} has a trajectory without even a size of its extras")
+        raise WireError(f"{name} has a trajectory without the size of its extras")
     if not rows:
         return None
     joined = tail.take(joined_size(rows))
@@ -145,7 +145,7 @@ def _decode_reason(value: Any, name: str, tail: _Tail) -> DropReason:
     try:
         return DropReason(value)
     except ValueError as error:
-        raise WireError(f"{wire.short(value)} is no drop reason") from error
+        raise WireError(f"{wire.short(value)} is not a drop reason") from error
 
 
 def _decode_bool(value: Any, name: str, tail: _Tail) -> bool:

@@ -57,7 +57,7 @@ def read_history(disk: Disk) -> Iterator[tuple[int, ev.Event]]:
     """`read_journal` on any disk."""
     chain = segment_chain(disk)
     if not chain:
-        raise JournalError("the journal holds no finished record: nothing was made durable yet")
+        raise JournalError("the journal holds no finished record, so nothing was made durable yet")
     in_force = chain[0].snapshot.run.get("settings")
     for place, segment in enumerate(chain):
         last = place + 1 == len(chain)
@@ -158,7 +158,9 @@ def begun_segments(disk: Disk) -> list[Begun]:
             continue
         snapshot = decode_record(first)
         if not isinstance(snapshot, ev.Snapshotted):
-            raise JournalError(f"the journal file {name} does not begin with a snapshot: it is not from this program")
+            raise JournalError(
+                f"the journal file {name} does not begin with a snapshot, so it was not written by asyncrl"
+            )
         # Without the image: it is applied from its record, and a long run has thousands of them.
         begun.append(Begun(number, replace(snapshot, image={})))
     return begun
@@ -183,6 +185,6 @@ def decode_record(record: Record) -> ev.Event:
     except WireError as error:
         name = segment_name(segment_of(record.position))
         raise JournalError(
-            f"the journal file {name} cannot be read at position {record.position}: {error}. It was written by another "
-            "version of asyncrl: use that one, or start with another run.dir"
+            f"the journal file {name} cannot be read at position {record.position}: {error}. It was written by "
+            "another version of asyncrl. Use that version, or start with another run.dir"
         ) from error

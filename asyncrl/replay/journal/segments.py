@@ -32,8 +32,8 @@ BLOCK = 4096
 HEAD_FILE = "head"
 MAX_BODY = (1 << 32) - 1
 REPAIR = (
-    "Restore the file from a copy; or move the journal folder away and resume from the checkpoint, which makes the "
-    "groups after it anew"
+    "Restore the file from a copy, or move the journal folder away and resume from the checkpoint, which generates "
+    "the groups after it again"
 )
 _NAME = re.compile(r"(\d{8})\.seg")
 
@@ -165,7 +165,7 @@ def scan(disk: Disk, segment: int, end: int | None = None) -> Iterator[Record]:
         last = record
         offset = offset_of(record.end)
     if end is not None and offset != stop:
-        raise _damaged(name, offset, f"the segment after it says that this one ends at {stop}")
+        raise _damaged(name, offset, f"according to the next segment, this one ends at byte {stop}")
     if end is None:
         _refuse_damage(data, segment, offset)
         _refuse_cut(data, segment, last)
@@ -179,7 +179,7 @@ def _refuse_damage(data: memoryview, segment: int, offset: int) -> None:
     while found >= 0:
         record = read_record(data, segment, found) if found % ALIGN == 0 else None
         if record is not None and record.synced > position_of(segment, offset):
-            raise _damaged(segment_name(segment), offset, f"a record at byte {found} saw it durable")
+            raise _damaged(segment_name(segment), offset, f"the record at byte {found} shows that it was durable")
         found = content.find(MAGIC, found + 1)
 
 
@@ -190,7 +190,9 @@ def _refuse_cut(data: memoryview, segment: int, last: Record | None) -> None:
     offset = offset_of(last.end)
     if len(data) - offset < HEADER.size or begins_record(data, segment, offset):
         made = last.blocks * BLOCK
-        raise _damaged(segment_name(segment), offset, f"it was made with {made} bytes and has {len(data)}: cut off")
+        raise _damaged(
+            segment_name(segment), offset, f"it was created with {made} bytes but has {len(data)}: it was truncated"
+        )
 
 
 def begins_record(data: memoryview, segment: int, offset: int) -> bool:

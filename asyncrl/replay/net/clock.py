@@ -38,7 +38,9 @@ class AwakeClock:
             gap, self._last = now - self._last, now
             if gap > self._limit_s:
                 self._lost += gap - self._limit_s
-                log.warning("this process did not run for %.1f s: that time is not counted as anybody's silence", gap)
+                log.warning(
+                    "this process did not run for %.1f s. That time does not count as silence of its peers", gap
+                )
             return now - self._lost
 
 

@@ -52,8 +52,8 @@ class Doors:
         if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
             self.close()
             raise PermissionError(
-                f"{folder} has mode {stat.S_IMODE(found.st_mode):04o} and belongs to user {found.st_uid}: it must have "
-                f"mode 0700 and be your own (user {os.geteuid()}). Remove it"
+                f"{folder} has mode {stat.S_IMODE(found.st_mode):04o} and belongs to user {found.st_uid}. It must "
+                f"have mode 0700 and belong to you (user {os.geteuid()}). Remove it"
             )
 
     def path(self, role: str) -> str:

@@ -57,7 +57,7 @@ def make_keys(directory: Path, aside: Path | None = None) -> None:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
-            raise ConfigError(f"{directory} is there already; remove it, or name another folder") from None
+            raise ConfigError(f"{directory} already exists. Remove it, or give another folder") from None
     finally:
         shutil.rmtree(made, ignore_errors=True)
 
@@ -95,9 +95,9 @@ def run_keys(folder: Path) -> Path:
     found = directory.stat()
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise ConfigError(
-            f"{directory} has mode {stat.S_IMODE(found.st_mode):04o} and belongs to user {found.st_uid}: the keys of a "
-            f"run must be in a folder of mode 0700 of your own (user {os.geteuid()}). Remove it, or keep them "
-            "elsewhere: `asyncrl keys DIR` and replay.keys=DIR"
+            f"{directory} has mode {stat.S_IMODE(found.st_mode):04o} and belongs to user {found.st_uid}. The keys of "
+            f"a run must be in a folder that has mode 0700 and belongs to you (user {os.geteuid()}). Remove it, or "
+            "keep the keys elsewhere: `asyncrl keys DIR` and replay.keys=DIR"
         )
     return directory
 
@@ -113,9 +113,11 @@ def key_pair(keys: str, role: str) -> KeyPair:
     public, secret = _load(directory, name)
     mode = stat.S_IMODE((directory / name).stat().st_mode)
     if mode & 0o007:
-        raise ConfigError(f"{directory / name} has mode {mode:04o}: every user may use it. chmod 600 it")
+        raise ConfigError(f"{directory / name} has mode {mode:04o}, so other users can read it. Run chmod 600 on it")
     if not secret:
-        raise ConfigError(f"{directory / name} holds no secret. Copy it again from where `asyncrl keys` made it")
+        raise ConfigError(
+            f"{directory / name} contains no secret. Copy it again from the folder that `asyncrl keys` made"
+        )
     return KeyPair(public, secret)
 
 
@@ -132,20 +134,23 @@ def roles_by_key(keys: str, server: str = "server") -> dict[bytes, str]:
 def _load(directory: Path, name: str) -> tuple[bytes, bytes | None]:
     path = directory / name
     if directory == Path():
-        raise ConfigError("replay.keys is empty here: without keys everybody could feed the learner (see `with_keys`)")
+        raise ConfigError(
+            "replay.keys is empty here. Without keys, anyone could send groups to the learner (see `with_keys`)"
+        )
     try:
         return load_certificate(str(path))
     except (OSError, ValueError) as error:
         if name.startswith(f"{VIEWER}.") and (directory / "server.key").exists():
             raise ConfigError(
                 f"the key {path} cannot be read: {error}. A machine that watches needs server.key, viewer.key and "
-                "viewer.key_secret. One made by an earlier asyncrl has no viewer: make new keys with `asyncrl keys "
-                "NEWDIR`, for the next run"
+                "viewer.key_secret. A folder made by an earlier version of asyncrl has no viewer key. In that case "
+                "make new keys for the next run with `asyncrl keys NEWDIR`"
             ) from error
         if (directory / "clients").is_dir() or (directory / "client.key_secret").exists():
             raise ConfigError(
-                f"replay.keys={directory} was made by an earlier asyncrl, with one key for every client; now each role "
-                "has its own. Make new ones with `asyncrl keys NEWDIR`, copy them as before and set replay.keys=NEWDIR"
+                f"replay.keys={directory} was made by an earlier version of asyncrl, with one key for all clients. "
+                "Now each role has its own key. Make new keys with `asyncrl keys NEWDIR`, copy them as before and set "
+                "replay.keys=NEWDIR"
             ) from error
         raise ConfigError(
             f"the key {path} cannot be read: {error}. `asyncrl keys DIR` makes keys; a machine needs all "

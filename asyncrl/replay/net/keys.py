@@ -30,12 +30,12 @@ def check_address(address: str, keys: str) -> None:
     host = host_of(address)
     if not host or is_everywhere(host):
         raise ConfigError(
-            f"replay.address={address!r} must name one interface, as in tcp://10.0.0.5:5577; never a wildcard"
+            f"replay.address={address!r} must name one interface, as in tcp://10.0.0.5:5577, not a wildcard"
         )
     if not keys and not is_loopback(address):
         raise ConfigError(
-            f"replay.address={address!r} is not loopback and replay.keys is empty: anybody on the network could feed "
-            f"the learner. Make keys with `asyncrl keys DIR` and set replay.keys=DIR"
+            f"replay.address={address!r} is not a loopback address, but replay.keys is empty: anyone on the network "
+            "could send groups to the learner. Make keys with `asyncrl keys DIR` and set replay.keys=DIR"
         )
 
 

@@ -83,7 +83,7 @@ class Doorkeeper:
         before = self._queued.get(speaker, 0)
         count = self._queued[speaker] = before + (1 if has_payload else BARE)
         if before <= FLOOD < count:
-            log.warning("a connection (%s) sends more than is taken in: it is closed", self.speaks_for(connection))
+            log.warning("a connection (%s) sends more than is accepted and is closed", self.speaks_for(connection))
         return count
 
     def must_close(self, connection: bytes) -> bool:

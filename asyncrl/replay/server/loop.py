@@ -123,8 +123,8 @@ class ReplayServer:
             return
         for session, request in self.outbox.overdue(self.clock() - self.patience_s):
             text = (
-                f"nothing became durable at the replay server for {self.patience_s:.0f} s: the disk of the journal "
-                "does not answer"
+                f"the replay server made nothing durable for {self.patience_s:.0f} s: the disk of the journal "
+                "does not respond"
             )
             self.replies.send(session.identity, "no_progress", request, text)
 
@@ -168,7 +168,9 @@ class ReplayServer:
             return 1
         if envelope.run != self.run_id or session.role != role:
             self.door.malformed(identity)
-            text = f"what a {role}'s key has opened is no connection of this {session.role}, or of another run"
+            text = (
+                f"a connection opened with a {role}'s key is not one of this {session.role}, or belongs to another run"
+            )
             self.replies.turn_away(identity, "refused", envelope.request, text)
             return 1
         self._heard(session, identity)
@@ -193,7 +195,7 @@ class ReplayServer:
         try:
             hello = words.decode_hello(envelope)
             if self.door.speaks_for(identity) not in ("", envelope.incarnation):
-                raise WireError(f"{hello.role} {wire.short(hello.name)} says hello on the connection of another peer")
+                raise WireError(f"{hello.role} {wire.short(hello.name)} said hello on the connection of another peer")
         except WireError as error:
             self._malformed(identity, error)
             self.replies.turn_away(identity, "wire", envelope.request, str(error))
@@ -225,15 +227,18 @@ class ReplayServer:
     def _refused(self, hello: words.Hello, key_role: str, run: str) -> str:
         """Return why this peer can never be admitted; empty if it can."""
         if hello.role != key_role:
-            return f"its key is the {key_role}'s, and it says that it is a {hello.role}. Give each role its own secret"
+            return (
+                f"its key is that of a {key_role}, but it says that it is a {hello.role}. Give each role its own secret"
+            )
         if hello.role == VIEWER:  # it knows no settings
-            return "" if run in ("", self.run_id) else "another run is here by now: start watching anew"
+            return "" if run in ("", self.run_id) else "this address now belongs to another run. Start watching again"
         if hello.digest != self.run_digest or run not in ("", self.run_id):
             log.warning("%s %r has digest %s, run %r; here they are %s, %r", hello.role, hello.name, hello.digest, run,
                         self.run_digest, self.run_id)  # fmt: skip
             return (
-                f"{hello.role} {hello.name!r} was started with other settings than this server, or for another run: "
-                f"start all with the same overrides (its digest is {hello.digest}; the server's log has the server's)"
+                f"{hello.role} {hello.name!r} was started with other settings than this server, or for another run. "
+                f"Start all processes with the same overrides (its settings digest is {hello.digest}; that of the "
+                "server is in the server's log)"
             )
         return ""
 
@@ -242,16 +247,16 @@ class ReplayServer:
         for another boot or has another role here, or if there are too many viewers."""
         if hello.role == "worker" and hello.boot not in ("", self.boot):
             raise FencedError(
-                f"the replay server was restarted and does not know what {hello.name!r} works on; start the worker anew"
+                f"the replay server was restarted and does not know what {hello.name!r} works on. Restart it"
             )
         if self.door.is_expelled(incarnation):
-            raise FencedError(f"{hello.role} {hello.name!r} sent {MAX_MALFORMED} malformed messages; start it anew")
+            raise FencedError(f"{hello.role} {hello.name!r} sent {MAX_MALFORMED} malformed messages. Restart it")
         known = self.sessions.get(incarnation)
         if known is not None and known.role != hello.role:
-            raise FencedError(f"{hello.role} {hello.name!r} names itself as a {known.role} does that is here already")
+            raise FencedError(f"{hello.role} {hello.name!r}: a {known.role} of this name is already connected")
         viewers = sum(session.role == VIEWER for session in self.sessions.values())
         if hello.role == VIEWER and known is None and viewers >= MAX_VIEWERS:
-            raise FencedError(f"{viewers} are watching this run, and more may not. Ask again when one of them has left")
+            raise FencedError(f"{viewers} already watch this run, which is the limit. Try again when one has left")
         if hello.role == "worker":
             self.core.hello(hello.name, incarnation, hello.served)
         elif hello.role == "learner":
@@ -266,8 +271,8 @@ class ReplayServer:
             if each.role == "learner" and each.name == rank and silent_s < self.silence_s / 3:
                 found.append(each.incarnation)
                 log.warning(
-                    "learner %s came, and another was heard %.1f s ago: once this one has restored, what that one asks "
-                    "is refused. If both run, stop one of them: a run has one learner",
+                    "learner %s connected, and another was heard %.1f s ago. Once the new one has restored, requests "
+                    "of the other are refused. If both run, stop one of them: a run has one learner",
                     rank, silent_s,
                 )  # fmt: skip
         return found
@@ -360,11 +365,11 @@ class ReplayServer:
 
     def _tick(self, now: float) -> None:
         for name in self.core.expire():
-            log.warning("worker %s was silent for %.1f s: its assignments go to others", name, self.silence_s)
+            log.warning("worker %s was silent for %.1f s. Its assignments go to other workers", name, self.silence_s)
             self.waiting.changed = True
         for session in [s for s in self.sessions.values() if now - s.seen > self.silence_s]:
             if session.role == "learner":
-                log.warning("learner %s was silent for %.1f s: no step ends without it", session.name, self.silence_s)
+                log.warning("learner %s was silent for %.1f s. No step ends without it", session.name, self.silence_s)
             self._forget(session)
 
     def _over(self, now: float) -> bool:
@@ -386,7 +391,7 @@ class ReplayServer:
             return
         worker.malformed = count
         if count == MAX_MALFORMED and worker.incarnation in self.sessions:
-            log.warning("%s sent %d malformed messages: its assignments go to others", peer, count)
+            log.warning("%s sent %d malformed messages. Its assignments go to other workers", peer, count)
             self.door.expel(identity, worker.incarnation)
             self.core.expel(worker.name, worker.incarnation)
             self._forget(worker)

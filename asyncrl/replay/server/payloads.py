@@ -53,7 +53,7 @@ class WithPlanner:
         self, header: GroupHeader, body: Any, frames: Sequence[Frame], vocabulary: int, routers: Routers | None
     ) -> StoredGroup:
         if body is not None:
-            raise WireError(f"group {header.group_id} came with a receipt of a shard: this run has none")
+            raise WireError(f"group {header.group_id} arrived with a receipt of a shard, but this run has no shards")
         stored = split_frames(header, frames)
         check_stored(header, stored, vocabulary, routers)
         return stored
@@ -72,6 +72,6 @@ def refuse_other_store(payloads: Iterable[Any], shards: int) -> None:
         if missing or (shards > 0 and isinstance(payload, StoredGroup | InJournal)):
             where = f"in shard {payload.shard}" if isinstance(payload, Elsewhere) else "with the replay server"
             raise JournalError(
-                f"replay.shards={shards}, but this journal has a payload {where}. Resume the run with the number of "
-                "shards that it had"
+                f"replay.shards={shards}, but the journal has a payload {where}. Resume the run with the number of "
+                "shards that it began with"
             )

@@ -112,7 +112,7 @@ def _doors(config: ReplayConfig, context: zmq.Context, server: str) -> Iterator[
                 for role in roles_by_key(config.keys, server).values():
                     opened[role] = stack.enter_context(_listening(config, context, doors, role))
             except (OSError, zmq.ZMQError) as error:  # a file system without sockets, or read-only
-                log.warning("no sockets of this machine in %s, all come by tcp: %s", config.keys, error)
+                log.warning("no local sockets can be made in %s, so all connections use TCP: %s", config.keys, error)
                 stack.close()  # a peer that connects to a bound socket nobody reads would wait
                 opened.clear()
         yield opened

@@ -46,7 +46,7 @@ class Viewing:
         if body is not None or frames:
             raise WireError("view takes nothing")
         if session.waiting:
-            raise WireError("a viewer asks again when it has its answer")
+            raise WireError("a viewer must wait for its answer before it asks again")
 
         def answer() -> Answer:
             session.viewed = self._core.clock()

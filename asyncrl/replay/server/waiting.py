@@ -70,7 +70,7 @@ class WaitingRequests:
     def add(self, session: Session, request: int, verb: str, later: Later) -> None:
         """Add a request. Raises WireError if too many requests of this peer wait already."""
         if session.patient >= MAX_PATIENT:
-            raise WireError(f"{session.patient} requests of this peer wait already; one more is not taken")
+            raise WireError(f"{session.patient} requests of this peer are waiting already; no more are accepted")
         session.patient += 1
         session.waiting.add(request)
         deadline = self._clock() + later.wait_s

@@ -41,7 +41,7 @@ class ShardArchive:
         shelf = self._shelf(where.shard)
         stored = read_stored(shelf.disk, shelf.positions[key]) if key in shelf.positions else None
         if stored is None:
-            raise JournalError(f"the journal of shard {where.shard} does not have group {key.group_id} any more")
+            raise JournalError(f"the journal of shard {where.shard} no longer has group {key.group_id}")
         return stored.payload
 
     def close(self) -> None:
@@ -53,8 +53,8 @@ class ShardArchive:
             folder = shard_folder(self._journal, shard)
             if not folder.is_dir():
                 raise JournalError(
-                    f"{folder} is missing: the payloads of this run lie in the journals of its shards. Copy each to "
-                    "its place from the machine where the shard ran"
+                    f"{folder} is missing. The payloads of this run are in the journals of its shards. Copy each "
+                    "journal to its place from the machine where its shard ran"
                 )
             disk = FolderDisk(folder, locked=False)
             self._shelves[shard] = _Shelf(disk, read_positions(disk))

@@ -227,13 +227,13 @@ class ShardDesk:
         store, most_of_one = self._host.store, SPARE * self._max_bytes
         if header.nbytes > most_of_one:
             raise WireError(
-                f"group {header.group_id} has {header.nbytes} bytes; a shard takes {SPARE} * replay.max_bytes="
-                f"{most_of_one} from one worker. Raise replay.max_bytes"
+                f"group {header.group_id} has {header.nbytes} bytes, but a shard accepts at most {SPARE} * "
+                f"replay.max_bytes={most_of_one} from one worker. Raise replay.max_bytes"
             )
         if store.tags_by[header.group_id, header.attempt, header.worker] >= MAX_TAGS:
             raise WireError(
-                f"worker {header.worker!r} has sent {MAX_TAGS} payloads of group {header.group_id} (attempt "
-                f"{header.attempt}) already; a group is made once"
+                f"worker {header.worker!r} has already sent {MAX_TAGS} payloads of group {header.group_id} (attempt "
+                f"{header.attempt}); a group is generated once"
             )
         left = min(most_of_one - store.bytes_by[header.worker], MOST * self._max_bytes - store.nbytes)
         return header.nbytes <= left
@@ -258,8 +258,8 @@ class ShardDesk:
         found = self._host.store.find(key)
         if found is None:
             raise ReplayError(
-                f"shard {self._place.shard} does not have the payload of group {key.group_id} (attempt {key.attempt}): "
-                "its journal was lost. Move the folder journal of run.dir away, on every machine, and resume=auto: the "
-                "groups after the checkpoint are made again"
+                f"shard {self._place.shard} does not have the payload of group {key.group_id} (attempt "
+                f"{key.attempt}), so its journal was lost. Move the folder journal in run.dir away on every machine, "
+                "then resume=auto generates the groups after the checkpoint again"
             )
         return found

@@ -52,7 +52,9 @@ class InShards:
         self, header: GroupHeader, body: Any, frames: Sequence[Frame], vocabulary: int, routers: Routers | None
     ) -> Elsewhere:
         if body is None or frames:
-            raise WireError(f"group {header.group_id} came without the receipt of a shard: replay.shards={self.count}")
+            raise WireError(
+                f"group {header.group_id} arrived without the receipt of a shard, but replay.shards={self.count}"
+            )
         shard, tag, seal = wire.sequence(body, "receipt", 3)
         wire.integer(shard, "shard", 0, self.count - 1)
         wire.text(tag, "tag", wire.MAX_NAME)
@@ -87,8 +89,8 @@ class InShards:
             silent_s = self._clock() - known.seen
             if silent_s <= self._silence_s:
                 raise FencedError(
-                    f"shard {shard} listens on {self._addresses[shard]} and was heard {silent_s:.1f} s ago; {address} "
-                    "is a second one of this number. Stop one of them, or give it another number below "
+                    f"shard {shard} listens on {self._addresses[shard]} and was heard {silent_s:.1f} s ago, but "
+                    f"{address} has the same number. Stop one of them, or give it another number below "
                     f"replay.shards={self.count}"
                 )
         self._addresses[shard], self._peers[shard] = address, peer
@@ -103,7 +105,7 @@ class InShards:
     def missing(self) -> NoProgress:
         """Return the error for a peer that asked for the addresses: it names the missing shards."""
         names = ", ".join(str(shard) for shard in range(self.count) if shard not in self._addresses)
-        return NoProgress(f"shard {names} of {self.count} has not come to the replay server; start it")
+        return NoProgress(f"shard {names} of {self.count} has not connected to the replay server. Start it")
 
 
 def _where(payload: Any) -> tuple[int, str]:

@@ -147,5 +147,5 @@ def shard_config(arguments: Sequence[str]) -> tuple[int, Config]:
             "shard 0 replay.shards=2 replay.shard_address=tcp://127.0.0.1:5580"
         )
     if not config.replay.shard_address:
-        raise ConfigError("a shard needs an address of its own: give replay.shard_address=tcp://HOST:PORT")
+        raise ConfigError("a shard needs an address of its own. Give replay.shard_address=tcp://HOST:PORT")
     return int(number), config

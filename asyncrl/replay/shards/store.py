@@ -204,8 +204,8 @@ def open_store(disk: Disk, settings: JournalSettings, run: dict[str, Any]) -> Sh
     newest = chain[-1]
     if newest.snapshot.run != run:
         raise JournalError(
-            f"this folder holds the journal of {newest.snapshot.run}, not of {run}. Give this shard the folder it had "
-            "before; for a new run give another run.dir, or overwrite=true"
+            f"this folder contains the journal of {newest.snapshot.run}, not of {run}. Give this shard the folder "
+            "that it had before. For a new run, give another run.dir or overwrite=true"
         )
     held, end = _recover(disk, newest)
     # What was read may not be durable: a killed process leaves its writes in the page cache.
@@ -246,7 +246,7 @@ def _attach(disk: Disk, key: Key, position: int) -> Held:
     if stored is None or (stored.header.group_id, stored.header.attempt, stored.tag) != key:
         raise JournalError(
             f"the journal file {segment_name(segment_of(position))} is damaged at byte {offset_of(position)}: the "
-            f"payload of group {key.group_id} is not there. {REPAIR}"
+            f"payload of group {key.group_id} is missing. {REPAIR}"
         )
     return Held(position, stored.header.nbytes, stored.header.worker, stored.payload)
 
@@ -285,6 +285,6 @@ def decode_record(record: Record) -> Stored | Released | ev.Snapshotted:
     except WireError as error:
         name = segment_name(segment_of(record.position))
         raise JournalError(
-            f"the journal file {name} of a shard cannot be read at position {record.position}: {error}. It was written "
-            "by another version of asyncrl: use that one, or start with another run.dir"
+            f"the journal file {name} of a shard cannot be read at position {record.position}: {error}. It was "
+            "written by another version of asyncrl. Use that version, or start with another run.dir"
         ) from error

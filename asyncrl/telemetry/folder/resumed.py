@@ -144,7 +144,7 @@ def _noted(folder: Path, what: str) -> dict[str, Any]:
     """Of `run.json`, empty where it is of an older version. Raises OSError, ValueError."""
     found = read_object(folder / RUN_FILE).get(what, {})
     if not isinstance(found, dict):
-        raise ValueError(f"{what} is no object")
+        raise ValueError(f"{what} is not a JSON object")
     return found
 
 
@@ -167,9 +167,8 @@ def refuse_other_run(config: RunSettings, folder: Path) -> None:
     if known.get("kind") != given.get("kind"):
         of = "asyncrl sft" if known.get("kind") else "reinforcement learning"
         raise RunFolderError(
-            f"run.dir={config.run.dir} holds a run of {of}, "
-            "which these settings do not go on with. Give another run.name; its model is in "
-            f"{Path(config.run.dir) / 'hf'} once it has ended"
+            f"run.dir={config.run.dir} holds a run of {of}, which these settings cannot continue. Give another "
+            f"run.name. The run's model is in {Path(config.run.dir) / 'hf'} once the run has ended"
         )
     named = {
         "model": f"model.path={config.model.path}",
@@ -179,9 +178,9 @@ def refuse_other_run(config: RunSettings, folder: Path) -> None:
         if part in given and given[part] != before:
             what = named.get(part, f"{part}={str(given[part]).lower()}")
             raise RunFolderError(
-                f"{what} is not what the run in run.dir={config.run.dir} began with ({part} {str(before).lower()}): "
-                "a resume may change how it is trained, not the model, the data and their order. Resume with the "
-                "former, or start a new run with another run.name"
+                f"{what} is not what the run in run.dir={config.run.dir} began with ({part} {str(before).lower()}). A "
+                "resume may change how the model is trained, but not the model, the data and their order. Resume with "
+                "the earlier value, or start a new run with another run.name"
             )
 
 
@@ -235,9 +234,9 @@ def _settings_in(path: Path) -> dict[str, Any]:
     try:
         before = yaml.safe_load(path.read_text())
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise RunFolderError(f"{path} cannot be read: {error}. Mend or delete it, then resume again") from error
+        raise RunFolderError(f"{path} cannot be read: {error}. Repair or delete it, then resume again") from error
     if not isinstance(before, dict):
-        raise RunFolderError(f"{path} holds no settings. Mend or delete it, then resume again")
+        raise RunFolderError(f"{path} contains no settings. Repair or delete it, then resume again")
     return meant(before)
 
 

@@ -175,8 +175,8 @@ def occupied(config: RunSettings) -> Iterator[None]:
     with alone_in(folder) as alone:
         if not alone:
             raise RunFolderError(
-                f"run.dir={config.run.dir} belongs to a run that is going on right now{holders(folder)}. Stop that one "
-                "first, or give another run.name"
+                f"run.dir={config.run.dir} belongs to a run that is in progress{holders(folder)}. Stop it first, or "
+                "give another run.name"
             )
         yield
 
@@ -205,13 +205,13 @@ def refuse_used_folder(config: RunSettings) -> None:
         raise RunFolderError(f"run.dir={config.run.dir} is a file. Give another run.dir or run.name")
     if owner_of(folder) is None and (folder / RUN_FILE).exists():
         raise RunFolderError(
-            f"{folder / RUN_FILE} cannot be read: it says whose run this is, so the folder is left alone. "
-            "Restore it from a copy, or give another run.dir or run.name"
+            f"{folder / RUN_FILE} cannot be read. It says which run the folder belongs to, so the folder is not "
+            "touched. Restore the file from a copy, or give another run.dir or run.name"
         )
     if owner_of(folder) is None:
         raise RunFolderError(
-            f"run.dir={config.run.dir} holds files but no {RUN_FILE}, so it is not a run folder of asyncrl and is left "
-            "alone. Give another run.dir or run.name"
+            f"run.dir={config.run.dir} holds files but no {RUN_FILE}, so it is not a run folder of asyncrl and is not "
+            "touched. Give another run.dir or run.name"
         )
     if config.resume == "never" and not config.overwrite:
         raise RunFolderError(
@@ -221,8 +221,9 @@ def refuse_used_folder(config: RunSettings) -> None:
     named = Path(config.resume) if config.resume not in ("never", "auto") else None
     if named and _has_rows(folder) and is_of_another_run(named, folder / CHECKPOINT_DIR, origin_of(folder)):
         raise RunFolderError(
-            f"run.dir={config.run.dir} has steps of its own, and resume={config.resume} is a checkpoint of another "
-            "run: the rows and groups of both would pass for those of one. Give another run.dir to go on from it"
+            f"run.dir={config.run.dir} already has steps of its own, and resume={config.resume} is a checkpoint of "
+            "another run. The rows and groups of both runs would be mixed up. Give another run.dir to continue from "
+            "that checkpoint"
         )
 
 
@@ -259,8 +260,8 @@ def said_of_gone(run_id: str, folder: Path) -> str:
     if owner_of(folder) == run_id:
         return ""
     return (
-        f"run.dir={folder} was moved away, deleted or begun anew while the run went on. Moved back whole, it goes on "
-        "with resume=auto"
+        f"run.dir={folder} was moved, deleted or recreated during the run. If it was moved, move it back completely "
+        "and continue with resume=auto"
     )
 
 
@@ -322,10 +323,10 @@ def config_note(folder: Path) -> str:
     try:
         text, _, seal = path.read_text().rpartition(SEAL)
     except (OSError, ValueError) as error:
-        return f"{path} cannot be read ({error}): what a resume changes is not known"
+        return f"{path} cannot be read ({error}), so it is not known what a resume changes"
     if f"{SEAL}{seal}" == _seal_of(text):
         return ""
-    return f"{path} was changed or cut after it was written: what it says now counts"
+    return f"{path} was changed or truncated after the run wrote it. Its present content is used"
 
 
 def _seal_of(text: str) -> str:

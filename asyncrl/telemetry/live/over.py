@@ -70,4 +70,4 @@ def _how(code: tuple[int | None, bool] | None, below: bool, known: bool) -> str:
     match code:
         case [int() | None as number, bool() as stopped]:
             return f"ended: {describe_exit(number)}{', stopped at the end of the run' if stopped else ''}"
-    return "ended with the pool" if below and known else "ended; nobody has written down how"
+    return "ended with the pool" if below and known else "ended; how was not recorded"

@@ -303,7 +303,7 @@ class RunView:
             (
                 "queue",
                 [
-                    _cell(row, "replay/in_flight", "{:.0f} groups being made,"),
+                    _cell(row, "replay/in_flight", "{:.0f} groups in flight,"),
                     _cell(row, "replay/inserted", "{:.0f} wait,"),
                     _cell(row, "replay/leased", "{:.0f} planned"),
                 ],

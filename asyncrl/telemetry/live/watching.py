@@ -104,7 +104,7 @@ class WatchView(RunView):
         self._samples = [*self._samples, *map(dict, self._samples_tail.read())][-SAMPLES:]
         before = self._latest.get("step")
         self._over = not living
-        self.refresh("training" if living else "nobody is in this run any more")
+        self.refresh("training" if living else "no process of this run is left")
         self._moved = now if self._latest.get("step") != before else self._moved
         return bool(living)
 
@@ -131,7 +131,7 @@ class WatchView(RunView):
             gone = self._seen[process]
             if gone.state != "gone":
                 gone.state, gone.since, gone.exact = "gone", now, True
-                self.say(f"{gone.name} (pid {process.pid}) is gone")
+                self.say(f"{gone.name} (pid {process.pid}) has ended")
 
     def _replaced(self, name: str) -> None:
         """Forget the process of this name that went first, since a new one has replaced it."""
@@ -169,11 +169,13 @@ class WatchView(RunView):
             if seen.state == "runs" or seen.kind is None or (ending and seen.state == "gone"):
                 continue
             waits = ITS_GROUPS if seen.kind is WORKER and WORKER in running else seen.kind.waits
-            said = "stopped by a signal" if seen.state == "stopped" else "gone, and not started again yet"
+            said = "stopped by a signal" if seen.state == "stopped" else "it ended and was not restarted yet"
             whom = f"{waits or NOBODY} for {seen.name} (pid {process.pid}) since {self._at(seen)}"
             yield (str(process.pid), seen.since), f"{whom}: {said}; until then {seen.kind.follows}"
         if self._full is not None:
-            whom = f"whoever writes into the run folder waits for space on its disk since {self._at(self._full)}"
+            whom = (
+                f"every process that writes to the run folder waits for space on its disk since {self._at(self._full)}"
+            )
             yield (BOARD_FILE, self._full.since), whom
 
     def _at(self, seen: Seen) -> str:
@@ -213,7 +215,7 @@ class WatchView(RunView):
         """Describe the last step of a finished run."""
         step = self._latest.get("step", 0)
         when = f", at {moment(self._latest['time'])}" if "time" in self._latest else ""
-        rest = f": not finished; resume=auto goes on from the newest checkpoint (run.dir={self._run_dir})"
+        rest = f". It is not finished: resume=auto continues from the newest checkpoint (run.dir={self._run_dir})"
         most = f" of {self._steps}" if self._steps else ""
         return Text(f"this run has ended. Its last step was {step}{most}{when}{rest * self.unfinished}")
 
@@ -229,9 +231,12 @@ class WatchView(RunView):
     def _ended(self) -> list[Table | Text]:
         """Show how the roles ended, according to their logs."""
         if (ago := self._written_ago()) is not None:
-            said = f"nobody of this run is on this machine, and its files were written {clock(max(0.0, ago))} ago: "
-            said += "if it goes on on other machines, `asyncrl watch` there shows it, or here `asyncrl watch ADDRESS`"
-            return [Text(f"{said} of its replay server. Its last step was {self._latest.get('step', 0)}")]
+            said = f"no process of this run is on this machine, but its files were written {clock(max(0.0, ago))} ago. "
+            said += (
+                "If it runs on other machines, watch it there with `asyncrl watch`, or here with `asyncrl watch "
+                "ADDRESS`"
+            )
+            return [Text(f"{said}, the address of its replay server. Its last step was {self._latest.get('step', 0)}")]
         ends = list(ends_in(self._run_dir / LOG_DIR))
         table = Table("who", "how it ended", "its last word", box=None, padding=(0, 2, 0, 0))
         for end in ends:

@@ -136,7 +136,7 @@ def entropy_collapse(course: Course) -> str:
     explores = course.now("reward/mean") is not None  # supervised rows have nothing to explore
     if began is None or now is None or began <= 0 or now >= 0.02 * began or not explores:
         return ""
-    return f"the policy's entropy is {now:.3g} nats, and was {began:.3g} in the first {WINDOW} steps"
+    return f"the policy's entropy is {now:.3g} nats; it was {began:.3g} in the first {WINDOW} steps"
 
 
 def length_runaway(course: Course) -> str:
@@ -146,7 +146,7 @@ def length_runaway(course: Course) -> str:
         return ""
     if length < 2 * was or reward > earned + 0.01:
         return ""
-    return f"completions have {length:.0f} tokens, and had {was:.0f}, with no more reward for it"
+    return f"completions have {length:.0f} tokens on average, up from {was:.0f}, without a higher reward"
 
 
 def reward_hacking(course: Course) -> str:
@@ -181,19 +181,20 @@ def rose(before: Point, now: Point) -> bool:
 
 def disk(course: Course) -> str:
     free = course.last[-1].get(FREE_BYTES) if course.last else None
-    return "" if free is None or free >= LEAST_FREE else f"the run folder's disk has {free / 2**30:.1f} GiB left"
+    full = free is not None and free < LEAST_FREE
+    return f"only {free / 2**30:.1f} GiB are free on the disk of the run folder" if full else ""
 
 
 def memory(course: Course) -> str:
     free = course.last[-1].get("machine/memory_free") if course.last else None
-    return "" if free is None or free >= LEAST_MEMORY else f"a machine of the run has {free:.1%} of its memory left"
+    return "" if free is None or free >= LEAST_MEMORY else f"a machine of the run has only {free:.1%} of memory free"
 
 
 def clock(course: Course) -> str:
     skew = course.last[-1].get("machine/clock_skew_s") if course.last else None
     if skew is None or skew <= MOST_SKEW_S:
         return ""
-    return f"a machine's clock is {skew:.1f} s or more off that of the replay server's"
+    return f"a machine's clock differs by {skew:.1f} s or more from that of the replay server"
 
 
 def no_workers(course: Course) -> str:
@@ -203,7 +204,7 @@ def no_workers(course: Course) -> str:
 
 def other_code(course: Course) -> str:
     workers = course.last[-1].get("replay/workers_other_code") if course.last else None
-    return f"{workers:.0f} rollout worker(s) run other code of yours than where the learner is" if workers else ""
+    return f"{workers:.0f} rollout worker(s) run another version of your code than the learner" if workers else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,101 +218,101 @@ class Alarm:
 
 STALL = Alarm(
     "stall",
-    f"no step came for {GAP_STEPS} times the usual time of one, and for {GAP_S:.0f} s at least",
-    "See logs/ for who is silent; `asyncrl local` names processes that stand still",
+    f"no step has ended for {GAP_STEPS} times the usual duration of a step, and for at least {GAP_S:.0f} s",
+    "Look in logs/ for the process that is silent. `asyncrl local` names processes that are stopped",
     lambda _: "",
 )
 ALARMS: tuple[Alarm, ...] = (
     STALL,
     Alarm(
         "engine_drift",
-        "tokens that are 0 versions old have a root mean square log-ratio above 0.3: the engine computes other "
-        "log-probs than the learner does for the same weights",
-        "`asyncrl verify RUN` says which engine; engine.exact=true makes them the same bits. Several updates on "
-        "a batch at a high learning rate look alike: see ratio/B",
+        "the root mean square log-ratio of tokens that are 0 versions old is above 0.3: for the same weights, the "
+        "engine computes other log-probs than the learner",
+        "`asyncrl verify RUN` shows which engine it is. engine.exact=true makes the log-probs equal bit for bit. "
+        "Several updates per batch at a high learning rate have the same symptom: look at ratio/B",
         above("staleness/age_0/rms_log_ratio", 0.3),
     ),
     Alarm(
         "canary_failed",
-        "an engine did not give the probe's tokens the log-probs that the learner does",
-        "It serves nothing until it does; see logs/rollout-*.log and docs/weights.md",
+        "the log-probs that an engine computed for the probe tokens were not those of the learner",
+        "The engine generates nothing until they are. See logs/rollout-*.log and docs/weights.md",
         grows("weights/canary_failed", kept=False),
     ),
     Alarm(
         "low_ess",
-        "the effective sample size of the sequences is below 0.3: most of a batch teaches next to nothing",
-        "Lower replay.pipeline_depth or learner.lr, or take a loss that bounds the ratio",
+        "the effective sample size of the sequences is below 0.3: most of a batch has almost no effect",
+        "Lower replay.pipeline_depth or learner.lr, or use a loss that bounds the ratio",
         below("ratio/E/ess_seq", 0.3),
     ),
     Alarm(
         "entropy_collapse",
-        "the policy's entropy is under 2 % of what it began with: it has nothing left to explore",
+        "the policy's entropy is below 2 % of its initial value: it hardly explores any more",
         "Lower learner.lr, raise the clip range's upper bound, or add a KL to the reference policy",
         entropy_collapse,
     ),
     Alarm(
         "zero_variance",
-        "more than 80 % of the groups in a batch have one reward for all members, and no gradient",
-        "rollout.drop_zero_variance=true, harder or easier rows (data.curriculum), or a larger rollout.group_size",
+        "in more than 80 % of the groups of a batch all members have the same reward, so that they give no gradient",
+        "Set rollout.drop_zero_variance=true, use harder or easier rows (data.curriculum), or raise rollout.group_size",
         above("reward/zero_variance_groups", 0.8),
     ),
     Alarm(
         "length_runaway",
-        "completions are twice as long as they were, and earn no more",
-        "Look at samples.jsonl; a loss that does not favour length (dr_grpo), or a price for it in the reward",
+        "completions are at least twice as long as in the first steps, without a higher reward",
+        "Look at samples.jsonl. Use a loss that does not favour length (dr_grpo), or penalise length in the reward",
         length_runaway,
     ),
     Alarm(
         "truncated",
-        "more than half of the completions are cut at their longest length",
-        "Raise rollout.max_new_tokens, or give truncated ones a reward that says so",
+        "more than half of the completions are cut off at the length limit",
+        "Raise rollout.max_new_tokens, or penalise truncated completions in the reward",
         above("completion/truncated", 0.5),
     ),
     Alarm(
         "reward_hacking",
-        "an evaluation was twice in a row a tenth below its best and outside of its 95 % interval (the upper ends of "
-        "theirs are below its lower end), while the reward of the batches rose by more than two standard errors. An "
-        "evaluation of so few rows that the intervals meet raises nothing: eval.rows makes them narrower",
-        "Read samples.jsonl for what the reward pays for; learner.keep_best keeps the best checkpoint",
+        "two evaluations in a row were at least a tenth below the best one, and their 95 % intervals end below its "
+        "interval, while the reward of the batches rose by more than two standard errors. Evaluations on so few rows "
+        "that the intervals overlap raise no alarm: eval.rows makes the intervals narrower",
+        "Read samples.jsonl to see what the reward pays for. learner.keep_best keeps the best checkpoint",
         reward_hacking,
     ),
     Alarm(
         "nonfinite",
-        "steps are skipped because their loss or gradient is not finite",
-        "nonfinite/ in the run folder has the batches; lower learner.lr or learner.clip_norm",
+        "optimizer steps are skipped because their loss or gradient is not finite",
+        "The batches are in nonfinite/ in the run folder. Lower learner.lr or learner.clip_norm",
         grows("optim/nonfinite_steps", kept=True),
     ),
     Alarm(
         "no_workers",
-        "a step was trained, and no rollout worker is connected any more",
-        "See logs/rollout.log; what is in the buffer is trained, then the learner waits",
+        "rollout workers were connected before, but none is connected now",
+        "See logs/rollout.log. The learner trains on the groups in the buffer, then it waits",
         no_workers,
     ),
     Alarm(
         "other_code",
-        "a rollout worker's file of yours (reward, environment, filter), or one that it imports from beside it, is not "
-        "the one that the learner's machine had when the learner began: groups of two kinds are trained on together",
-        "logs/rollout-*.log names the file. Copy the learner's there and start that pool anew, or resume the run",
+        "a file of yours (reward, environment, filter), or one that it imports from its folder, differs on a rollout worker "
+        "from the one that the learner's machine had when the learner began: training mixes groups of both versions",
+        "logs/rollout-*.log names the file. Copy the learner's version there and restart that pool, or resume the run",
         other_code,
     ),
     Alarm(
         "disk",
-        "less than 2 GiB are free where the run folder lies",
-        "Free space: a full disk makes the run wait. learner.keep_checkpoints, replay.journal.retain=none",
+        "less than 2 GiB are free on the disk of the run folder",
+        "Free space: a full disk makes the run wait. Lower learner.keep_checkpoints, or set replay.journal.retain=none",
         disk,
     ),
     Alarm(
         "memory",
-        "less than 5 % of its memory are free on a machine of the run, or in a container: the kernel may soon kill a "
+        "less than 5 % of the memory is free on a machine of the run, or in a container: the kernel may soon kill a "
         "process",
-        "Lower replay.max_bytes, engine.max_sequences, rollout.max_in_flight or rollout.workers, whoever has it",
+        "Lower replay.max_bytes, engine.max_sequences, rollout.max_in_flight or rollout.workers, whichever uses it",
         memory,
     ),
     Alarm(
         "clock",
-        "the clock of a machine differs by more than a second from that of the replay server's: times in its logs and "
-        "files cannot be held against those of the others. Training does not depend on it",
-        "Let one time service set the clocks of all machines (chrony, ntp)",
+        "the clock of a machine differs by more than a second from that of the replay server: times in its logs and "
+        "files cannot be compared with those of other machines. Training does not depend on it",
+        "Synchronise the clocks of all machines with one time service (chrony, ntp)",
         clock,
     ),
 )
@@ -333,7 +334,7 @@ class Stall:
         self._took.extend([row["time/step"]] if "time/step" in row else [])
         silent, self._since = now - (self._since or 0.0), now
         self._step = max(self._step, row["step"])
-        over = [Raised(STALL.name, self._step, f"over after {silent:.0f} s: a step came", over=1)]
+        over = [Raised(STALL.name, self._step, f"over after {silent:.0f} s: a step has ended", over=1)]
         held, self._holds = self._holds, False
         return over if held else []
 
@@ -343,7 +344,7 @@ class Stall:
             return []
         usual, waited = statistics.median(self._took), now - self._since
         self._holds = waited > max(GAP_S, GAP_STEPS * usual)
-        said = f"no step for {waited:.0f} s, and one takes {usual:.1f} s"
+        said = f"no step has ended for {waited:.0f} s; one usually takes {usual:.1f} s"
         return [Raised(STALL.name, self._step, said, STALL.advice)] if self._holds else []
 
 
@@ -358,7 +359,7 @@ class Alarms:
         unknown = sorted(set(ignored) - {alarm.name for alarm in ALARMS})
         if unknown:
             raise ConfigError(
-                f"telemetry.ignore_alarms={unknown}: there is no such alarm. They are "
+                f"telemetry.ignore_alarms={unknown}: there is no such alarm. The alarms are "
                 f"{', '.join(alarm.name for alarm in ALARMS)}"
             )
         self._ignored = ignored
@@ -395,5 +396,5 @@ class Alarms:
             return None
         del self._known[alarm.name]
         held = known.last - known.first + 1
-        said = f"over after {held} steps, of which step {known.last} was the last"
+        said = f"over after {held} steps; it last held at step {known.last}"
         return Raised(alarm.name, self._step, said, over=held)

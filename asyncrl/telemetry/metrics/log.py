@@ -108,8 +108,8 @@ class MetricsLog:
         if not self._left_out:
             self._left_out = True
             log.warning(
-                "%s and other parts of rewards are left out of the metrics: there are %d with other names already. "
-                "Have the reward function return the same few names each time",
+                "%s and other parts of rewards are left out of the metrics, because there are already %d with other "
+                "names. Let the reward function return the same few names each time",
                 *(name.removeprefix(PARTS), MOST_PARTS),
             )
         return False

@@ -52,5 +52,5 @@ def ended_by_resume(told: Sequence[Row], step: int) -> list[Raised]:
         begun.pop(raised.name, None)
         begun |= {raised.name: raised} if raised.over is None else {}
     steps = {each.name: step - each.step + 1 for each in begun.values()}
-    said = "over after {} steps: the run was resumed. If it holds still, it is told again"
+    said = "over after {} steps: the run was resumed. If it still holds, it is reported again"
     return [Raised(name, step, said.format(held), over=held) for name, held in steps.items()]

@@ -121,7 +121,7 @@ def names_of(folders: Sequence[Path]) -> list[str]:
     for folder in folders:
         place = folder.resolve()
         if place in found:
-            raise RunFolderError(f"{place} is given twice, as {found[place]} and as {folder}. Give each run once")
+            raise RunFolderError(f"{place} is given twice, as {found[place]} and as {folder}. Name each run once")
         found[place] = folder
     parts = [folder.parts for folder in found]
     depths = ([part[-depth:] for part in parts] for depth in range(1, max(map(len, parts)) + 1))

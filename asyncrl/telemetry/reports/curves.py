@@ -28,7 +28,7 @@ class Panel:
 
 PANELS = (
     Panel("evaluations, with their 95 % intervals", tuple(f"eval/*/{metric}" for metric in METRICS)),
-    Panel("reward of what was trained", ("reward/mean",)),
+    Panel("reward of the batches", ("reward/mean",)),
     Panel("loss", ("loss/total",)),
     Panel("KL", ("kl/behavior", "kl/reference")),
     Panel("entropy", ("policy/entropy",)),

@@ -41,9 +41,9 @@ TEMPLATE = Path(__file__).with_name("page.html")
 POINTS = 200
 """Limit on the points of a curve: one for every two pixels of a panel."""
 HEAD = (
-    "Every number is one of metrics.jsonl, or a mean of some. The band around an evaluation is its 95 % interval; "
-    "around any other curve it goes from the smallest to the largest value of the steps at a place, the curve through "
-    "the last of them. A legend's box hides its run."
+    "Every number is a value of metrics.jsonl, or a mean of several. The band around an evaluation is its 95 % "
+    "interval. The band around any other curve goes from the smallest to the largest value of the steps that one "
+    "point stands for; the curve goes through the last of them. The box of a run in a legend hides the run."
 )
 FAILURES = ("replay/dropped_", "optim/nonfinite_steps")
 """Prefixes of metrics that follow the main ones if they are not always zero."""
@@ -79,7 +79,9 @@ def page_of(folders: Sequence[Path]) -> str:
     spread = histograms_of(folders)
     data = {
         "head": HEAD,
-        "how": f"Mean over the last {TAIL:.0%} of the steps, at most {TAIL_MOST}; of evaluations the last one. ★: best",
+        "how": (
+            f"Mean over the last {TAIL:.0%} of the steps, at most {TAIL_MOST}; for evaluations, the last value. ★: best"
+        ),
         "runs": runs,
         "metrics": {metric: words_of(metric) for metric in [*curves, *spread]},
         "order": sorted(curves),

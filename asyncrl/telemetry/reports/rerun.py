@@ -16,8 +16,8 @@ COMPARED = ("kl/behavior", "policy/entropy")
 OF_ONE_LOSS = ("loss/total", "optim/grad_norm")
 """Metrics that cannot be compared between different losses."""
 LEFT_OUT = (
-    f"{' and '.join(OF_ONE_LOSS)} are left out: the two minimise different things. {' and '.join(COMPARED)} are of the "
-    "policies alone, and can be compared."
+    f"{' and '.join(OF_ONE_LOSS)} are left out, because the two runs minimise different losses. "
+    f"{' and '.join(COMPARED)} depend on the policies alone and can be compared."
 )
 LEGEND = """\
 reward_data: mean reward of the batch that comes next, made by the run's own policy (some versions old).

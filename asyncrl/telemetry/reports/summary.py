@@ -42,10 +42,12 @@ def read_metrics(run_dir: Path) -> list[Row]:
     if found.crc and (problem := found.problem(path)):  # a file without checksums has another writer
         log.warning("%s", problem)
     if unread := found.unread + len(found.rows) - len(rows):
-        log.warning("%s: lines that cannot be read (%d) are left out", path, unread)
+        log.warning("%s: %d lines cannot be read and are left out", path, unread)
     ends, saved = max((row["step"] for row in rows), default=0), last_saved(run_dir / CHECKPOINT_DIR)
     if ends < saved:
-        log.warning("%s ends at step %d, and there is a checkpoint of step %d: cut?", path, ends, saved)
+        log.warning(
+            "%s ends at step %d, but there is a checkpoint of step %d. Was the file truncated?", path, ends, saved
+        )
     return by_step(rows)
 
 
@@ -76,7 +78,7 @@ def summary(rows: Sequence[Row]) -> str:
     to = f" to version {last['policy_version']}" if "policy_version" in last else ""
     lines = [f"trained {last['step']} steps{to} in {clock(_trained_for(trained))}"]
     if (broken := diverged_from(rows)) is not None:
-        lines.append(f"diverged: from step {broken} on the loss was not finite; means are of the steps before")
+        lines.append(f"diverged: from step {broken} on the loss was not finite. Means are over the steps before")
     for label, name, form in (
         ("reward", "reward/mean", "{:.3f}"),
         ("staleness of trained tokens", "staleness/mean", "{:.2f}"),
@@ -89,10 +91,10 @@ def summary(rows: Sequence[Row]) -> str:
     lines += evaluation_lines(rows)
     failed = next((said for row in reversed(rows) if (said := failed_rewards(row))), "")
     if failed:
-        lines.append(f"completions that got no reward: {failed}")
+        lines.append(f"completions without a reward: {failed}")
     ages = staleness_table(trained)
     if ages:
-        lines += ["learner against the data it trained on, by age of the token in policy versions:", *ages]
+        lines += ["learner compared with its training data, by age of the token in policy versions:", *ages]
     waiting = who_waits(_mean_idle(rows))
     return "\n".join([*lines, waiting] if waiting else lines)
 
@@ -128,8 +130,8 @@ def evaluation_lines(rows: Sequence[Row]) -> list[str]:
         superseded = sum(series(rows, f"eval/{name}/superseded")[1])
         if superseded:
             lines.append(
-                f"{superseded:.0f} evaluations of {name} were not begun before the next one was due, and left out: "
-                "raise eval.every, or lower eval.rows"
+                f"{superseded:.0f} evaluations of {name} were cancelled because none of their rows had begun when the "
+                "next one was due. Raise eval.every, or lower eval.rows"
             )
     return lines
 

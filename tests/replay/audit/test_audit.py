@@ -117,7 +117,7 @@ COMMITTED_1 = max(i for i, e in enumerate(WHOLE) if isinstance(e, ev.Committed))
         pytest.param(SEALED_1, [ev.Sealed(1, 1, 0, (2, 2), 1)], "a group twice", id="twice in a step"),
         pytest.param(SEALED_1, [ev.Sealed(1, 1, 0, (2,), 1)], "has 1 groups", id="short batch"),
         pytest.param(SEALED_1, [ev.Sealed(1, 1, 0, (2, 3), 4)], "a bound of 4, not 1", id="other bound"),
-        pytest.param(GONE_BACK, [ev.Restored(0, 1, again=True)], "its plan stands", id="other batch after a restart"),
+        pytest.param(GONE_BACK, [ev.Restored(0, 1, again=True)], "its plan is fixed", id="other batch after a restart"),
         pytest.param(DROPPED, [], "are open", id="lost group"),
         pytest.param(DROPPED, [ev.Dropped(2, DropReason.STALE)], "dropped, but it is trained", id="trained, dropped"),
         pytest.param(DROPPED, [ev.Dropped(4, DropReason.STALE)] * 2, "is not open", id="dropped twice"),
@@ -212,7 +212,7 @@ def test_a_group_that_is_used_too_often_is_found() -> None:
     retired = [*history(3), ev.Reused((0,)), ev.Retired(0), ev.Dropped(0, DropReason.STALE)]
     cut_short = checked(retired[:-1])
     assert cut_short.balances and (cut_short.trained_in, cut_short.retired) == ({2: 1}, 1)
-    assert "at most 3 steps: 1 in 2 (1 got over-age before another, or the run was over)" in table(cut_short)
+    assert "at most 3 steps: 1 in 2 (1 became too old for a further step, or the run ended)" in table(cut_short)
     assert not checked(retired).balances
 
 

@@ -153,7 +153,7 @@ def test_evaluation_goes_out_first_in_chunks_to_workers_that_serve_the_version()
     assert (order.start, order.stop, order.attempt) == (0, 3, 0)
     assert play.core.finished_evaluations() is None
     result = EvalResult(job_id=job, chunk=0, attempt=0, version_min=0, version_max=0, scores=(1.0, 0.0), failed=1)
-    with pytest.raises(ReplayError, match="must be its rows"):
+    with pytest.raises(ReplayError, match="must cover its rows"):
         play.core.report_evaluation(
             "w", "a", EvalResult(job_id=job, chunk=0, attempt=0, version_min=0, version_max=0, scores=(1.0,))
         )

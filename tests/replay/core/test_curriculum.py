@@ -230,7 +230,7 @@ def test_nothing_is_drawn_before_the_rows_are_counted_and_every_worker_must_coun
     core.publish(policy_version=0, parent=NO_VERSION)
     core.hello("w", "life", 0)
     acquired = core.acquire("w", "life", 4)
-    assert not acquired.assignments and "none has said yet how many rows" in acquired.waiting_for
+    assert not acquired.assignments and "no worker has reported yet how many rows" in acquired.waiting_for
     assert not core.has_work()
     for rows in ((20,), (20, 0), (20, 9, 1)):
         with pytest.raises(ReplayError, match="for 2 sources"):
@@ -240,7 +240,7 @@ def test_nothing_is_drawn_before_the_rows_are_counted_and_every_worker_must_coun
     core.survey("w", "life", ROWS)
     core.survey("w", "life", ROWS)
     assert core.has_work() and len(core.acquire("w", "life", 4).assignments) == 4
-    with pytest.raises(ReplayError, match=r"has \[20, 8\] rows to draw from, the run was begun with \[20, 9\]"):
+    with pytest.raises(ReplayError, match=r"has \[20, 8\] rows to draw from, but the run began with \[20, 9\]"):
         core.survey("w", "life", (20, 8))
 
 

@@ -205,5 +205,5 @@ def test_what_was_begun_by_sample_is_trained_once_even_if_the_resumed_run_uses_g
 
 def test_what_is_about_groups_with_one_id_is_refused() -> None:
     for changes in ({"window": 1}, {"max_times_sampled": 2}, {"order": "prioritized"}):
-        with pytest.raises(ConfigError, match="admission by sample knows no"):
+        with pytest.raises(ConfigError, match="admission by sample does not support"):
             settings(by_sample=True, **changes)

@@ -60,7 +60,7 @@ def test_a_learner_without_a_checkpoint_is_refused_by_a_run_that_has_one() -> No
     play = Play()
     play.whole_step()
     play.core.commit(0)
-    with pytest.raises(ReplayError, match=r"begins at step 0, and .* of which 1 steps are trained"):
+    with pytest.raises(ReplayError, match=r"begins at step 0, but .* with 1 trained steps"):
         play.core.restore(step=None, policy_version=NO_VERSION, snapshot=None, incarnation="second")
     play.whole_step()
 
@@ -155,7 +155,7 @@ def test_a_restored_learner_gets_the_same_batches_again() -> None:
         play.core.restore(step=None, policy_version=NO_VERSION, snapshot=None, incarnation="")
     with pytest.raises(FencedError):
         play.core.check_learner("")
-    with pytest.raises(ReplayError, match="restart the learner"):
+    with pytest.raises(ReplayError, match="Restart the learner"):
         play.core.check_learner("never seen")
     play.core.check_learner("second")
 
@@ -227,7 +227,7 @@ def test_a_rollback_to_steps_whose_payloads_are_gone_leaves_credit_to_make_them_
         (lambda play: play.core.goodbye("w", "a"), "no rollout worker"),
         (
             lambda play: play.core.hello("w", "b"),
-            "holds 0). None has got weights yet: see their logs, and whether they reach weights.host",
+            "holds 0). None has received weights yet. See their logs, and check that they can reach weights.host",
         ),
         (lambda play: play.acquire(), "holds 4"),
         (lambda play: play.core.restore(step=None, policy_version=-1, snapshot=None, incarnation="x"), "not published"),

@@ -70,5 +70,5 @@ def test_a_worker_whose_weights_lag_by_what_the_window_needs_gets_no_order() -> 
 
 
 def test_a_window_in_which_a_group_would_get_over_age_is_refused() -> None:
-    with pytest.raises(ConfigError, match="window=4 lets a group be passed for 2 steps"):
+    with pytest.raises(ConfigError, match="window=4 lets others pass a group for 2 steps"):
         settings(groups_per_step=2, pipeline_depth=1, max_staleness=2, window=4)

@@ -117,7 +117,7 @@ def test_a_folder_that_another_user_could_have_made_is_used_by_neither_end(
     folder.chmod(0o770)
     with running_server(config, settings()), learner(config) as client:
         assert client.members() == [] and not came_by_door(client)
-    assert "has mode 0770" in caplog.text and "all come by tcp" in caplog.text
+    assert "has mode 0770" in caplog.text and "all connections use TCP" in caplog.text
     with running_server(replace(config, local_sockets=False), settings()):
         listener = socket.socket(socket.AF_UNIX)
         folder.chmod(0o700)
@@ -200,7 +200,7 @@ def test_where_one_door_cannot_be_there_is_none(config: ReplayConfig, caplog: py
     with running_server(config, settings()), learner(config) as client:
         assert client.members() == [] and not came_by_door(client)
         assert not has_door(config, "worker")
-    assert "all come by tcp" in caplog.text
+    assert "all connections use TCP" in caplog.text
 
 
 def test_a_second_server_at_the_address_leaves_the_doors_of_the_first(config: ReplayConfig) -> None:

@@ -151,7 +151,7 @@ def test_each_role_has_a_pair_readable_by_its_owner_only_and_none_is_overwritten
     )
     assert {mode(path) for path in made.iterdir()} == {0o600}
     assert len({public_key(str(made), role) for role in ROLES}) == len(ROLES)
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="already exists"):
         make_keys(made)
     assert list(made.parent.iterdir()) == [made]
     assert os.umask(before) == before
@@ -191,7 +191,7 @@ def test_keys_in_a_run_folder_that_another_user_could_have_made_are_refused(tmp_
     config = load_config([*REQUIRED, f"run.dir={tmp_path}"])
     make_keys(tmp_path / "keys")
     (tmp_path / "keys").chmod(0o755)
-    with pytest.raises(ConfigError, match=r"mode 0755.*mode 0700 of your own"):
+    with pytest.raises(ConfigError, match=r"mode 0755.*mode 0700 and belongs to you"):
         with_keys(config)
 
 
@@ -208,7 +208,7 @@ def test_keys_of_an_earlier_version_are_refused_with_the_way_out(tmp_path: Path)
         create_certificates(str(tmp_path), name)
     (tmp_path / "client.key").rename(tmp_path / "clients" / "client.key")
     config = replay_config(keys=str(tmp_path))
-    with pytest.raises(ConfigError, match=r"made by an earlier asyncrl.*asyncrl keys NEWDIR.*replay\.keys=NEWDIR"):
+    with pytest.raises(ConfigError, match=r"made by an earlier version.*asyncrl keys NEWDIR.*replay\.keys=NEWDIR"):
         LearnerClient(config.address, rank=0, run_digest="d", config=config)
 
 

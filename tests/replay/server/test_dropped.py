@@ -109,7 +109,7 @@ def test_a_group_whose_lost_member_has_no_known_reason_is_refused_and_no_longer_
     encoded = encode_group(group(door.order, [0, 0]))
     sample = messages.encode_record(DroppedSample(group_id=0, dropped="whatever"))
     body = wire.unpack(wire.pack([headers.encode_group_header(encoded.header), None, sample]))
-    with pytest.raises(WireError, match="no drop reason"):
+    with pytest.raises(WireError, match="not a drop reason"):
         door.desk.handle(door.worker, "insert", body, encoded.frames)
     assert door.desk.dropped.taken() == ()
     assert door.order.group_id not in door.core.state.held, "it would be under way for as long as its maker lives"

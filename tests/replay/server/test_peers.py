@@ -168,12 +168,12 @@ def test_a_peer_of_another_version_of_asyncrl_is_told_and_need_not_try_again(run
 
     def other(frame, *, max_bytes=wire.MAX_REQUEST_BYTES):
         if max_bytes == wire.MAX_REPLY_BYTES:
-            raise OtherSchemaError("the peer speaks wire schema 15, this side 14: run one asyncrl version everywhere")
+            raise OtherSchemaError("the peer uses wire schema 15, and this process uses 14")
         return real(frame, max_bytes=max_bytes)
 
     monkeypatch.setattr(wire, "decode_envelope", other)
     learner = LearnerClient(run.config.address, rank=0, run_digest="d", config=run.config)
-    with pytest.raises(RefusedPeerError, match=f"{run.config.address}: the peer speaks wire schema 15"):
+    with pytest.raises(RefusedPeerError, match=f"{run.config.address}: the peer uses wire schema 15"):
         learner.members()
     learner.close()
 
@@ -198,7 +198,7 @@ def test_a_learner_that_was_replaced_is_fenced(run, caplog) -> None:
     second.restore(step=None, policy_version=NO_VERSION, snapshot=None)
     with pytest.raises(FencedError, match="started by mistake, stop it"):
         run.learner.publish(policy_version=5, parent=0)
-    assert "learner rank 0 came, and another was heard" in caplog.text
+    assert "learner rank 0 connected, and another was heard" in caplog.text
     assert caplog.text.count("If both run, stop one of them") == 1
 
 

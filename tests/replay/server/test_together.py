@@ -175,7 +175,7 @@ def test_requests_that_share_a_message_count_as_a_flood_as_if_they_came_alone(
         if not room.server.door.may_speak(b"w", 2):
             break
     assert number <= 10 + doorkeeper.FLOOD // doorkeeper.BARE + 2 * MOST
-    assert caplog.text.count("sends more than is taken in") == 1, "whatever the last one was"
+    assert caplog.text.count("sends more than is accepted") == 1, "whatever the last one was"
 
 
 def test_the_clients_requests_are_what_is_packed() -> None:

@@ -128,7 +128,7 @@ def test_one_peer_may_not_wait_with_ever_more_requests() -> None:
     room = Room()
     for number in range(MAX_PATIENT):
         room.add(number)
-    with pytest.raises(WireError, match=f"{MAX_PATIENT} requests of this peer wait already"):
+    with pytest.raises(WireError, match=f"{MAX_PATIENT} requests of this peer are waiting already"):
         room.add(MAX_PATIENT)
     assert room.session.patient == MAX_PATIENT and MAX_PATIENT not in room.session.waiting
 

@@ -64,7 +64,7 @@ def test_a_shard_has_one_address_until_it_is_silent_for_too_long() -> None:
 
     first, second = life("a", seen=now), life("b", seen=now)
     assert enlist(here, first) == [here]
-    with pytest.raises(FencedError, match=r"shard 0 listens on tcp://127.0.0.1:1 .*tcp://127.0.0.1:2 is a second one"):
+    with pytest.raises(FencedError, match=r"shard 0 listens on tcp://127.0.0.1:1 .*127.0.0.1:2 has the same number"):
         enlist(there, second)
     assert payloads.addresses() == [here]
     now = 109.0

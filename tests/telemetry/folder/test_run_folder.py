@@ -121,7 +121,7 @@ def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
 def test_a_second_run_cannot_begin_in_the_folder_of_one_that_goes_on(setting: str, tmp_path: Path) -> None:
     with occupied(config_for(tmp_path / "a")):
         prepare_run_folder(config_for(tmp_path / "a"), "one")
-        with pytest.raises(RunFolderError, match="going on right now"), occupied(config_for(tmp_path / "a", setting)):
+        with pytest.raises(RunFolderError, match="in progress"), occupied(config_for(tmp_path / "a", setting)):
             pass
         with occupied(config_for(tmp_path / "b")):
             assert (tmp_path / "a" / "run.json").exists()
@@ -183,5 +183,5 @@ def test_whatever_ends_a_process_whose_folder_was_taken_away_it_ends_of_that(tmp
     with pytest.raises(FileNotFoundError), still_of("one", folder):
         raise FileNotFoundError
     folder.rename(tmp_path / "elsewhere")
-    with pytest.raises(RunFolderError, match="was moved away, deleted or begun anew"), still_of("one", folder):
+    with pytest.raises(RunFolderError, match="was moved, deleted or recreated"), still_of("one", folder):
         raise FileNotFoundError

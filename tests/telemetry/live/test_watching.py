@@ -93,14 +93,14 @@ def test_who_stands_still_is_named_and_who_dies_is_gone(tmp_path: Path, role: su
         shown = out.getvalue()
         assert f"everybody waits for the replay server (pid {role.pid}) since " in " ".join(shown.split())
         assert "until then nothing is admitted" in shown
-        assert f"(pid {role.pid}) stands still" in shown and "stopped" in shown and "last step 0:10 ago" in shown
+        assert f"(pid {role.pid}) has been stopped" in shown and "stopped" in shown and "last step 0:10 ago" in shown
         assert "alarm low_ess at step 2: small" in shown
         assert "one [red]two" in shown and "three" in shown and "\x1b[2J\n" not in shown
         living = end(role)
         assert not view.look()
         out.truncate(0)
         console.print(*view.below(), sep="\n")
-    assert f"(pid {role.pid}) is gone" in out.getvalue() and "Its last step was 2 of 4" in out.getvalue()
+    assert f"(pid {role.pid}) has ended" in out.getvalue() and "Its last step was 2 of 4" in out.getvalue()
 
 
 def test_the_board_shows_curves_queue_and_ages_and_how_long_the_run_still_takes(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_the_board_shows_curves_queue_and_ages_and_how_long_the_run_still_takes(
         "step 8/20 trained for 1:20, last step 0:00 ago left 2:00",
         "1.000 ▁▂▃▄▅▆▇█",
         "by age 1: 25% queue",
-        "5 groups being made, 9 wait, 4 planned",
+        "5 groups in flight, 9 wait, 4 planned",
         "by age 2: 9",
     ):
         assert part in shown
@@ -174,7 +174,7 @@ def test_lines_say_once_who_waits_for_whom_until_another_of_its_kind_comes(
             clock.now += 1
             view.look()
         waits = f"everybody waits for the replay server (pid {role.pid}) since "
-        assert out.getvalue().count(waits) == 1 and "gone, and not started again yet" in out.getvalue()
+        assert out.getvalue().count(waits) == 1 and "it ended and was not restarted yet" in out.getvalue()
         assert any(waits in str(line) for line in view.pressing())
         with started() as other:
             another = ProcessId.of(other.pid)
@@ -324,7 +324,7 @@ def test_a_run_that_may_go_on_on_another_machine_is_not_called_over(
             os.utime(file, (time.time() - age, time.time() - age))
         assert main(["watch", str(folder)]) == 0
         said = capsys.readouterr().out
-        assert ("files were written 0:05 ago: if it goes on on other machines" in said) == elsewhere
+        assert ("files were written 0:05 ago. If it runs on other machines" in said) == elsewhere
         assert ("this run has ended" in said) != elsewhere and "Its last step was 2" in said
 
 
@@ -362,13 +362,13 @@ def test_of_a_run_that_is_over_it_says_how_its_roles_ended_and_which_step_was_th
     (folder / "logs" / "rollout-0.log").touch()
     assert main(["watch", str(folder)]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "Its last step was 2 of 4, at 1970-01-01" in said and "not finished; resume=auto goes on" in said
+    assert "Its last step was 2 of 4, at 1970-01-01" in said and "not finished: resume=auto continues" in said
     assert "the replay server ended: signal SIGTERM, stopped at the end of the run 20" in said
     assert "torchrun, the learner ended: exit code 3 20" in said and "rollout worker 0 ended with the pool" in said
     assert "torchrun, the learner: rank: NonFiniteError: no numbers" in said
     (folder / "logs" / ENDS_FILE).write_text('{"learner": [')
     assert main(["watch", str(folder)]) == 0
-    assert "ended; nobody has written down how" in capsys.readouterr().out
+    assert "ended; how was not recorded" in capsys.readouterr().out
 
 
 def test_of_a_group_that_was_dropped_a_sample_says_why_and_nothing_of_what_it_does_not_have() -> None:

@@ -67,7 +67,7 @@ def test_each_is_told_once_while_it_holds_and_again_after_it_was_over(name: str)
     (end,) = [*during, *fed(alarms, *[{}] * 30, first=71)]
     held = end.over or 0
     assert (9 if total else 30) <= held <= 50 and bool(during) == total
-    assert f"over after {held} steps, of which step {raised.step + held - 1} was the last" in str(end)
+    assert f"over after {held} steps; it last held at step {raised.step + held - 1}" in str(end)
     assert end.name == name and end.step == raised.step + held + WINDOW and not end.stops
     if not total:
         assert [again.name for again in fed(alarms, *TROUBLES[name], first=101)] == [name]
@@ -151,7 +151,7 @@ def test_a_stall_is_a_silence_far_beyond_the_usual_step() -> None:
     assert (raised.name, raised.step) == ("stall", 3) and "301 s" in raised.said
     assert stall.silence(3 + 400) == ignored.silence(3 + 400) == []
     (over,) = stall.row({**SOUND, "time/step": 30.0, "step": 4}, 603.0)
-    assert str(over) == "alarm stall at step 4: over after 600 s: a step came." and not over.stops
+    assert str(over) == "alarm stall at step 4: over after 600 s: a step has ended." and not over.stops
     assert stall.row({**SOUND, "time/step": 30.0, "step": 5}, 604.0) == []
     assert [again.name for again in stall.silence(604 + 301)] == ["stall"]
 
@@ -199,7 +199,7 @@ def test_the_end_of_one_is_written_down_and_shown_in_watch_and_report(
         workers = {"time/step": 1.0, "replay/workers": 0.0 if step in (3, 4) else 2.0}
         log.write(step, step, {**workers, "reward/zero_variance_groups": 0.95 if step > WINDOW else 0.0})
     log.close()
-    end = f"alarm no_workers at step {5 + WINDOW}: over after 2 steps, of which step 4 was the last."
+    end = f"alarm no_workers at step {5 + WINDOW}: over after 2 steps; it last held at step 4."
     assert end in capsys.readouterr().out
     assert main(["watch", str(folder)]) == 0
     assert end in capsys.readouterr().out
@@ -223,7 +223,7 @@ def test_a_resume_ends_those_that_nobody_knows_to_hold_still_and_they_are_told_a
     told = [row[1:3] + row[4:5] for row in data_in(page_of([folder]))["alarms"]]
     assert told[0] == [3, "no_workers", 2] and len(told) == 2
     said = [row["said"] for row in read_lines(folder / ALARMS_FILE).rows]
-    assert said.count("over after 2 steps: the run was resumed. If it holds still, it is told again") == 1
+    assert said.count("over after 2 steps: the run was resumed. If it still holds, it is reported again") == 1
     assert said[0] == "no rollout worker is connected" and len(said) == 3
 
 
@@ -270,8 +270,8 @@ def test_a_stall_is_written_down_with_the_step_that_ends_it(
     log.close()
     told = [(row["name"], row["step"], row["said"]) for row in read_lines(tmp_path / ALARMS_FILE).rows]
     assert told == [
-        ("stall", 2, "no step for 500 s, and one takes 1.0 s"),
-        ("stall", 3, "over after 500 s: a step came"),
+        ("stall", 2, "no step has ended for 500 s; one usually takes 1.0 s"),
+        ("stall", 3, "over after 500 s: a step has ended"),
     ]
     capsys.readouterr()
     assert [row[1:5] for row in data_in(page_of([tmp_path]))["alarms"]] == [[2, "stall", told[0][2], 1]]

@@ -51,7 +51,7 @@ def test_the_summary_says_from_where_to_where() -> None:
         "trained 10 steps to version 11 in 0:09",
         "accuracy on heldout: 0.200 at step 0 -> 0.970 at step 10",
         "evaluation of heldout at step 0: accuracy 0.200 [0.190, 0.220] (238 of 256 rows failed",
-        "2 evaluations of heldout were not begun before the next one was due",
+        "2 evaluations of heldout were cancelled because none of their rows had begun when the next one was due",
         "learner waits",
     ):
         assert part in text
@@ -72,7 +72,7 @@ def test_each_step_is_one_row_with_the_newest_evaluation_of_its_weights() -> Non
 
 def test_the_summary_says_how_many_completions_got_no_reward_and_why() -> None:
     failed = {"reward/failed": 3.0, "reward/failed_raised": 3.0}
-    assert "completions that got no reward: 3 (raised 3)" in summary([ROWS[0], ROWS[1] | failed])
+    assert "completions without a reward: 3 (raised 3)" in summary([ROWS[0], ROWS[1] | failed])
     assert "no reward" not in summary(ROWS)
 
 
@@ -97,7 +97,7 @@ def test_a_number_that_was_changed_is_told_and_a_file_of_another_hand_is_not(
     caplog.clear()
     file.write_text('{"step": 1}\n3\n')
     assert read_metrics(tmp_path) == [{"step": 1}]
-    assert [record.getMessage() for record in caplog.records] == [f"{file}: lines that cannot be read (1) are left out"]
+    assert [record.getMessage() for record in caplog.records] == [f"{file}: 1 lines cannot be read and are left out"]
 
 
 def test_a_file_that_ends_before_the_newest_checkpoint_is_told(
@@ -110,7 +110,8 @@ def test_a_file_that_ends_before_the_newest_checkpoint_is_told(
     assert len(read_metrics(tmp_path)) == 3 and not caplog.messages
     (tmp_path / CHECKPOINT_DIR / "step_4").mkdir()
     assert len(read_metrics(tmp_path)) == 3
-    assert caplog.messages == [f"{tmp_path}/metrics.jsonl ends at step 3, and there is a checkpoint of step 4: cut?"]
+    said = "ends at step 3, but there is a checkpoint of step 4. Was the file truncated?"
+    assert caplog.messages == [f"{tmp_path}/metrics.jsonl {said}"]
 
 
 def test_the_curves_are_a_png_even_when_some_are_missing(tmp_path: Path) -> None:

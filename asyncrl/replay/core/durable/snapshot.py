@@ -105,8 +105,8 @@ def _draws(now: Draws | None, snapshot: dict[str, Any]) -> Draws | None:
     if drawn and draws and now and draws.rows != now.rows:
         # The same prompt index would be another row, so pass rates would be recorded for the wrong rows.
         raise ReplayError(
-            f"the checkpoint's run draws from {list(draws.rows)} rows (data.curriculum), and the workers have "
-            f"{list(now.rows)}: data.path, data.mixture and data.where must lead to the rows that it began with. Give "
-            "those, or start a new run with another run.name"
+            f"the checkpoint's run draws from {list(draws.rows)} rows (data.curriculum), but the workers have "
+            f"{list(now.rows)}. data.path, data.mixture and data.where must select the rows that the run began with. "
+            "Give the same settings, or start a new run with another run.name"
         )
     return draws

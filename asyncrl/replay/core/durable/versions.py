@@ -163,7 +163,7 @@ def tree_edges(snapshot: Any) -> list[list[int]]:
         ReplayError: it is not.
     """
     if not isinstance(snapshot, list) or not snapshot:
-        raise ReplayError("the checkpoint's version tree is not a list: the checkpoint is not from this program")
+        raise ReplayError("the checkpoint's version tree is not a list, so the checkpoint was not written by asyncrl")
     for row in snapshot:
         if not isinstance(row, list) or len(row) not in (1, 4) or not all(type(value) is int for value in row):
             raise ReplayError(

@@ -161,13 +161,14 @@ class Evaluations:
         if len(result.scores) + result.failed + result.missing != chunk.stop - chunk.start:
             raise ReplayError(
                 f"evaluation chunk {chunk.start}:{chunk.stop} came back with {len(result.scores)} scores, "
-                f"{result.failed} failures and {result.missing} rows that do not exist; together they must be its rows"
+                f"{result.failed} failures and {result.missing} rows that do not exist; together they must cover its "
+                "rows"
             )
         uneven = [name for name, values in result.figures.items() if len(values) != len(result.scores)]
         if uneven:
             raise ReplayError(
-                f"evaluation chunk {chunk.start}:{chunk.stop} came back with {len(result.scores)} scores, and with "
-                f"{len(result.figures[uneven[0]])} values of {uneven[0]}: one for each score, or none, is expected"
+                f"evaluation chunk {chunk.start}:{chunk.stop} came back with {len(result.scores)} scores, but "
+                f"{len(result.figures[uneven[0]])} values of {uneven[0]}. It must have one value per score, or none"
             )
         strange = [sample.row for sample in result.samples if not chunk.start <= sample.row < chunk.stop]
         if strange:

@@ -63,7 +63,9 @@ def what_is_missing(state: ReplayState, settings: AdmissionSettings, workers: Wo
 def why_no_batch(state: ReplayState, settings: AdmissionSettings, workers: Workers, step: int) -> str:
     """Return why a step cannot be sealed, in a sentence that names every worker."""
     inserted = len(state.buffer.waiting)
-    have = f"step {step} needs {settings.groups_per_step} groups, {inserted} are inserted, {state.in_flight} in flight"
+    have = (
+        f"step {step} needs {settings.groups_per_step} groups; {inserted} are inserted, {state.in_flight} are in flight"
+    )
     if settings.by_sample:
         have += f" (members, {settings.group_size} to a group)"
     dropped = state.ledger.dropped_by_name()
@@ -79,7 +81,11 @@ def why_no_batch(state: ReplayState, settings: AdmissionSettings, workers: Worke
             return f"{have}; no rollout worker is connected"
         case "weights":
             none = all(worker.served == NO_VERSION for worker in workers.live.values())
-            way_out = ". None has got weights yet: see their logs, and whether they reach weights.host" if none else ""
+            way_out = (
+                ". None has received weights yet. See their logs, and check that they can reach weights.host"
+                if none
+                else ""
+            )
             return f"{have}; no worker serves a version near {state.version}: {who}{way_out}"
         case "stale_wait":
             holder = f"window={settings.window}" if settings.window else "stale_policy=wait"

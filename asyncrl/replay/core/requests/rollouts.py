@@ -88,7 +88,9 @@ class Rollouts:
         if answered:
             return Acquired(assignments=answered)
         if self._state.finished:
-            return Acquired(stop=self._is_over(incarnation), waiting_for="the learner: the run is over unless resumed")
+            return Acquired(
+                stop=self._is_over(incarnation), waiting_for="the learner: the run is over unless it is resumed"
+            )
         self._run.workers.note(member, capacity=len(member.held) + max(0, slots))
         evaluation = self._run.evaluations.next_for(worker, member.served) if slots > 0 else None
         evaluations: tuple[EvalAssignment, ...] = (evaluation,) if evaluation else ()
@@ -98,7 +100,7 @@ class Rollouts:
         while not waiting_for and len(assignments) < room:
             issued = self._issue(member, request)
             if issued is None:
-                waiting_for = "the learner: as many groups are under way as it may fall behind"
+                waiting_for = "the learner: rollouts are as far ahead of it as replay.pipeline_depth allows"
                 break
             assignments.append(issued)
         return Acquired(assignments=tuple(assignments), evaluations=evaluations, waiting_for=waiting_for)
@@ -132,7 +134,7 @@ class Rollouts:
             known = header.group_id < state.next_group_id
             return InsertReply(status="closed" if known else "rejected", reason=f"group {header.group_id} is not open")
         if entry.attempt != header.attempt or entry.incarnation != incarnation:
-            return InsertReply(status="fenced", reason=f"group {header.group_id} was given to another attempt")
+            return InsertReply(status="fenced", reason=f"group {header.group_id} was assigned to another attempt")
         if entry.state is not GroupState.IN_FLIGHT:
             return InsertReply(status="duplicate")
         problem = self._refuse(entry, header)
@@ -158,8 +160,8 @@ class Rollouts:
         wanted, draws = self._run.settings.curriculum, self._state.draws
         if draws is not None and tuple(rows) != draws.rows:
             raise ReplayError(
-                f"worker {worker!r} has {list(rows)} rows to draw from, the run was begun with {list(draws.rows)}: "
-                "data.path, data.mixture and data.where must lead to the same rows on every machine"
+                f"worker {worker!r} has {list(rows)} rows to draw from, but the run began with {list(draws.rows)}. "
+                "data.path, data.mixture and data.where must select the same rows on every machine"
             )
         if wanted is None or draws is not None:
             return
@@ -205,7 +207,7 @@ class Rollouts:
         """Record the version that a worker serves. Raises ReplayError if that version was never published."""
         member = self._worker(worker, incarnation)
         if policy_version not in self._state.tree:
-            raise ReplayError(f"worker {worker!r} says it serves policy_version {policy_version}, never published")
+            raise ReplayError(f"worker {worker!r} serves policy_version {policy_version}, which was never published")
         self._run.workers.note(member, served=policy_version)
         member.fingerprint = fingerprint
 
@@ -215,7 +217,7 @@ class Rollouts:
         self._worker(worker, incarnation)
         for version in (result.version_min, result.version_max):
             if version != NO_VERSION and version not in self._state.tree:
-                raise ReplayError(f"an evaluation has tokens of policy_version {version}, never published")
+                raise ReplayError(f"an evaluation has tokens of policy_version {version}, which was never published")
         self._run.evaluations.report(worker, result)
 
     def members(self) -> list[Member]:
@@ -260,7 +262,7 @@ class Rollouts:
         self._run.refuse_replaced(worker, incarnation)
         member = self._run.workers.get(worker, incarnation)
         if member is None:
-            raise UnknownPeer(f"worker {worker!r} is not known here; it has to say hello first")
+            raise UnknownPeer(f"worker {worker!r} is not known here. It must say hello first")
         return member
 
     def _worker(self, worker: str, incarnation: str) -> Worker:
@@ -287,13 +289,13 @@ class Rollouts:
         if self._state.version == NO_VERSION:
             return "the learner: it has not published any weights yet"
         if self._is_unsurveyed():
-            return "a rollout worker: data.curriculum is set, and none has said yet how many rows there are"
+            return "a rollout worker: data.curriculum is set, and no worker has reported yet how many rows there are"
         if self._state.replays(self._run.settings.pipeline_depth):
-            return "the learner: it trains again what it had trained after its checkpoint"
+            return "the learner: it repeats the steps after its checkpoint"
         if not self.may_serve(member):
-            return f"weights: version {self._state.version} is published, this worker serves {member.served}"
+            return f"weights: version {self._state.version} is published, but this worker serves {member.served}"
         if len(member.held) >= self._share(member):
-            return "the other workers: this one holds its share of the groups under way"
+            return "the other workers: this one already has its share of the groups in flight"
         return ""
 
     def _is_unsurveyed(self) -> bool:

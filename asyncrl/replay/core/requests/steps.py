@@ -25,13 +25,13 @@ from asyncrl.types import NO_VERSION, DropReason, StepPlan
 LEADER = "learner rank 0"
 """The rank that restores, on behalf of all ranks."""
 REPLACED = (
-    "a newer learner has restored since; this one has to stop. If that one was started by mistake, stop it and start "
-    "this one again with resume=auto"
+    "a newer learner has restored the run, so this one must stop. If the newer one was started by mistake, stop it "
+    "and start this one again with resume=auto"
 )
 
 STRANGER = (
-    "a learner of another run folder trains here, and was heard of when this one came. If this one was started by "
-    "mistake, stop it; if it is to take over, end that one first"
+    "a learner of another run folder trains here, and was still alive when this one arrived. If this one was started "
+    "by mistake, stop it. If it is to take over, end the other one first"
 )
 
 
@@ -83,7 +83,7 @@ class Steps:
             self._reload(number, snapshot)
         if policy_version != NO_VERSION and policy_version not in self._state.tree:
             raise ReplayError(
-                f"the checkpoint of step {number} has policy_version {policy_version}, never published here"
+                f"the checkpoint of step {number} has policy_version {policy_version}, which was never published here"
             )
         same = settings == self._state.learner_settings and not self._state.forking
         again = remembered and same and not branch
@@ -119,7 +119,7 @@ class Steps:
         if incarnation in self._state.peers.past_learners:
             raise FencedError(REPLACED)
         if incarnation != self._state.peers.learner:
-            raise ReplayError("this server knows of no running learner; restart the learner from its checkpoint")
+            raise ReplayError("this server knows no running learner. Restart the learner from its checkpoint")
 
     def publish(self, *, policy_version: int, parent: int) -> None:
         """Publish weights that no step trained: initial, or restored ones (the parent's own) under a new number."""
@@ -141,7 +141,9 @@ class Steps:
         if step < state.trained_steps:
             trained = buffer.trained.get(step)
             if trained is None or trained.evicted:
-                raise ReplayError(f"step {step} was trained and forgotten; the next step is {state.trained_steps}")
+                raise ReplayError(
+                    f"step {step} was trained and is no longer kept; the next step is {state.trained_steps}"
+                )
             return trained.plan
         ahead = step - state.trained_steps
         if state.finished or ahead > 1:
@@ -193,7 +195,9 @@ class Steps:
         if step != state.trained_steps or sealed is None:
             raise ReplayError(f"step {step} was not leased as the next step; the next is {state.trained_steps}")
         if policy_version <= state.tree.newest:
-            raise ReplayError(f"policy_version {policy_version} is not above {state.tree.newest}: never reused")
+            raise ReplayError(
+                f"policy_version {policy_version} is not above {state.tree.newest}: versions are never reused"
+            )
         plan = sealed.plan
         if ess and (len(ess) != len(plan.groups) or not all(0 <= share <= 1 for share in ess)):
             raise ReplayError(f"ess is a number from 0 to 1 for each of {len(plan.groups)} groups, not {list(ess)[:8]}")
@@ -360,18 +364,20 @@ class Steps:
     def _reload(self, number: int, snapshot: dict[str, Any] | None) -> None:
         if snapshot is None and number < 0:
             raise ReplayError(
-                f"this learner begins at step 0, and the replay server serves a run of which "
-                f"{self._state.trained_steps} steps are trained and a checkpoint is saved. Start it with that run's "
-                "folder and resume=auto, or with a replay server of its own"
+                f"this learner begins at step 0, but the replay server serves a run with {self._state.trained_steps} "
+                "trained steps and a saved checkpoint. Start the learner with the folder of that run and resume=auto, "
+                "or with a replay server of its own"
             )
         if snapshot is None:
             raise ReplayError(
-                f"the learner's checkpoint is of step {number}; this server remembers steps "
-                f"{self._state.committed_step}..{self._state.trained_steps - 1} and the checkpoint has no snapshot. "
-                f"Resume from a newer checkpoint, or start with a new run folder"
+                f"the learner's checkpoint is of step {number}, but this server knows steps "
+                f"{self._state.committed_step}..{self._state.trained_steps - 1}, and the checkpoint has no replay "
+                "snapshot. Resume from a newer checkpoint, or start with a new run folder"
             )
         if snapshot.get("step") != number:
-            raise ReplayError(f"the replay snapshot is of step {snapshot.get('step')}, the checkpoint of step {number}")
+            raise ReplayError(
+                f"the replay snapshot is of step {snapshot.get('step')}, but the checkpoint is of step {number}"
+            )
         ReplayState().apply(ev.Reloaded(snapshot))  # Checked on an empty state: an error after recording is too late.
         for member in self._run.workers.live.values():
             member.held.clear()

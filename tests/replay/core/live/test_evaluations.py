@@ -136,7 +136,7 @@ def test_a_figure_that_is_not_of_every_scored_row_is_refused_and_the_chunk_stays
     stage = Stage()
     evaluate(stage.core, 0)
     order = order_of(stage.core)
-    with pytest.raises(ReplayError, match="came back with 2 scores, and with 1 values of pass@2"):
+    with pytest.raises(ReplayError, match="came back with 2 scores, but 1 values of pass@2"):
         answer(stage.core, order, figures={"pass@2": (1.0,)})
     answer(stage.core, order, figures={"pass@2": (1.0, None)})
     assert not stage.core.evaluations.open
@@ -293,7 +293,7 @@ def test_a_point_tells_its_versions_its_failures_and_counts_no_row_that_does_not
     assert (summary.mean, summary.count, summary.failed) == (0.5, 2, 3)
     stage.core.evaluate(step=6, policy_version=0, eval_set="heldout", rows=2, chunk=2)
     order = order_of(stage.core)
-    with pytest.raises(ReplayError, match="policy_version 7, never published"):
+    with pytest.raises(ReplayError, match="policy_version 7, which was never published"):
         answer(stage.core, order, (0, 7))
 
 
