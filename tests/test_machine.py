@@ -236,7 +236,7 @@ def test_a_plan_for_the_gpus_of_another_machine_needs_no_vllm_here_and_says_so(
         check_machine(here, "rollout", planned=True)
     there = load_config([*needed, "reward.function=asyncrl.rewards.exact_match:exact_match", "placement.gpus=8"])
     check_machine(there, "rollout", planned=True)
-    assert "on this machine it would not start: engine=vllm needs vLLM" in process_lines(there, "rollout", [])
+    assert "it would not start on this machine: engine=vllm needs vLLM" in process_lines(there, "rollout", [])
     with pytest.raises(ConfigError, match="engine=vllm needs vLLM"):
         check_machine(there, "rollout")
 

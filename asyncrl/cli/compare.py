@@ -44,17 +44,19 @@ def main(folders: Sequence[Path], *, as_json: bool) -> int:
     console.print_whole(settings_table(runs))
     console.print_whole(ends_table(runs, ends))
     if any(diverged_from(run.rows) is not None for run in runs):
-        console.print("Of a run that diverged, whose loss was not finite to its end, they are of the steps before.")
+        console.print("For a run that diverged (its loss was not finite until the end), they are of the steps before.")
     console.print(
         f"Each is the mean over the last {TAIL:.0%} of the steps (at most {TAIL_MOST}); an evaluation's is its last. "
         "The last step is in the first line."
     )
     if len({run.rows[-1]["step"] for run in runs if run.rows}) > 1:
-        console.print("Not all have trained as many steps: each is compared where it ended.")
+        console.print("The runs have not trained the same number of steps: each is compared where it ended.")
     for found in apart:
         console.print(sentence(found))
     if not apart:
-        console.print("Two settings with two seeds each or more, and it is said whether chance explains a difference.")
+        console.print(
+            "To learn whether chance explains a difference, compare at least two settings with at least two seeds each."
+        )
     return 0
 
 
@@ -101,5 +103,5 @@ def sentence(found: Difference) -> str:
         f"{mean:.4g} ({len(names)} seeds: {', '.join(names)})"
         for mean, names in zip(found.means, (found.first, found.second), strict=True)
     )
-    enough = "" if found.least_p <= 0.05 else f", and with so few seeds it could not be under {found.least_p:.2g}"
+    enough = "" if found.least_p <= 0.05 else f"; with so few seeds it cannot be below {found.least_p:.2g}"
     return f"{found.metric}: {first} against {second}, p = {found.p:.2g} by chance{enough}"

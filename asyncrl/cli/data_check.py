@@ -65,14 +65,20 @@ def main(overrides: Sequence[str]) -> int:
     for line in [*_shares(config), *(line for each in found for line in survey_lines(config, each))]:
         console.print(line, markup=False)
     tokens = [count for each in found for count in each.tokens]
-    for line in histogram(tokens, limit) if tokens else ["no tokenizer.json in model.path here: nothing was tokenized"]:
+    for line in (
+        histogram(tokens, limit)
+        if tokens
+        else ["there is no tokenizer.json in model.path here, so nothing was tokenized"]
+    ):
         console.print(line, markup=False)
     console.print(_rendered(found[0]))
     if not rewarded:
-        console.print("no reward was given: reward.function=FILE.py:NAME, or reward=NAME, scores each row's own answer")
+        console.print(
+            "no reward was given. Give reward.function=FILE.py:NAME or reward=NAME to score each row's own answer"
+        )
         return 0
     if not config.reward.function and not config.reward.functions:
-        console.print("the environment scores by itself: no reward was called")
+        console.print("the environment scores by itself, so no reward was called")
         return 0
     rewards = [config.reward] * len(train) + [each.config.reward for each in sets]
     mended = True
@@ -131,7 +137,7 @@ def judged(reward: RewardConfig, rows: Sequence[tuple[str, Row]]) -> tuple[list[
     truths = {where: truth for where, row in rows if (truth := ground_truth(row)) is not None}
     known = [(where, row) for where, row in rows if where in truths]
     if not known:
-        return [f"no row has one of the columns {', '.join(TRUTHS)}: the reward was not called"], []
+        return [f"no row has one of the columns {', '.join(TRUTHS)}, so the reward was not called"], []
     asked = [(row, ["", *(form.format(truths[where]) for form in FORMS)]) for where, row in known]
     scores = [[_value(each) for each in found] for found in score_texts(reward, asked)]
     best = [max(found[1:]) for found in scores]
@@ -150,13 +156,13 @@ def judged(reward: RewardConfig, rows: Sequence[tuple[str, Row]]) -> tuple[list[
     for (where, _), found, mine in zip(known, scores, best, strict=True):
         if mine <= found[0]:
             wrong.append(
-                f"{where}: its own answer {truths[where]!r:.80} is worth {_said(mine)}, and no answer at all "
-                f"{_said(found[0])}. Mend the reward, or the row"
+                f"{where}: its own answer {truths[where]!r:.80} scores {_said(mine)}, and an empty answer "
+                f"{_said(found[0])}. Fix the reward, or the row"
             )
         elif mine < top:
             wrong.append(
-                f"{where}: its own answer {truths[where]!r:.80} is worth {_said(mine)}, those of others {_said(top)}. "
-                "Mend the row, or the reward"
+                f"{where}: its own answer {truths[where]!r:.80} scores {_said(mine)}, and an answer of another row "
+                f"{_said(top)}. Fix the row, or the reward"
             )
     return said, wrong
 

@@ -65,9 +65,9 @@ def packages(required: Sequence[str], installed: Callable[[str], str | None]) ->
         if version is None and not optional:
             found.append(Finding("packages", PROBLEM, f"{wanted.name} is not installed: pip install asyncrl"))
         elif version is not None and not wanted.specifier.contains(version, prereleases=True):
-            said = f"{wanted.name} {version} is outside {wanted.specifier}, the versions asyncrl is made for"
+            said = f"{wanted.name} {version} is outside {wanted.specifier}, the versions that asyncrl supports"
             found.append(Finding("packages", WARNING, f"{said}: pip install '{wanted.name}{wanted.specifier}'"))
-    return found or [Finding("packages", OK, f"asyncrl {__version__}: every package has a version it is made for")]
+    return found or [Finding("packages", OK, f"asyncrl {__version__}: every package has a supported version")]
 
 
 def engines(installed: Callable[[str], str | None]) -> list[Finding]:
@@ -96,7 +96,7 @@ def gpus(told: str | None, torch_sees: Callable[[], str]) -> list[Finding]:
         name, total, used, driver = (part.strip() for part in line.rsplit(",", 3))
         said = f"{number}: {name}, {total} MiB, {used} MiB in use, driver {driver}"
         if used.isdecimal() and total.isdecimal() and int(used) > int(total) // 20:
-            said += ". Somebody else computes on it: what a run is planned to take may not be free"
+            said += ". Another process uses it, so the memory that a run needs may not be free"
             found.append(Finding("GPU", WARNING, said))
         else:
             found.append(Finding("GPU", OK, said))
@@ -112,7 +112,7 @@ def gpus(told: str | None, torch_sees: Callable[[], str]) -> list[Finding]:
 
 def memory(total: int, shared: int, container: int | None = None) -> list[Finding]:
     """Check the memory, the free part of /dev/shm, and the limit of this container, in bytes."""
-    bound = "" if container is None else f", of which this container may have {container / 2**30:.1f} GiB"
+    bound = "" if container is None else f", of which this container may use {container / 2**30:.1f} GiB"
     said = f"{total / 2**30:.1f} GiB{bound}, {len(os.sched_getaffinity(0))} CPU cores"
     found = [Finding("memory", OK, said)]
     if shared < SHM_LEAST:
@@ -120,9 +120,9 @@ def memory(total: int, shared: int, container: int | None = None) -> list[Findin
             Finding(
                 "memory",
                 WARNING,
-                f"/dev/shm has {shared / 2**20:.0f} MiB left: Ray puts its objects into /tmp then, NCCL and vLLM with "
-                "several GPUs fail. Delete what killed engines of vLLM left there (vllm_dist_*, psm_*, while none "
-                "runs), or start the container with --shm-size=8g",
+                f"/dev/shm has {shared / 2**20:.0f} MiB left. With so little, Ray puts its objects into /tmp, and "
+                "NCCL and vLLM with several GPUs fail. Delete the files that killed vLLM engines left there "
+                "(vllm_dist_*, psm_*, while no engine runs), or start the container with --shm-size=8g",
             )
         )
     return found
@@ -131,7 +131,7 @@ def memory(total: int, shared: int, container: int | None = None) -> list[Findin
 def files(soft: int) -> Finding:
     """Check the limit on open files of a process: each connection is one."""
     if soft < FILES_LEAST:
-        said = f"a process may open {soft}: with hundreds of workers the replay server needs more. ulimit -n 65536"
+        said = f"a process may open {soft}. With hundreds of workers the replay server needs more: run ulimit -n 65536"
         return Finding("open files", WARNING, said)
     return Finding("open files", OK, f"a process may open {soft}")
 
@@ -141,7 +141,7 @@ def disk(folder: Path) -> list[Finding]:
     try:
         sync_s, rate = measured(folder)
     except OSError as error:
-        return [Finding("disk", PROBLEM, f"{folder} cannot be written: {error}. Give run.dir where it can")]
+        return [Finding("disk", PROBLEM, f"{folder} cannot be written: {error}. Give a run.dir that can be written")]
     mounts = Path("/proc/mounts").read_text() if Path("/proc/mounts").exists() else ""
     free = shutil.disk_usage(folder).free
     return judge_disk(folder, free, sync_s, rate, filesystem_of(folder.resolve(), mounts))
@@ -170,17 +170,20 @@ def judge_disk(folder: Path, free: int, sync_s: float, rate: float, kind: str) -
     said = f"{folder}: {free / 2**30:.1f} GiB free, a sync takes {sync_s * 1e3:.1f} ms, {rate / 2**20:.0f} MiB/s"
     found = [Finding("disk", OK, f"{said}{f', {kind}' if kind else ''}")]
     if free < FREE_LEAST:
-        found.append(Finding("disk", PROBLEM, f"under 1 GiB is free in {folder}: a run waits for space and then ends"))
+        found.append(
+            Finding("disk", PROBLEM, f"less than 1 GiB is free in {folder}. A run would wait for space and then end")
+        )
     elif free < FREE_LOW:
         found.append(
-            Finding("disk", WARNING, f"under 10 GiB is free in {folder}: a checkpoint is 12 bytes a parameter")
+            Finding("disk", WARNING, f"less than 10 GiB is free in {folder}. A checkpoint takes 12 bytes per parameter")
         )
     if sync_s > FSYNC_SLOW_S:
-        said = "each insert waits for a sync: rollouts will wait. Give run.dir on a local disk"
+        said = "each insert waits for a sync, so rollouts will wait. Give a run.dir on a local disk"
         found.append(Finding("disk", WARNING, said))
     if kind in NETWORK_FILES:
         said = (
-            f"{folder} is on {kind}: locks and syncs may lie there. Give run.dir on a local disk, learner.copy_to here"
+            f"{folder} is on {kind}, where locks and syncs may not be reliable. Give a run.dir on a local "
+            "disk, and learner.copy_to here"
         )
         found.append(Finding("disk", WARNING, said))
     return found
@@ -203,14 +206,15 @@ def ports(kernel: str) -> list[Finding]:
         with socket.create_server(("127.0.0.1", 0)) as bound:
             socket.create_connection(bound.getsockname(), ANSWERED_S).close()
     except OSError as error:
-        said = f"127.0.0.1 leads nowhere ({error}): no process could reach another. ip link set lo up"
+        said = f"127.0.0.1 cannot be reached ({error}), so no process could reach another. Run ip link set lo up"
         return [Finding("ports", PROBLEM, said)]
     first = int(kernel.split()[0]) if kernel.split() else PORTS.stop
     if first < PORTS.stop:
-        said = (
-            f"the kernel hands out ports from {first} on, and asyncrl chooses from {PORTS.start} to {PORTS.stop - 1}:"
+        said = f"the kernel assigns ports from {first} on, and asyncrl chooses from {PORTS.start} to {PORTS.stop - 1}:"
+        said += (
+            " now and then one is already taken and a start must be repeated. Change it with sysctl "
+            "net.ipv4.ip_local_port_range"
         )
-        said += " now and then one is taken, and a start has to be repeated. sysctl net.ipv4.ip_local_port_range"
         return [Finding("ports", WARNING, said)]
     return [Finding("ports", OK, f"127.0.0.1 answers; asyncrl chooses from {PORTS.start} to {PORTS.stop - 1}")]
 
@@ -220,7 +224,10 @@ def host_name(name: str, resolve: Callable[[str], str]) -> Finding:
     try:
         return Finding("host name", OK, f"{name} is {resolve(name)}")
     except OSError as error:
-        said = f"{name} leads nowhere ({error}): fine on one machine; over several put it into /etc/hosts"
+        said = (
+            f"{name} cannot be reached ({error}). On one machine this does not matter; for several, add it to "
+            "/etc/hosts"
+        )
         return Finding("host name", WARNING, said)
 
 
@@ -232,9 +239,12 @@ def clock(state: int | None) -> Finding:
     """
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     if state == TIME_ERROR:
-        said = f"{now}, and nothing keeps it in step: fine on one machine; over several start chrony or ntpd"
+        said = (
+            f"{now}, and nothing synchronises it. On one machine this does not matter; for several, start chrony "
+            "or ntpd"
+        )
         return Finding("clock", WARNING, said)
-    return Finding("clock", OK, f"{now}{'' if state is None else ', kept in step'}")
+    return Finding("clock", OK, f"{now}{'' if state is None else ', synchronised'}")
 
 
 def clock_state() -> int | None:

@@ -102,7 +102,7 @@ def engine_kind(config: Config) -> str:
         if asked.stdout.strip() in ("True", "False"):
             return "cuda" if asked.stdout.strip() == "True" else "cpu"
         why = next(iter(asked.stderr.strip().splitlines()[-1:]), f"exit code {asked.returncode}")
-    raise ConfigError(f"engine.dtype=auto: torch does not say whether it sees a GPU ({why}). Set engine.dtype")
+    raise ConfigError(f"engine.dtype=auto: torch did not report whether it sees a GPU ({why}). Set engine.dtype")
 
 
 def prepared(path: str, overrides: Sequence[str]) -> tuple[Config, bool]:
@@ -206,7 +206,7 @@ def _make_missing(config: Config, kept: EvalFolder, rows: int, again: str) -> in
     if not todo:
         return 0
     if kept.done:
-        print(f"goes on: {rows - len(todo):,} of {rows:,} rows are done", flush=True)
+        print(f"continues: {rows - len(todo):,} of {rows:,} rows are done", flush=True)
     seen = look_ahead(config)
     print("\n".join([*seen.prompts, *seen.reward]), flush=True)
     try:
@@ -223,7 +223,7 @@ def _make_missing(config: Config, kept: EvalFolder, rows: int, again: str) -> in
 
 
 def _say_how_to_go_on(kept: EvalFolder, rows: int, again: str, what: str) -> None:
-    print(f"{what}; {rows - len(kept.missing()):,} of {rows:,} rows are done. Go on with:\n  {again}", flush=True)
+    print(f"{what}; {rows - len(kept.missing()):,} of {rows:,} rows are done. Continue with:\n  {again}", flush=True)
 
 
 def _tell(config: Config, kept: EvalFolder, made_of: dict[str, object]) -> int:
@@ -234,5 +234,5 @@ def _tell(config: Config, kept: EvalFolder, made_of: dict[str, object]) -> int:
     for reason, count in reasons(kept.done):
         print(f"failed, {count} sample(s): {' '.join(reason.split())}")
     if any(sample.failed for samples in kept.done.values() for sample in samples):
-        print("The same command tries the rows that failed once more")
+        print("The same command tries the failed rows again")
     return 0 if table[-1].samples else EXIT_NOTHING

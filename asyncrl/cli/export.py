@@ -68,7 +68,7 @@ def main(run: Path, step: int | None, target: Path | None, *, average: bool) -> 
     patience = disk_patience(config)
     if not target.is_relative_to(run.resolve()):
         patience = replace(patience, board=None)  # the target's disk is not the run's, which does not wait
-    said = f"note: another export writes into {target.parent}: waiting for its end"
+    said = f"note: another export is writing into {target.parent}; waiting until it ends"
     with in_turn(target.parent, lambda: print(said, file=sys.stderr)):  # exports write aside first, under the same name
         refuse_lossy(target, config.model)
         export_hf(model, config.model, target, 0, patience, trained=steps)
@@ -156,14 +156,14 @@ def read(config: Config, run: Path, step: int | None, part: str) -> tuple[Policy
             if step is not None:
                 raise CheckpointError(not_there(path)) from error
     raise CheckpointError(
-        f"{run} saved newer checkpoints and deleted the one that was being read, {TRIES} times. Keep more of them with "
-        "learner.keep_checkpoints or learner.keep_every, or export when the run has ended"
+        f"{run} saved newer checkpoints and deleted the one that was being read, {TRIES} times. Keep more of them "
+        "with learner.keep_checkpoints or learner.keep_every, or export after the run has ended"
     )
 
 
 def not_there(path: Path) -> str:
     there = ", ".join(each.name for each in finished(path.parent)) or "none"
-    return f"{path} does not exist. There are {there} (learner.keep_every keeps some for good)"
+    return f"{path} does not exist. There are {there} (learner.keep_every keeps some permanently)"
 
 
 def fill(model: PolicyModel, path: Path, part: str) -> None:

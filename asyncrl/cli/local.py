@@ -73,12 +73,18 @@ def _run(config: Config, overrides: Sequence[str], typed: Sequence[str]) -> int:
     with_keys(config)  # Creates the keys once; each role finds them by itself.
     commands = with_gpus(local_commands(config, overrides, run_id), config, visible_gpus() or ())
     if not Path(config.model.path).is_dir():
-        say(console, f"model.path={config.model.path} is not a folder here: taken for a name on the Hugging Face hub")
+        say(
+            console,
+            f"model.path={config.model.path} is not a folder here, so it is taken as a name on the Hugging Face hub",
+        )
     for each in commands:
         console.print(f"[bold]{each.role}[/bold]", highlight=False)
         say(console, f"  {each}")
     if config.resume != "never":
-        say(console, f"resumed from step {resumed}" if resumed else "no checkpoint to resume from: begins at step 0")
+        say(
+            console,
+            f"resumed from step {resumed}" if resumed else "no checkpoint to resume from: the run begins at step 0",
+        )
     restarts = config.replay.max_restarts if config.replay.durability == "journal" else 0
     ended = supervise(
         commands,
@@ -107,7 +113,7 @@ def check_room(config: Config, folder: Path) -> None:
     free_mb = shutil.disk_usage(folder).free >> 20
     if free_mb < wanted_mb:
         raise RunFolderError(
-            f"run.dir={config.run.dir} has {free_mb} MiB free, and the first file of the journal takes "
+            f"run.dir={config.run.dir} has {free_mb} MiB free, but the first file of the journal needs "
             f"replay.journal.segment_mb={wanted_mb} MiB. Free space there, lower that setting, or give another run.dir"
         )
 
@@ -119,7 +125,7 @@ def show_report(
     rows = read_metrics(folder)
     say(console, f"\n{summary(rows)}")
     if not rows:
-        again = "nothing in it to keep: overwrite=true starts again in it"
+        again = "it contains nothing to keep: overwrite=true starts the run again in it"
         say(console, f"run folder: {folder}  ({again})")
         return
     try:

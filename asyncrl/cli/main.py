@@ -19,7 +19,7 @@ from asyncrl.plain_text import make_streams_plain
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_UNREAD = 128 + signal.SIGPIPE
-_ROOM, _RIGHT = "Free space, or give another folder", "Have its owner let this user in, or name another place"
+_ROOM, _RIGHT = "Free space, or give another folder", "Ask its owner to give this user access, or give another place"
 PLACES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _ROOM),
     **dict.fromkeys((errno.EACCES, errno.EPERM), _RIGHT),
@@ -40,12 +40,12 @@ COMMANDS = {
 """Modules of the commands that start a role of a run."""
 
 KEYS_MADE = """\
-keys in {}, one pair per role. Copy *.key to every machine of the run, and of the secrets only these:
+keys in {}, one pair per role. Copy *.key to every machine of the run, but of the secrets only these:
   the replay server's machine      server.key_secret and shard.key_secret
   machines of shards, if any       shard.key_secret
   the learner's machines           learner.key_secret
   the rollout workers' machines    worker.key_secret
-  who watches from afar            viewer.key_secret (with server.key and viewer.key alone): sees counts"""
+  machines that only watch         viewer.key_secret (with server.key and viewer.key alone): sees counts"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,7 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.errno == errno.EPIPE and sys.stdout is not None and _unread(sys.stdout.fileno()):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discard further output
             if given.command in (*COMMANDS, "sft") and not _unread(2):  # stderr may be the same pipe, as with `2>&1`
-                print("asyncrl: ended, because nobody reads its output any more. Send it to a file", file=sys.stderr)
+                print(
+                    "asyncrl: ended, because nothing reads its output any more. Redirect the output to a file",
+                    file=sys.stderr,
+                )
             return EXIT_UNREAD
         if error.errno in NO_FILES:
             print(f"asyncrl: {error}: this must be a file. Restore it from a copy, or move it away", file=sys.stderr)
@@ -104,8 +107,8 @@ def _make_keys(given: argparse.Namespace) -> int:
 def _audit(given: argparse.Namespace) -> int:
     if load("asyncrl.telemetry.folder.resumed").is_supervised(given.run):
         raise RunFolderError(
-            f"{given.run} is a run of asyncrl sft: it has no journal to balance. Its checkpoints are proven "
-            "when it resumes"
+            f"{given.run} is a run of asyncrl sft: it has no journal to audit. Its checkpoints are verified when it "
+            "resumes"
         )
     code, unreadable = load("asyncrl.replay.audit.report").main(given.run, as_json=given.json)
     return max(code, load("asyncrl.cli.starting.folder_check").tell(given.run, unreadable))
@@ -114,7 +117,7 @@ def _audit(given: argparse.Namespace) -> int:
 def _doctor(given: argparse.Namespace) -> int:
     if not given.folder.is_dir():
         raise RunFolderError(
-            f"{given.folder} is not a folder on this machine. Give the one that run folders will be in"
+            f"{given.folder} is not a folder on this machine. Give the folder that will contain the run folders"
         )
     return load("asyncrl.cli.doctor").main(given.folder, as_json=given.json)
 
@@ -123,9 +126,7 @@ def _watch(given: argparse.Namespace) -> int:
     if "://" in given.run:
         return load("asyncrl.cli.watch_address").main(given.run, given.keys)
     if given.keys:
-        raise ConfigError(
-            f"--keys belongs to the address of a run, but {given.run} is a folder. Leave one of the two out"
-        )
+        raise ConfigError(f"--keys is for the address of a run, but {given.run} is a folder. Leave one of the two out")
     return load("asyncrl.cli.watch").main(Path(given.run))
 
 
@@ -197,4 +198,4 @@ def refuse_missing(path: str) -> None:
             f"{path} is not a folder here. Give a run folder, or a Hugging Face model (a folder, or org/name on the "
             f"hub).{hint}"
         )
-    print(f"{path} is not a folder here: taken for a name on the Hugging Face hub", file=sys.stderr)
+    print(f"{path} is not a folder here, so it is taken as a name on the Hugging Face hub", file=sys.stderr)

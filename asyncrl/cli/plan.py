@@ -134,8 +134,8 @@ def measured_costs(folders: Sequence[Path], costs: Costs, given: Given) -> Costs
     runs = [run_of(folder) for folder in folders]
     if not (engines_told(runs) or given.tokens_per_s):
         print(
-            "note: these runs tell nothing of their engines' steps (the built-in engine's and vLLM's do, of this "
-            "version): what a step takes is fitted to the throughput, and is less sure",
+            "note: these runs have no records of their engines' steps (the built-in engine and vLLM write them, in "
+            "this version). The duration of a step is therefore fitted to the throughput and is less certain",
             file=sys.stderr,
         )
     found = calibrate(runs, costs)
@@ -210,9 +210,10 @@ def left_over(config: Config, split: Split, gpus: int) -> list[str]:
     if split.engines < most_groups(config) or idle < config.engine.tensor_parallel:
         return []
     return [
-        f"{idle} GPUs are left over: at most {split.engines} groups are in flight, (1 + replay.max_staleness="
-        f"{config.replay.max_staleness}) * learner.groups_per_step={config.learner.groups_per_step}, and each is made "
-        "by one engine. Raise learner.groups_per_step, or take fewer GPUs"
+        f"{idle} GPUs would be unused: at most {split.engines} groups are in flight, (1 + "
+        f"replay.max_staleness={config.replay.max_staleness}) * "
+        f"learner.groups_per_step={config.learner.groups_per_step}, and each is made by one engine. Raise "
+        "learner.groups_per_step, or use fewer GPUs"
     ]
 
 
@@ -239,10 +240,10 @@ def why_not(config: Config, gpus: int, model: ModelSize | None, gpu_gb: float) -
     if model is not None:
         held = rank_bytes(config, model) + (copies_bytes(config, model) if copies_on_gpu(config, placement) else 0)
     if held > room:
-        return f"with learner.ranks={config.learner.ranks} a rank holds {size(held)}, and has {size(room)}"
+        return f"with learner.ranks={config.learner.ranks} a rank needs {size(held)} but has {size(room)}"
     each = 0.0 if model is None else engine_bytes(config, model) / config.engine.tensor_parallel
     if each > placement.engine_memory * gpu_gb * 1e9:
-        return f"an engine needs {size(each)} per GPU, and has {size(placement.engine_memory * gpu_gb * 1e9)}"
+        return f"an engine needs {size(each)} per GPU but has {size(placement.engine_memory * gpu_gb * 1e9)}"
     return ""
 
 
@@ -327,7 +328,7 @@ def said_of(best: Tried, gpus: int) -> list[str]:
         f"replay.pipeline_depth={best.pipeline_depth}, rollout.max_in_flight={best.max_in_flight}",
         f"expected: {found.tokens_per_s:,.0f} tokens/s trained, {found.step_s:.3g} s per step; the learner waits "
         f"{found.learner_idle:.0%} of the time, an engine {found.rollout_idle:.0%}; goodput {found.goodput:.1%}",
-        f"staleness: {found.staleness_mean:.2f} versions in the mean, at most {found.staleness_max}; by age {ages}",
+        f"staleness: {found.staleness_mean:.2f} versions on average, at most {found.staleness_max}; by age {ages}",
     ]
 
 

@@ -19,5 +19,5 @@ def main(folders: Sequence[Path], to: Path | None) -> int:
     path = to or folders[0] / REPORT_FILE
     text = page_of(folders)
     replace_text(path, text, path.with_name(f"{path.name}.tmp"))
-    print(f"{path}: {len(text.encode()) / 1e6:.1f} MB. It needs nothing beside it: open it in a browser")
+    print(f"{path}: {len(text.encode()) / 1e6:.1f} MB. It needs no other file. Open it in a browser")
     return 0

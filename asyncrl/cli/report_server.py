@@ -155,14 +155,14 @@ def serve(folders: Sequence[Path]) -> int:
     """Serve until Ctrl-C or SIGTERM. Raises RunFolderError, OSError."""
     with ReportServer(CurrentPage(folders)) as server:
         print(
-            f"{server.url}\nIt is kept current until Ctrl-C. Whoever on this machine knows the address can read it",
+            f"{server.url}\nIt is updated until Ctrl-C. Anyone on this machine who knows the address can read it",
             flush=True,
         )
         before = signal.signal(signal.SIGTERM, _end)
         try:
             server.serve_forever()
         except KeyboardInterrupt:
-            print("\nended: nobody serves the page any more")
+            print("\nended: the page is not served any more")
         finally:
             signal.signal(signal.SIGTERM, before)
     return 0

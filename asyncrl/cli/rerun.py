@@ -74,9 +74,9 @@ OF_A_RERUN = (
 )
 """Settings that `rerun_config` changes and that do not affect what is learned."""
 UNCHANGED = (
-    "though no setting of the learner is another. On a CPU, with the same versions of asyncrl and torch, number of "
-    "ranks (of a torchrun of your own: start the rerun with it, too) and kind of CPU, they are the same bits; on a GPU "
-    "its kernels round as they please"
+    "although no setting of the learner differs. On a CPU, with the same versions of asyncrl and torch, number of "
+    "ranks (if you started torchrun yourself, start the rerun with it too) and kind of CPU, the weights are equal bit "
+    "for bit. On a GPU, rounding differs between runs"
 )
 LONGEST_NAME = 58
 """Limit on the characters after `rerun-`; a run's name has at most 64."""
@@ -135,7 +135,7 @@ def work(run: Path, overrides: Sequence[str], opened: ExitStack) -> None:
     prepare_process(place, logging.WARNING)
     if place.rank == 0:
         for change in changed_code(config, run):
-            print(f"not what the run was trained with: {change}")
+            print(f"differs from the settings of the run: {change}")
     with joined_ranks(config, place) as backend, ExitStack() as parts:
         train_again(config, run / JOURNAL_DIR, place, backend, parts)
     if place.rank == 0:
@@ -223,7 +223,7 @@ def history_for(config: Config, journal: Path) -> History:
     history = read_surviving(journal)
     if len(history.steps) < config.learner.steps:
         raise ConfigError(
-            f"the journal has {len(history.steps)} trained steps: set learner.steps={len(history.steps)} at most (a "
+            f"the journal has {len(history.steps)} trained steps. Set learner.steps={len(history.steps)} or less (a "
             "schedule that ends at learner.steps then ends earlier than in the run)"
         )
     return history
@@ -297,7 +297,7 @@ def weights_apart(run: Path, again: Path) -> float:
             for folder in (run, again)
         )
         if ours.keys() != theirs.keys():
-            raise AsyncRLError(f"{run} and {again} have other tensors: they are models of different shape")
+            raise AsyncRLError(f"{run} and {again} have different tensors, so they are models of different shapes")
         apart = size = 0.0
         for name in ours:
             one, other = (each[name].get_tensor(name).double() for each in (ours, theirs))
@@ -321,11 +321,11 @@ def report(run: Path, folder: Path, changed: Sequence[str]) -> None:
     if not files:
         print("the run has no hf/*.safetensors to compare with")
     elif filecmp.cmpfiles(run / EXPORT_DIR, folder / EXPORT_DIR, files, shallow=False)[0] == files:
-        print("final weights: those of the run, bit for bit")
+        print("final weights: equal to those of the run, bit for bit")
     else:
         why = f"with other {', '.join(changed)}" if changed else UNCHANGED
         apart = 100 * weights_apart(run / EXPORT_DIR, folder / EXPORT_DIR)
-        print(f"final weights: others than the run's, {apart:.2g}% apart, {why}")
+        print(f"final weights: different from the run's, {apart:.2g}% apart, {why}")
 
 
 if __name__ == "__main__":

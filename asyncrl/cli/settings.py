@@ -22,16 +22,16 @@ from asyncrl.sft.settings import SftConfig
 REQUIRED = "???"
 HEAD = """# Settings
 
-Made by `asyncrl settings --markdown > docs/settings.md` from the schema: change that, not this page. On the command
+Made by `asyncrl settings --markdown > docs/settings.md` from the schema: change it, not this page. On the command
 line `asyncrl settings WORD` shows those whose key or meaning has the word.
 
 A setting is given as `key=value`, a group of them as `group=name` (the files in `configs/`), or both in a file of your
-own: `asyncrl local my.yaml key=value`. `asyncrl local runs/NAME/config.yaml` repeats a run. What is typed later wins.
+own: `asyncrl local my.yaml key=value`. `asyncrl local runs/NAME/config.yaml` repeats a run. Later settings win.
 """
 
 SFT_HEAD = """# Settings of `asyncrl sft`
 
-Made by `asyncrl settings --sft --markdown > docs/sft_settings.md` from the schema: change that, not this page. On the
+Made by `asyncrl settings --sft --markdown > docs/sft_settings.md` from the schema: change it, not this page. On the
 command line `asyncrl settings --sft WORD` shows those whose key or meaning has the word. [What they are for](sft.md).
 """
 

@@ -156,7 +156,9 @@ def _run(plan: Plan, console: PlainConsole, typed: Sequence[str]) -> int:
     command = learner_command(config, kept, run_id, MODULE)
     console.print(f"  {command}", markup=False)
     if given.resume != "never":
-        console.print(f"resumed from step {resumed}" if resumed else "no checkpoint to resume from: begins at step 0")
+        console.print(
+            f"resumed from step {resumed}" if resumed else "no checkpoint to resume from: the run begins at step 0"
+        )
     ended = supervise([command], folder, plan.course.steps, console, resumed=resumed)
     if gone := said_of_gone(run_id, folder):
         console.print(gone, markup=False)

@@ -64,8 +64,8 @@ class Row:
         if self.allowed.share == 1.0:
             return ""
         return (
-            f" ({found.within:.1%} of the tokens within {self.allowed.max:g}, {self.allowed.share:.0%} must be: "
-            "rounding sends a token to other experts where a router is nearly undecided)"
+            f" ({found.within:.1%} of the tokens within {self.allowed.max:g}, {self.allowed.share:.0%} must be: if a "
+            "router is nearly undecided, rounding sends a token to other experts)"
         )
 
 

@@ -42,8 +42,8 @@ FOLLOWS = {
 }
 
 ABSENT = {
-    "learner": "no learner is connected: no step is trained until one comes",
-    "worker": "no rollout worker is connected: nothing is generated until one comes",
+    "learner": "no learner is connected: no step is trained until one connects",
+    "worker": "no rollout worker is connected: nothing is generated until one connects",
 }
 
 
@@ -106,7 +106,7 @@ class AddressView:
             if self._live is None and (before is None or before.trained_steps != view.trained_steps):
                 self._console.print(one_line(self.line(view)), soft_wrap=True)
         elif self._view is not None and self._view.finished and now - self._heard > OVER_S:
-            self.say("the run is over, and its replay server has gone")
+            self.say("the run is over, and its replay server has ended")
             return False
         if self._live:
             self._live.update(Group(*self.drawn()), refresh=True)
@@ -117,8 +117,8 @@ class AddressView:
         if self._view is None:
             return ""
         return (
-            f". It was at step {self._view.trained_steps} when it last answered, and it goes when its run ends: "
-            "`asyncrl watch RUN` on its machine says whether it did"
+            f". It was at step {self._view.trained_steps} when it last answered. It ends when its run ends: `asyncrl "
+            "watch RUN` on its machine shows whether the run has ended"
         )
 
     def _keep_pace(self, before: View, view: View) -> None:
@@ -141,9 +141,9 @@ class AddressView:
         if before is not None and before.more_peers == view.more_peers == 0:
             was, now = ({(peer.role, peer.name) for peer in each.peers} for each in (before, view))
             for role, name in sorted(was - now):
-                self.say(f"{role} {name} is gone")
+                self.say(f"{role} {name} has disconnected")
             for role, name in sorted(now - was):
-                self.say(f"{role} {name} has come")
+                self.say(f"{role} {name} has connected")
         silent = {(peer.role, peer.name): peer for peer in view.peers if peer.silent_s >= NAMED_S}
         for key in sorted(silent.keys() - self._silent):
             self.say(silence_of(silent[key]))
@@ -180,7 +180,7 @@ class AddressView:
         now, view = self._now(), self._view
         quiet = now - self._heard
         if quiet >= NAMED_S:
-            yield Text(f"the replay server at {self._address} has said nothing for {clock(quiet)}", style="bold red")
+            yield Text(f"the replay server at {self._address} has been silent for {clock(quiet)}", style="bold red")
         if view is None:
             yield Text(f"waiting for the replay server at {self._address}")
             return
@@ -205,7 +205,7 @@ def problems(view: View) -> Iterator[str]:
 
 
 def silence_of(peer: PeerSeen) -> str:
-    said = f"{peer.role} {peer.name} has said nothing for {clock(peer.silent_s)}: stopped, stuck or cut off"
+    said = f"{peer.role} {peer.name} has been silent for {clock(peer.silent_s)}: stopped, stuck or cut off"
     return f"{said}; {FOLLOWS[peer.role]}" if peer.role in FOLLOWS else said
 
 
@@ -244,5 +244,5 @@ def who(view: View) -> Table:
             cells += [served, f"{peer.held} groups", f"{peer.tokens_per_s:,.0f}", f"{clock(peer.still_s)} ago"]
         table.add_row(name, *cells)
     if view.more_peers:
-        table.add_row(f"{view.more_peers} others, heard later")
+        table.add_row(f"{view.more_peers} others, heard more recently")
     return table

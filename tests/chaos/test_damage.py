@@ -109,7 +109,7 @@ def test_after_the_documented_repair_it_is_said_and_no_version_is_used_twice(fol
     shutil.rmtree(folder / "journal")
     assert highest_version(folder) == STEPS  # that of the checkpoint is 6
     (note,) = examine(folder).notes
-    assert "taken on trust" in note and "step 6" in note
+    assert "unverified" in note and "step 6" in note
     resume(folder, lambda _: None)
     found = audit(read_journal(folder / "journal"))
     assert found.on_trust_from == 6
@@ -130,10 +130,10 @@ def test_without_its_checkpoints_a_run_goes_on_from_a_copy_that_is_named_alone(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.rmtree(folder / "ckpt")
-    with pytest.raises(RunFolderError, match=r"there is none in .*ckpt: resume=auto has nothing to go on from"):
+    with pytest.raises(RunFolderError, match=r"there is none in .*ckpt, so resume=auto has nothing to continue from"):
         refuse_damaged(folder, "auto", print)
     assert refuse_damaged(folder, "copy/step_6", print) is None
-    assert tell(folder) == 0 and "nothing to go on from" in capsys.readouterr().err
+    assert tell(folder) == 0 and "nothing to continue from" in capsys.readouterr().err
 
 
 def test_a_fork_has_no_rows_of_the_steps_before_it_and_lacks_none(folder: Path) -> None:

@@ -55,7 +55,7 @@ def test_output_that_nobody_reads_any_more_ends_a_command_quietly_and_a_run_with
         if arguments[0] in COMMANDS:
             monkeypatch.setattr("asyncrl.cli.main.run", says_much)
         assert main(arguments) == 141
-    assert ("nobody reads its output" in capsys.readouterr().err) == (arguments[0] in COMMANDS)
+    assert ("nothing reads its output" in capsys.readouterr().err) == (arguments[0] in COMMANDS)
 
 
 def test_a_command_that_was_started_without_a_stdout_works(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_the_plan_shows_the_arithmetic(files: list[str], capsys: pytest.CaptureF
     plan = capsys.readouterr().out
     assert "4 groups * 3 = 12 sequences" in plan
     assert "at most 12 * (10 prompt + 20 new) = 360 tokens" in plan
-    assert "about 3 micro-batches at most of 100 tokens, 400 in attention, per rank" in plan
+    assert "at most about 3 micro-batches of 100 tokens, 400 in attention, per rank" in plan
     assert "(trained steps + 1 + 1) * 4 groups, so a lead of 8 groups" in plan
     assert "2 rank(s) under torchrun" in plan
 
@@ -155,7 +155,7 @@ def test_ranks_are_counted_where_they_are_started(
     """`learner.ranks` is of `asyncrl local`. A torchrun of one's own has its own number, which others do not know."""
     for command, told in (("replay", [folder]), ("rollout", [])):
         assert main([command, *files, *told, "learner.replicas=2", "--dry-run"]) == 0
-        assert ("give learner.ranks" in capsys.readouterr().out) == (command == "replay")
+        assert ("Give learner.ranks" in capsys.readouterr().out) == (command == "replay")
     for command in ("local", "learner"):
         assert main([command, *files, "learner.replicas=2", "--dry-run"]) == 2
         assert "learner.ranks=1 must be a multiple of learner.replicas=2" in capsys.readouterr().err
@@ -165,7 +165,7 @@ def test_ranks_are_counted_where_they_are_started(
 def test_the_plan_says_what_is_compiled(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     for compiled in (False, True):
         assert main(["local", *files, f"model.compile={str(compiled).lower()}", "--dry-run"]) == 0
-        said = "model.compile=true: torch.compile makes code of the learner's decoder layers before the first step"
+        said = "model.compile=true: torch.compile compiles the learner's decoder layers before the first step"
         assert (said in capsys.readouterr().out) == compiled
 
 
@@ -270,7 +270,7 @@ def test_a_used_run_folder_is_refused_before_anything_starts(
     [
         (KeyboardInterrupt(), 130, "interrupted"),
         (OSError(errno.ENOSPC, "No space left on device", "runs/a/logs"), 2, "'runs/a/logs'. Free space"),
-        (OSError(errno.EACCES, "Permission denied", "m/config.json"), 2, "'m/config.json'. Have its owner let this"),
+        (OSError(errno.EACCES, "Permission denied", "m/config.json"), 2, "'m/config.json'. Ask its owner to give this"),
     ],
 )
 def test_ctrl_c_and_a_full_disk_end_a_command_with_one_line(
@@ -315,7 +315,7 @@ def test_a_run_that_is_missing_is_not_looked_for_on_the_network(
     assert "Did you mean runs/first?" in capsys.readouterr().err
     assert main(["verify", "runs/first"]) == main(["verify", "org/name"]) == 0
     assert asked == ["runs/first", "org/name"]
-    assert "taken for a name on the Hugging Face hub" in capsys.readouterr().err
+    assert "taken as a name on the Hugging Face hub" in capsys.readouterr().err
 
 
 def test_keys_are_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,10 +66,10 @@ def test_a_row_whose_own_answer_the_reward_does_not_know_is_named(
     given = task(tmp_path, [*rows[:3], {"prompt": "x", "answer": 7}, *rows[3:]])
     assert main(["data", "check", *given, "reward.function=r.py:exact"]) == 1
     said = capsys.readouterr().out
-    assert "d.jsonl:4: its own answer '7' is worth 0, and no answer at all 0" in said
+    assert "d.jsonl:4: its own answer '7' scores 0, and an empty answer 0" in said
     assert "d.jsonl:3:" not in said and "own answers: 0 to 1, best as 'ANSWER'" in said
     assert main(["data", "check", *given, "reward.function=r.py:generous"]) == 1
-    assert "d.jsonl:1: its own answer '0' is worth 1, and no answer at all 1" in capsys.readouterr().out
+    assert "d.jsonl:1: its own answer '0' scores 1, and an empty answer 1" in capsys.readouterr().out
 
 
 def test_an_answer_with_half_a_character_is_a_row_as_any_other(

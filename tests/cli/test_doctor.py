@@ -63,7 +63,7 @@ def test_a_disk_is_judged_by_space_sync_and_kind(tmp_path: Path) -> None:
 
 def test_memory_files_ports_names_and_the_clock() -> None:
     assert states(doctor.memory(64 * GIB, 64 << 20)) == [OK, WARNING]
-    assert "64.0 GiB, of which this container may have 2.0 GiB" in doctor.memory(64 * GIB, GIB, 2 * GIB)[0].said
+    assert "64.0 GiB, of which this container may use 2.0 GiB" in doctor.memory(64 * GIB, GIB, 2 * GIB)[0].said
     assert states(doctor.files(1024)) == [WARNING] and states(doctor.files(65536)) == [OK]
     assert states(doctor.ports("32768\t60999")) == [OK] and states(doctor.ports("1024 60999")) == [WARNING]
     assert states(doctor.clock(doctor.TIME_ERROR)) == [WARNING] and states(doctor.clock(None)) == [OK]

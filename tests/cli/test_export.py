@@ -166,7 +166,7 @@ def test_two_exports_into_one_folder_come_one_after_the_other(run: Path, capfd: 
     with in_turn(run / "exports" / "step_1", lambda: None):
         other = subprocess.Popen([sys.executable, "-m", "asyncrl.cli.export", str(run), "1"])
         until = time.monotonic() + 120
-        while "another export writes into" not in (said := capfd.readouterr().err):
+        while "another export is writing into" not in (said := capfd.readouterr().err):
             assert time.monotonic() < until and other.poll() is None, said
             time.sleep(0.05)
         assert not list((run / "exports" / "step_1").iterdir())

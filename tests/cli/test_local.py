@@ -91,7 +91,7 @@ def test_a_run_whose_folder_was_taken_away_says_so_and_not_how_to_go_on_without_
     monkeypatch.setattr(local, "local_commands", lambda *_: roles(learner=away))
     assert local._run(config, [], ["asyncrl", "local"]) == 1
     said = capsys.readouterr().out
-    assert f"run.dir={tmp_path / 'run'} was moved away" in said and "Go on with" not in said
+    assert f"run.dir={tmp_path / 'run'} was moved, deleted or recreated" in said and "Continue with" not in said
 
 
 def test_a_resume_that_changes_settings_reads_its_checkpoint_once_before_the_learner(

@@ -86,7 +86,7 @@ def test_a_grpo_command_of_verl_becomes_settings_that_load(tmp_path: Path, capsy
         ("trainer.total_epochs=15", "total_training_steps"),
         ("trainer.n_gpus_per_node=8", "learner.ranks"),
         ("made.up=3", "unknown here"),
-        ("custom_reward_function.reward_kwargs.answer=${data.key}", "points at another setting"),
+        ("custom_reward_function.reward_kwargs.answer=${data.key}", "refers to another setting"),
         ("actor_rollout_ref.actor.fsdp_config.param_offload=False", "FSDP2"),
     ):
         assert any(f"# no equivalent: {left}: " in line and why in line for line in text.splitlines()), left
@@ -138,14 +138,14 @@ def test_several_reward_functions_of_trl_keep_their_weights(tmp_path: Path, caps
     theirs.write_text("reward_funcs: [accuracy_reward]\nreward_weights: [1]\n")
     _, text = migrated("trl", [str(theirs)], tmp_path, capsys, "model.path=m", "data.path=d.jsonl", "reward=math")
     assert "no equivalent: reward_funcs" in text
-    assert "here a longer one than data.max_prompt_tokens is an error" in text
+    assert "here a prompt longer than data.max_prompt_tokens is an error" in text
 
 
 def test_prompts_of_agents_are_dropped_and_not_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     theirs, needed = tmp_path / "args.yaml", ("reward.function=r.py:f", "model.path=m", "data.path=d.jsonl")
     theirs.write_text("max_prompt_length: 512\ntools: [search]\n")
     config, text = migrated("trl", [str(theirs)], tmp_path, capsys, *needed)
-    assert config.data.overlong == "drop" and "reads the messages of a row, whole" in text
+    assert config.data.overlong == "drop" and "reads the complete messages of a row" in text
 
 
 def test_a_yaml_of_trl_becomes_settings_that_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,7 +215,7 @@ def test_how_an_evaluation_of_verl_samples(tmp_path: Path, capsys: pytest.Captur
     given = ["actor_rollout_ref.rollout.n=8", "data.val_files=held.parquet", *asked]
     config, text = migrated("verl", given, tmp_path, capsys, *needed)
     assert (config.eval.samples, config.eval.temperature, config.eval.top_p) == (1, 0.0, 1.0)
-    assert "val_kwargs.n=4: given with eval.path and do_sample alone" in text
+    assert "val_kwargs.n=4: only translated with eval.path and do_sample" in text
     given.append("actor_rollout_ref.rollout.val_kwargs.do_sample=True")
     config, _ = migrated("verl", given, tmp_path, capsys, *needed)
     assert (config.eval.samples, config.eval.temperature, config.eval.top_p) == (4, 0.6, 0.95)
@@ -280,4 +280,4 @@ def test_what_is_no_number_where_theirs_is_one_is_refused_by_its_key(
 
 def test_a_launch_script_is_not_read_and_that_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["migrate", "verl", "run_grpo.sh"]) == 2
-    assert "run_grpo.sh is a shell script, which is not read: copy its arguments" in capsys.readouterr().err
+    assert "run_grpo.sh is a shell script, which cannot be read: copy its arguments" in capsys.readouterr().err

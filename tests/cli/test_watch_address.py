@@ -103,8 +103,8 @@ def test_who_comes_goes_and_falls_silent_is_said_once() -> None:
     ):
         told.take(each)
     said = into.getvalue()
-    assert said.count("worker w0 is gone") == 1 and "\x1b" not in said and said.count("has come") == 1
-    assert said.count("worker w1 has said nothing for 0:07: stopped, stuck or cut off; after") == 1
+    assert said.count("worker w0 has disconnected") == 1 and "\x1b" not in said and said.count("has connected") == 1
+    assert said.count("worker w1 has been silent for 0:07: stopped, stuck or cut off; after") == 1
     assert said.count("nothing new is admitted: full") == 1
 
 
@@ -130,7 +130,7 @@ def test_a_server_that_was_lost_between_two_views_may_have_ended() -> None:
     told, _ = shown(Clock())
     assert told.last_seen() == ""
     told.take(view(7))
-    assert "at step 7 when it last answered, and it goes when its run ends" in told.last_seen()
+    assert "at step 7 when it last answered. It ends when its run ends" in told.last_seen()
 
 
 def test_on_a_terminal_it_draws_problems_first_then_numbers_and_who_is_there() -> None:
@@ -142,7 +142,7 @@ def test_on_a_terminal_it_draws_problems_first_then_numbers_and_who_is_there() -
         told.take(None)
     drawn = into.getvalue()
     wanted = (
-        "the replay server at tcp://there:1 has said nothing for 0:08", "the learner waits: step 4 needs 2 groups",
+        "the replay server at tcp://there:1 has been silent for 0:08", "the learner waits: step 4 needs 2 groups",
         "8 groups in flight, 3 wait, 0 planned", "1: 3", "stale 2", "87.5%", "3 (1 behind)", "3 others",
     )  # fmt: skip
     assert [text for text in wanted if text not in drawn] == []
@@ -163,7 +163,7 @@ def test_without_its_keys_it_says_which_and_a_server_that_is_not_there_is_named(
         assert main(["watch", wrong, "--keys", str(tmp_path / "keys")]) == 2
         assert "takes a run folder, tcp://HOST:PORT or ipc://PATH" in capsys.readouterr().err
     assert main(["watch", str(tmp_path), "--keys", str(tmp_path / "keys")]) == 2
-    assert "--keys belongs to the address of a run" in capsys.readouterr().err
+    assert "--keys is for the address of a run" in capsys.readouterr().err
     address = free_address()
     assert main(["watch", address, "--keys", str(tmp_path / "keys")]) != 0
     assert f"{address} did not answer" in capsys.readouterr().err

@@ -88,8 +88,8 @@ def test_an_evaluation_that_is_killed_and_stopped_ends_with_the_samples_of_one_t
         second.send_signal(signal.SIGINT)
         said, _ = second.communicate(timeout=PATIENCE_S)
     assert second.returncode == 130, said
-    assert f"goes on: {len(survived) // SAMPLES} of {ROWS} rows are done" in said
-    assert "Go on with:\n  asyncrl eval " in said and "run.name=cut" in said.splitlines()[-1]
+    assert f"continues: {len(survived) // SAMPLES} of {ROWS} rows are done" in said
+    assert "Continue with:\n  asyncrl eval " in said and "run.name=cut" in said.splitlines()[-1]
 
     assert main(["eval", *cut, "seed=1"]) == 2
     assert "other settings: seed: 0 -> 1. Give the same settings" in capsys.readouterr().err

@@ -49,4 +49,4 @@ def test_ratios_of_fresh_tokens_are_one_and_the_canary_finds_nothing(settings: l
 
     again = asyncrl("rerun", f"{tmp_path}/run")
     assert again.returncode == 0, again.stderr
-    assert "final weights: those of the run, bit for bit" in again.stdout
+    assert "final weights: equal to those of the run, bit for bit" in again.stdout

@@ -58,7 +58,7 @@ def test_a_run_whose_disk_is_full_says_so_stands_still_and_goes_on_when_there_is
     disk.free()
     until_said(run, "there is space again")
     assert run.finish(400) == 0, run.tail()
-    assert "started again" not in run.output.read_text(), "the wait is no death"
+    assert "restarted" not in run.output.read_text(), "the wait is no death"
     for name in ("metrics", "ledger", "samples"):
         assert not read_lines(run.directory / f"{name}.jsonl").damaged
     assert [row["step"] for row in run.rows()] == list(range(1, STEPS + 1))

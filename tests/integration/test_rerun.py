@@ -40,7 +40,7 @@ def test_a_rerun_gives_the_weights_of_a_run_on_two_ranks_bit_for_bit_and_another
 
     same = asyncrl("rerun", str(run.directory))
     assert same.returncode == 0, same.stderr
-    assert "final weights: those of the run, bit for bit" in same.stdout
+    assert "final weights: equal to those of the run, bit for bit" in same.stdout
     original, again = rows(run.directory), rows(run.directory / "rerun-same")
     for name in ("loss/total", "optim/grad_norm", "kl/behavior", "reward/mean", "staleness/mean"):
         assert [row[name] for row in again] == [row[name] for row in original], name
@@ -49,7 +49,7 @@ def test_a_rerun_gives_the_weights_of_a_run_on_two_ranks_bit_for_bit_and_another
 
     other = asyncrl("rerun", str(run.directory), "loss=no_correction", "learner.lr=3e-3", "learner.ranks=1")
     assert other.returncode == 0, other.stderr
-    found = re.search(r"final weights: others than the run's, (\S+)% apart, with other (.*)", other.stdout)
+    found = re.search(r"final weights: different from the run's, (\S+)% apart, with other (.*)", other.stdout)
     changed = {"loss.preset", "learner.lr", "learner.ranks"}
     assert found and 0 < float(found.group(1)) < 100 and changed <= set(found.group(2).split(", "))
     assert "loss/total run / rerun" in same.stdout and "kl/behavior run / rerun" in other.stdout

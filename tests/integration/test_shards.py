@@ -51,7 +51,7 @@ def test_shards_killed_in_the_middle_of_a_run_lose_no_group(start_local: StartLo
     run.wait_for_step(run.rows()[-1]["step"] + 3, 300)
     killed |= {kill_shard(run, 0, killed), kill_shard(run, 1, set())}
     assert run.finish(400) == 0, run.tail()
-    assert run.output.read_text().count("started again on its journal") == 3
+    assert run.output.read_text().count("restarted with its journal") == 3
     rows = run.rows()
     assert [row["policy_version"] for row in rows] == list(range(1, STEPS + 1)), "the learner was restarted"
     for row in rows:

@@ -73,7 +73,7 @@ def test_a_plan_from_a_run_says_what_it_took_from_it(
     (run / CONFIG_FILE).write_text(to_yaml(settings_as_used(config)))
     assert main(["plan", "--from", str(run), "gpus=2"]) == 0
     said = capsys.readouterr()
-    assert ("tell nothing of their engines' steps" in said.err, "one prompt" in said.out) == (not told, told)
+    assert ("have no records of their engines' steps" in said.err, "one prompt" in said.out) == (not told, told)
     assert "repeats" not in said.err and sorted(each.name for each in tmp_path.glob("run*")) == ["run"]
     assert f"start it:  asyncrl local {run / CONFIG_FILE} " in said.out
 
@@ -107,7 +107,7 @@ def test_no_split_has_more_engines_than_groups_in_flight_and_what_is_left_is_sai
     assert (few.engines, many.engines) == (4, 4)
     assert left_over(config, few, 5) == []
     (said,) = left_over(config, many, 400)
-    assert many.ranks == 16 and said.startswith("380 GPUs are left over: at most 4 groups") and "Raise" in said
+    assert many.ranks == 16 and said.startswith("380 GPUs would be unused: at most 4 groups") and "Raise" in said
 
 
 @pytest.mark.parametrize(

@@ -57,14 +57,14 @@ SETTLED = (
 """Commands that take no settings."""
 ROLES = ("local", "quickstart", "replay", "shard", "rollout", "learner")
 WIDTH = 80
-HELP = "settings, or YAML files of them; later ones win. `asyncrl settings` lists them"
+HELP = "settings, or YAML files with settings; later ones override earlier ones. `asyncrl settings` lists them"
 
 EPILOG = """\
-Settings are key=value; group=name takes a file of configs/:
+Settings are key=value; group=name chooses a file of configs/:
   asyncrl local model.path=DIR data.path=FILE.jsonl reward.function=FILE.py:NAME loss=ppo replay.max_staleness=2
-They may stand in YAML files too: asyncrl local my.yaml learner.lr=2e-6. runs/NAME/config.yaml repeats a run.
+They can also be in YAML files: asyncrl local my.yaml learner.lr=2e-6. runs/NAME/config.yaml repeats a run.
 `asyncrl settings` lists all settings, `asyncrl settings staleness` those about staleness (also in docs/settings.md).
-`asyncrl COMMAND --help` says more about a command. A setting that is refused gives exit code 2, and says the way out.
+`asyncrl COMMAND --help` says more about a command. A refused setting gives exit code 2, with what to do.
 """
 
 DESCRIPTIONS = {
@@ -171,7 +171,7 @@ def _add_training(commands: Any) -> None:
         "--dry-run", action="store_true", help="check everything, print the plan and a row with its loss, start nothing"
     )
     keys = _add(commands, "keys")
-    keys.add_argument("directory", metavar="DIR", type=Path, help="a folder that is not there yet")
+    keys.add_argument("directory", metavar="DIR", type=Path, help="a folder that does not exist yet")
 
 
 def _add_preparing(commands: Any) -> None:
@@ -186,7 +186,7 @@ def _add_preparing(commands: Any) -> None:
                         help="where run folders will be; by default this folder")  # fmt: skip
     doctor.add_argument("--json", action="store_true", help="print JSON, an object per check, instead of lines")
     data = _add(commands, "data")
-    data.add_argument("what", choices=("check",), help="the only one there is")
+    data.add_argument("what", choices=("check",), help="the only choice")
     data.add_argument("overrides", nargs="*", metavar="key=value", help=HELP)
     plan = _add(commands, "plan")
     plan.add_argument("overrides", nargs="*", metavar="key=value", help=f"gpus=N, cost.NAME=VALUE; {HELP}")
@@ -202,9 +202,9 @@ def _add_preparing(commands: Any) -> None:
                            "network read the corpus")  # fmt: skip
     retriever.add_argument("--port", type=int, default=8000, help="port to listen on (8000); 0 takes any that is free")
     migrate = _add(commands, "migrate")
-    migrate.add_argument("framework", choices=("verl", "trl"), help="whose settings they are")
+    migrate.add_argument("framework", choices=("verl", "trl"), help="the framework of the settings")
     migrate.add_argument("arguments", nargs=argparse.REMAINDER, metavar="key=value|FILE.yaml",
-                         help="its settings, written as it takes them")  # fmt: skip
+                         help="its settings, as you would give them to it")  # fmt: skip
 
 
 def _add_looking(commands: Any) -> None:

@@ -52,12 +52,12 @@ def process_lines(config: Config, command: str, overrides: Sequence[str]) -> lis
     shards = config.replay.shards
     counts = {
         "replay": "1 process, CPU",
-        "shard": f"stores the payloads of every {shards}th group, CPU",
+        "shard": f"stores the payloads of every {shards}th group, on the CPU",
         "rollout": f"{config.rollout.workers} worker(s) as {config.rollout.host}, engine {config.engine.name} on "
         f"{config.engine.device} ({config.engine.dtype}), environment {config.environment.name}, "
         f"{rewarding(config)}",
         "learner": f"{config.learner.ranks} rank(s) under torchrun on {config.learner.device} ({config.model.dtype})"
-        f"{', no reference model: its log-probs come with the trajectories' if config.reference.from_rollout else ''}",
+        + ", no reference model: its log-probs come with the trajectories" * config.reference.from_rollout,
     }
     alone = {"replay": replay_command, "rollout": rollout_command}
     if command == "local":
@@ -70,7 +70,7 @@ def process_lines(config: Config, command: str, overrides: Sequence[str]) -> lis
         shown = [alone[command](overrides)]
     lines = [line for each in shown for line in (f"{each.role}: {counts[each.role.partition('-')[0]]}", f"    {each}")]
     lacking = missing_vllm(config) if command in ("local", "rollout") else ()
-    return [*lines, *(f"on this machine it would not start: {problem}" for problem in lacking)]
+    return [*lines, *(f"it would not start on this machine: {problem}" for problem in lacking)]
 
 
 def support_line(config: Config) -> str:
@@ -79,7 +79,10 @@ def support_line(config: Config) -> str:
     given = " ".join(f"rollout.{name}={value:g}" for name, value in truncations(config.rollout).items())
     vocabulary = of_its_decoder(model_settings(config.model.path)).get("vocab_size")
     most = f", at most {size(4 + math.ceil(vocabulary / 8))} (a bit per token of {vocabulary:,})" if vocabulary else ""
-    return f"{given}: with each sampled token goes what it was drawn from, 4 bytes and 4 per token of it{most}"
+    return (
+        f"{given}: each sampled token is sent with the tokens that it was drawn from: 4 bytes, and 4 for each of "
+        f"them{most}"
+    )
 
 
 def batch_lines(config: Config) -> list[str]:
@@ -95,7 +98,7 @@ def batch_lines(config: Config) -> list[str]:
         "optimizer step(s)",
         f"at most {sequences} * ({config.data.max_prompt_tokens} prompt + {config.rollout.max_new_tokens} new) = "
         f"{tokens} tokens",
-        f"about {most} micro-batches at most of {budget} tokens, {attended} in attention, per rank and optimizer step",
+        f"at most about {most} micro-batches of {budget} tokens, {attended} in attention, per rank and optimizer step",
         f"{config.learner.steps} steps = {config.learner.steps * groups} groups, {config.learner.steps * sequences} "
         "sequences",
         *([support_line(config)] if truncations(config.rollout) else []),
@@ -113,8 +116,8 @@ def staleness_lines(config: Config) -> list[str]:
     ]
     if config.rollout.autotune:
         lines.append(
-            f"rollout.autotune: the depth is moved between 0 and {config.replay.max_staleness}, the groups in flight "
-            f"between 1 and {config.rollout.max_in_flight}"
+            f"rollout.autotune: the depth is adjusted between 0 and {config.replay.max_staleness}, the groups in "
+            f"flight between 1 and {config.rollout.max_in_flight}"
         )
     elif depth == 0:
         lines.append("pipeline_depth=0: rollouts and learner take turns; neither runs ahead of the other")
@@ -145,9 +148,9 @@ def learning_lines(config: Config) -> list[str]:
         lines.append(f"critic.lr={config.critic.lr:g}")
     if config.model.compile:
         lines.append(
-            "model.compile=true: torch.compile makes code of the learner's decoder layers before the first step "
-            "(seconds to minutes, less where it was made before); attention, a mixture's experts and the head run "
-            "as they do without"
+            "model.compile=true: torch.compile compiles the learner's decoder layers before the first step (seconds "
+            "to minutes, less if they were compiled before); attention, the experts of a mixture and the head run "
+            "uncompiled"
         )
     return lines
 
@@ -190,7 +193,7 @@ def resume_lines(config: Config, command: str) -> list[str]:
     local = command == "local"
     begins = check_resumed(config, said.append) if local else proven(folder, config.resume, said.append)
     if begins is not None:
-        said.append(f"goes on from {begins}, of step {trained_steps(begins)}")
+        said.append(f"continues from {begins}, of step {trained_steps(begins)}")
     return [*said, *(f"this resume changes {change}" for change in changes_in(config))]
 
 

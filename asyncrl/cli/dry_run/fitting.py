@@ -44,7 +44,7 @@ def fitting_lines(config: Config, command: str) -> list[str]:
     whole = gpu_gb()
     room = int(share_of(config, command) * whole * 1e9)
     first = taken(config, model, command, room)
-    said = f"learner, on GPUs of {whole:.0f} GB: a rank has {size(room)}, and takes at most {size(first)}"
+    said = f"learner, on GPUs of {whole:.0f} GB: a rank has {size(room)} and takes at most {size(first)}"
     if first <= room:
         return [f"{said}, which fits"]
     least, least_by = first, ""
@@ -55,11 +55,11 @@ def fitting_lines(config: Config, command: str) -> list[str]:
         count = taken(tried, model, command, room)
         by = " ".join(f"{key}={str(value).lower()}" for key, value in changes.items())
         if count <= room:
-            return [f"{said}, which does not fit. With {by} it takes {size(count)}, which does"]
+            return [f"{said}, which does not fit. With {by} it takes {size(count)}, which fits"]
         if count < least:
             least, least_by = count, by
     best = f": it takes {size(least)} with {least_by}" if least_by else ""
-    return [f"{said}, which does not fit, nor does any layout of {config.learner.ranks} rank(s){best}"]
+    return [f"{said}, which does not fit, and no layout of {config.learner.ranks} rank(s){best}"]
 
 
 def gpu_gb() -> float:

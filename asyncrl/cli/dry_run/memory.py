@@ -50,7 +50,7 @@ def size(count: float) -> str:
 
 def journal_line(config: Config) -> str:
     if config.replay.durability == "memory":
-        return "replay journal: none (replay.durability=memory): a replay server that dies ends the run"
+        return "replay journal: none (replay.durability=memory), so the run ends if the replay server dies"
     journal = config.replay.journal
     kept = {"none": "what recovery needs", "window": f"the newest {journal.window_mb} MiB", "all": "the whole run"}
     folder = Path(config.run.dir) / JOURNAL_DIR
@@ -73,12 +73,12 @@ def memory_lines(config: Config, command: str = "local") -> list[str]:
     if model is None:
         return [
             *lines,
-            f"model: {config.model.path} is no local safetensors folder (a hub name?): memory not estimated",
+            f"model: {config.model.path} is not a local safetensors folder (a hub name?), so memory is not estimated",
         ]
     if problem_of(config.learner, config.learner.ranks):
         return [
             *lines,
-            "learner: memory not estimated; give learner.ranks, the number of ranks that it is started with",
+            "learner: memory is not estimated. Give learner.ranks, the number of ranks that you start",
         ]
     count = model.trained(config.model.lora_rank, config.model.lora_targets)
     lines += learner_lines(config, model)
@@ -154,7 +154,7 @@ def copies_line(config: Config, count: int, command: str) -> str:
     kept = "two" if config.weights.delta == "never" else "three"
     return (
         f"learner, {who}: {size(count)}{'' if there else ' of host memory'} for {kept} copies of its weights in "
-        f"{config.weights.wire_dtype}, on their way to the engines (weights.copies=none: none)"
+        f"{config.weights.wire_dtype}, to be sent to the engines (weights.copies=none avoids them)"
     )
 
 
@@ -182,7 +182,7 @@ def learner_rows(config: Config, model: ModelSize) -> list[tuple[int, str]]:
             )
         )
     if dims.ranks > 1 or width < MASTER or config.learner.offload == "all":
-        fetched = f"embedding and head, a layer and the next one, in {config.model.dtype}"
+        fetched = f"embedding and head, one layer and the next, in {config.model.dtype}"
         rows.append((width * whole_numbers(computing), f"whole weights while it computes: {fetched}"))
     return rows + activation_rows(config, model.sizes and model.sizes.on_one_of(dims.tensor), dims.sequence)
 
@@ -243,9 +243,9 @@ def learner_lines(config: Config, model: ModelSize) -> list[str]:
     whole = dims.ranks == 1 and width == MASTER and config.learner.offload != "all"
     kind = "whole on its one rank" if whole else f"{dims}, layer by layer"
     return [
-        f"learner, layout: {kind}; sequences packed, or in rows where the model says so at load",
+        f"learner, layout: {kind}; sequences packed, or in rows if the model needs it (known when it is loaded)",
         *(f"learner, per rank: {size(count)} {what}" for count, what in rows),
-        f"learner, per rank: {size(sum(count for count, _ in rows))} of the policy, all of the above",
+        f"learner, per rank: {size(sum(count for count, _ in rows))} for the policy, all of the above",
     ]
 
 
@@ -320,4 +320,4 @@ def kv_cache(config: Config, wanted: int) -> str:
     if config.engine.name != "vllm":
         return f"{size(wanted)} KV cache"
     given = size(config.engine.kv_cache_mb << 20) if config.engine.kv_cache_mb else "vLLM's default"
-    return f"{given} of KV cache (engine.kv_cache_mb), {size(wanted)} would hold everything"
+    return f"{given} of KV cache (engine.kv_cache_mb), {size(wanted)} would hold all sequences"

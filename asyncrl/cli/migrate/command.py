@@ -47,7 +47,7 @@ def read(arguments: Sequence[str]) -> dict[str, Any]:
             found[waiting] = one if before is True else [*(before if isinstance(before, list) else [before]), one]
     if not found:
         scripts = [text for text in arguments if text.endswith(".sh")]
-        read = f" {scripts[0]} is a shell script, which is not read: copy its arguments." if scripts else ""
+        read = f" {scripts[0]} is a shell script, which cannot be read: copy its arguments." if scripts else ""
         raise ConfigError(f"no settings were given.{read} Give key=value arguments, or a YAML file of them")
     return found
 

@@ -49,15 +49,17 @@ class Translation:
         value = self.take(key)
         if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)):
             return value
-        raise ConfigError(f"{key}={_shown(value)}: {self.framework} has a number there. Correct it, or leave it out")
+        raise ConfigError(
+            f"{key}={_shown(value)}: {self.framework} expects a number there. Correct it, or leave it out"
+        )
 
     def count(self, key: str) -> int:
         """As `take`. Raises ConfigError if the value is not a whole number of at least 1."""
         value = self.number(key)
         if value is None or value < 1 or value != int(value):
             raise ConfigError(
-                f"{key}={_shown(value)}: {self.framework} has a whole number of 1 or more there. Correct it, or leave "
-                "it out"
+                f"{key}={_shown(value)}: {self.framework} expects a whole number of 1 or more there. Correct it, or "
+                "leave it out"
             )
         return int(value)
 
@@ -92,7 +94,9 @@ class Translation:
             if key in self._seen:
                 continue
             pattern = next((pattern for pattern in reasons if fnmatch.fnmatchcase(key, pattern)), None)
-            self.left[key] = reasons[pattern] if pattern else f"unknown here, see the docs of {self.framework}"
+            self.left[key] = (
+                reasons[pattern] if pattern else f"this setting is not known here; see the docs of {self.framework}"
+            )
 
     def lines(self) -> list[str]:
         """Return the lines of a settings file, with the origin of each setting, and the rest as comments."""
@@ -119,8 +123,8 @@ def truncation(made: Translation, theirs: Mapping[str, str]) -> bool:
     if narrowed:
         made.notes.append(
             f"{', '.join(key for key, _ in narrowed.values())}: engine=transformers records what each token was drawn "
-            "from, and the learner renormalises over it. vLLM does not yet: for engine=vllm leave them out, which "
-            "samples from the whole vocabulary (docs/sampling.md)"
+            "from, and the learner renormalises over it. vLLM does not record it yet: for engine=vllm leave them out, "
+            "so that it samples from the whole vocabulary (docs/sampling.md)"
         )
     return bool(narrowed)
 
@@ -134,14 +138,15 @@ def cut(made: Translation, side: str, theirs: str, turns: Sequence[str]) -> None
     if any(made.given.get(key) not in (*EMPTY, False) for key in turns):
         made.put("data.overlong", "drop", theirs)
         made.notes.append(
-            f"data.overlong=drop: an environment of several turns reads the messages of a row, whole; there is nothing "
-            f"to cut on the {side}"
+            "data.overlong=drop: an environment of several turns reads the complete messages of a row, which cannot "
+            f"be cut on the {side}"
         )
         return
     made.put("data.overlong", f"truncate_{side}", theirs)
     made.notes.append(
-        f"data.overlong=truncate_{side} is for environment=single_turn, which reads tokens. With any other that ships "
-        "(tools, search ...), and with a class of yours that gets messages, give data.overlong=drop, or error"
+        f"data.overlong=truncate_{side} is for environment=single_turn, which reads tokens. With any other built-in "
+        "environment (tools, search ...), and with a class of yours that reads messages, give data.overlong=drop or "
+        "error"
     )
 
 

@@ -52,50 +52,50 @@ MOVED = {
 LOSSES = {"grpo": "grpo", "dr_grpo": "dr_grpo", "dapo": "dapo", "bnpo": "dapo", "cispo": "cispo", "sapo": "sapo"}
 SCALES = {"group": "group", "True": "group", "true": "group", "batch": "batch", "none": "none", "False": "none"}
 SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
-PENALISED = "a penalised distribution is not the policy: punish repetition in the reward"
+PENALISED = "a penalised distribution is not the policy. Penalise repetition in the reward"
 REASONS = {
-    "model_init_kwargs": "model.dtype; code that comes with a checkpoint is never run",
+    "model_init_kwargs": "set model.dtype. Code that comes with a checkpoint is never run",
     "trust_remote_code": "asyncrl never runs code that comes with a checkpoint",
-    "generation_kwargs": "sampling has rollout.temperature, top_p, top_k and min_p, and nothing else",
+    "generation_kwargs": "sampling has only rollout.temperature, top_p, top_k and min_p",
     "chat_template_kwargs": "model.chat.KEY=VALUE",
-    "vllm_importance_sampling*": "every loss corrects from the engine's recorded log-probs: `asyncrl settings loss`",
-    "vllm_gpu_memory_utilization": "given with use_vllm alone: engine.vllm.gpu_memory_utilization",
-    "vllm_*": "rollout workers own their engines; engine.vllm.NAME=VALUE takes any argument of vLLM",
+    "vllm_importance_sampling*": "every loss corrects with the engine's recorded log-probs: `asyncrl settings loss`",
+    "vllm_gpu_memory_utilization": "only translated together with use_vllm: engine.vllm.gpu_memory_utilization",
+    "vllm_*": "rollout workers have their own engines; engine.vllm.NAME=VALUE passes any argument to vLLM",
     "use_vllm": "engine=vllm",
-    "num_generations_eval": "eval.samples, eval.temperature and eval.top_p",
-    "load_best_model_at_end": "learner.keep_best=METRIC keeps that checkpoint, as ckpt/best; nothing goes back to it",
-    "metric_for_best_model": "learner.keep_best=eval/heldout/reward, or another metric",
+    "num_generations_eval": "set eval.samples, eval.temperature and eval.top_p",
+    "load_best_model_at_end": "learner.keep_best=METRIC keeps the best checkpoint (ckpt/best), but never returns to it",
+    "metric_for_best_model": "set learner.keep_best=eval/heldout/reward, or another metric",
     "greater_is_better": "learner.keep_best_by=max or min",
-    "per_device_eval_batch_size": "eval.chunk rows are scored together by a worker",
+    "per_device_eval_batch_size": "a worker evaluates eval.chunk rows together",
     "eval_strategy": "eval.path and eval.every",
-    "mask_truncated_completions": "rollout.drop_truncated=any drops such groups whole",
-    "sync_ref_model": "the reference policy stays as it is",
-    "ref_model_*": "the reference policy stays as it is",
-    "top_entropy_quantile": "all sampled tokens are trained",
+    "mask_truncated_completions": "rollout.drop_truncated=any drops whole groups that contain one",
+    "sync_ref_model": "the reference policy is never updated",
+    "ref_model_*": "the reference policy is never updated",
+    "top_entropy_quantile": "all sampled tokens are trained on",
     "off_policy_mask_threshold": "loss.opsm_delta",
     "use_bias_correction_kl": "loss.kl=ratio_k3",
     "multi_objective_aggregation": "advantage=gdpo, with advantage.components",
-    "log_completions": "samples.jsonl has samples of every step: telemetry.samples_per_step",
-    "num_completions_to_print": "samples.jsonl has samples of every step: telemetry.samples_per_step",
-    "log_*": "metrics.jsonl has every step",
-    "logging_*": "metrics.jsonl has every step",
-    "remove_unused_columns": "all columns reach the reward",
+    "log_completions": "samples.jsonl has samples of every step; telemetry.samples_per_step sets how many",
+    "num_completions_to_print": "samples.jsonl has samples of every step; telemetry.samples_per_step sets how many",
+    "log_*": "metrics.jsonl has a row for every step",
+    "logging_*": "metrics.jsonl has a row for every step",
+    "remove_unused_columns": "the reward gets all columns",
     "bf16": "model.dtype=bfloat16",
-    "fp16": "model.dtype is float32 or bfloat16",
-    "deepspeed": "the learner is FSDP2",
-    "fsdp*": "FSDP2 shards over all ranks: learner.ranks",
-    "ds3_*": "the learner is FSDP2",
+    "fp16": "set model.dtype to float32 or bfloat16",
+    "deepspeed": "the learner always uses FSDP2",
+    "fsdp*": "FSDP2 shards over all ranks; set learner.ranks",
+    "ds3_*": "the learner always uses FSDP2",
     "optim": "AdamW",
     "dataloader_*": "rows are read when they are drawn",
     "push_to_hub": "the model is exported to run.dir/hf; upload it yourself",
     "hub_*": "the model is exported to run.dir/hf; upload it yourself",
-    "use_liger_kernel": "the extra `cuda` brings its kernels",
+    "use_liger_kernel": "the extra `cuda` installs its kernels",
     "gradient_checkpointing_kwargs": "model.activation_checkpointing",
-    "max_tool_calling_iterations": "several turns and tools are environments: environment.name",
-    "use_transformers_paged": "engine=transformers has its own batching",
+    "max_tool_calling_iterations": "for several turns and tools choose an environment: environment.name",
+    "use_transformers_paged": "engine=transformers does its own batching",
     "cache_implementation": "engine=transformers has its own cache",
-    "load_in_*": "there is no quantisation",
-    "tools": "several turns and tools are environments: environment.name",
+    "load_in_*": "quantisation is not supported",
+    "tools": "for several turns and tools choose an environment: environment.name",
 }
 """Patterns of keys -> why there is no equivalent; the first matching pattern applies."""
 
@@ -104,7 +104,8 @@ def translate(given: dict[str, object]) -> Translation:
     made = Translation({key.lstrip("-"): value for key, value in given.items()}, DEFAULTS, "TRL")
     made.apply(MOVED, (_data, _model, _batches, _schedule, _loss, _advantage, _rollout, _run), REASONS)
     made.notes.append(
-        "TRL waits for its completions; here they run ahead, replay.max_staleness versions at most. replay: sync waits"
+        "TRL waits for its completions; here rollouts run ahead by at most replay.max_staleness versions. "
+        "replay: sync waits as TRL does"
     )
     return made
 
@@ -121,7 +122,9 @@ def _data(made: Translation) -> None:
         cut(made, "left", "max_prompt_length", ("tools", "max_tool_calling_iterations"))
     else:
         made.put("data.overlong", "error", "max_prompt_length")
-        made.notes.append("TRL limits no prompt; here a longer one than data.max_prompt_tokens is an error: set it")
+        made.notes.append(
+            "TRL does not limit prompts; here a prompt longer than data.max_prompt_tokens is an error. Set it"
+        )
 
 
 def _model(made: Translation) -> None:
@@ -136,7 +139,10 @@ def _model(made: Translation) -> None:
         targets = made.take("lora_target_modules")
         if isinstance(targets, list):
             made.put("model.lora_targets", targets, "lora_target_modules")
-        made.refuse("lora_dropout", "adapters have no dropout: the engine's log-probs would not be the learner's")
+        made.refuse(
+            "lora_dropout",
+            "adapters have no dropout, because with it the engine's log-probs would differ from the learner's",
+        )
         made.refuse("lora_task_type", "a causal LM")
 
 
@@ -149,12 +155,12 @@ def _batches(made: Translation) -> None:
     theirs = (*batch, "gradient_accumulation_steps", "num_generations")
     groups, updates = max(1, whole // group), max(1, whole // (per_pass * accumulated))
     if groups % updates:
-        made.refuse("steps_per_generation", "each update needs whole groups: learner.updates_per_batch")
+        made.refuse("steps_per_generation", "each update needs whole groups; set learner.updates_per_batch")
         updates = 1
     made.put("learner.groups_per_step", groups, *theirs)
     made.put("learner.updates_per_batch", updates, "steps_per_generation", "gradient_accumulation_steps")
     if "num_processes" not in made.given:
-        made.notes.append("num_processes is not in GRPOConfig: give num_processes=N of your launcher")
+        made.notes.append("num_processes is not in GRPOConfig: give num_processes=N as for your launcher")
     if (epochs := made.count("num_iterations")) != 1:
         made.put("learner.epochs_per_batch", epochs, "num_iterations")
 
@@ -168,7 +174,7 @@ def _schedule(made: Translation) -> None:
     steps, share = made.number("max_steps"), made.number("warmup_ratio")
     if steps is not None and steps > 0:
         made.put("learner.steps", int(steps), "max_steps")
-        made.refuse("num_train_epochs", "max_steps counts, as in TRL")
+        made.refuse("num_train_epochs", "max_steps takes precedence, as in TRL")
     elif (epochs := made.number("num_train_epochs")) is not None:
         made.put("learner.epochs", float(epochs), "num_train_epochs")
     if warm_up := made.number("warmup_steps"):
@@ -185,7 +191,7 @@ def _loss(made: Translation) -> None:
     by_sequence = level == "sequence" and kind in ("grpo", "luspo", "dapo", "bnpo")
     loss = ("luspo" if kind == "luspo" else "gspo") if by_sequence else LOSSES.get(kind)
     if loss is None:
-        made.refuse("loss_type", "the nearest is a clip: `asyncrl settings loss` has all losses")
+        made.refuse("loss_type", "the closest is a clip: `asyncrl settings loss` has all losses")
         loss = "dapo"
     made.put("loss", loss, "loss_type", "importance_sampling_level")
     if loss == "cispo":
@@ -232,7 +238,7 @@ def _rewards(made: Translation) -> None:
     specs = [each if ":" in each else ":".join(each.rsplit(".", 1)) for each in map(str, found)]
     if not all(":" in each for each in specs):
         made.refuse("reward_funcs", "name them by file or module: reward.function=FILE.py:NAME takes TRL's signature")
-        made.refuse("reward_weights", "of several functions: reward.functions, docs/rewards.md")
+        made.refuse("reward_weights", "for several functions use reward.functions (docs/rewards.md)")
     elif len(specs) == 1 and not weights:
         made.put("reward.function", specs[0], "reward_funcs")
     else:
@@ -245,14 +251,14 @@ def _rewards(made: Translation) -> None:
         }
         made.put("reward.functions", terms, "reward_funcs", "reward_weights")
         if weights and shares != weights:
-            made.refuse("reward_weights", f"one for each of reward_funcs, that is {len(specs)}")
+            made.refuse("reward_weights", f"give one for each of reward_funcs, {len(specs)} in all")
 
 
 def _run(made: Translation) -> None:
     for theirs, ours in (("save_steps", "learner.save_every"), ("eval_steps", "eval.every")):
         every = made.number(theirs)
         if every is not None and ours == "eval.every":
-            made.refuse(theirs, "give eval.path, and eval.every")
+            made.refuse(theirs, "give eval.path and eval.every")
         elif every is not None and every >= 1:
             made.put(ours, int(every), theirs)
     made.move("output_dir", "run.dir")
@@ -263,5 +269,8 @@ def _run(made: Translation) -> None:
         elif tool not in (None, "none"):
             made.refuse("report_to", "metrics go to metrics.jsonl, the screen, wandb and tensorboard")
     if made.take("resume_from_checkpoint"):
-        made.refuse("resume_from_checkpoint", "a checkpoint of TRL is not one of ours; its saved model is a model.path")
-    made.refuse("run_name", "run.name, which also names the folder")
+        made.refuse(
+            "resume_from_checkpoint",
+            "checkpoints of TRL cannot be resumed here; give the model that it saved as model.path",
+        )
+    made.refuse("run_name", "use run.name, which also names the folder")

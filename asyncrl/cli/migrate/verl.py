@@ -92,41 +92,40 @@ AGGREGATIONS = {
 }
 KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 SCHEDULES = ("constant", "linear", "cosine")
-GPUS = "verl's GPUs do both; here divide them: learner.ranks, and rollout.workers times engine.tensor_parallel"
+GPUS = "here GPUs train or generate: divide them between learner.ranks and rollout.workers * engine.tensor_parallel"
 REASONS = {
     "*trust_remote_code": "asyncrl never runs code that comes with a checkpoint",
     "trainer.nnodes": GPUS,
     "trainer.n_gpus_per_node": GPUS,
-    "trainer.val_before_train": "the first and the last weights are always evaluated where eval.path is given",
+    "trainer.val_before_train": "with eval.path the first and the last weights are always evaluated",
     "trainer.project_name": "Weights & Biases reads WANDB_PROJECT",
-    "trainer.default_local_dir": "checkpoints lie in the run folder (run.dir), with its journal and metrics",
-    "trainer.*": "of verl's own loop",
-    "data.val_batch_size": "eval.chunk rows are scored together by a worker",
+    "trainer.default_local_dir": "checkpoints are in the run folder (run.dir), with its journal and metrics",
+    "trainer.*": "it configures verl's own training loop",
+    "data.val_batch_size": "a worker evaluates eval.chunk rows together",
     "data.reward_fn_key": "the reward function gets the column data_source",
     "data.custom_cls.*": "write a class with __len__ and __getitem__: data.path=file.py:Name (docs/data.md)",
-    "data.sampler.*": "data.order_by, data.curriculum, data.mixture and data.where (docs/data.md)",
+    "data.sampler.*": "use data.order_by, data.curriculum, data.mixture and data.where (docs/data.md)",
     "data.apply_chat_template_kwargs*": "model.chat.KEY=VALUE",
     "data.*": "rows are read when they are drawn (docs/data.md)",
     "*fsdp_config.*": "FSDP2 shards parameters, gradients and optimizer over all ranks; see learner.offload",
-    "*.megatron.*": "the learner is FSDP2",
-    "*.strategy": "the learner is FSDP2",
-    "*micro_batch_size*": "micro-batches are filled by tokens: learner.max_tokens_per_microbatch",
-    "*max_token_len_per_gpu": "micro-batches are filled by tokens: learner.max_tokens_per_microbatch",
+    "*.megatron.*": "the learner always uses FSDP2",
+    "*.strategy": "the learner always uses FSDP2",
+    "*micro_batch_size*": "micro-batches are filled by tokens; set learner.max_tokens_per_microbatch",
+    "*max_token_len_per_gpu": "micro-batches are filled by tokens; set learner.max_tokens_per_microbatch",
     "*use_dynamic_bsz": "micro-batches are always filled by tokens",
     "*use_remove_padding": "sequences are always packed, without padding",
-    "*ulysses_sequence_parallel_size": "learner.sequence_parallel, once learner.ranks is chosen: it divides them",
+    "*ulysses_sequence_parallel_size": "set learner.sequence_parallel, which must divide learner.ranks",
     "*use_torch_compile": "model.compile=true compiles the learner's layers (docs/parallel.md)",
-    "*profiler*": "see benchmarks/, and spans in the telemetry",
-    "actor_rollout_ref.rollout.multi_turn.*": "several turns and tools are environments: environment.name",
-    "actor_rollout_ref.rollout.agent.*": "agents are environments: environment.name",
-    "actor_rollout_ref.rollout.val_kwargs.*": "given with eval.path and do_sample alone: eval.samples, temperature, "
-    "top_p and top_k",
-    "actor_rollout_ref.rollout.*": "engine.vllm.NAME=VALUE takes any argument of vLLM by its own name",
-    "actor_rollout_ref.hybrid_engine": "learner and engines are processes of their own, always",
-    "critic.*": "the critic is trained as the policy is: learner.*",
-    "reward_model.*": "rewards run in processes of their own: reward.*",
-    "ray_kwargs.*": "ray.address, or export Ray's own variables",
-    "ray_init.*": "ray.address, or export Ray's own variables",
+    "*profiler*": "see benchmarks/, and the spans of telemetry.trace",
+    "actor_rollout_ref.rollout.multi_turn.*": "for several turns and tools choose an environment: environment.name",
+    "actor_rollout_ref.rollout.agent.*": "for agents choose an environment: environment.name",
+    "actor_rollout_ref.rollout.val_kwargs.*": "only translated with eval.path and do_sample: eval.samples and others",
+    "actor_rollout_ref.rollout.*": "engine.vllm.NAME=VALUE passes any argument to vLLM by its own name",
+    "actor_rollout_ref.hybrid_engine": "learner and engines are always separate processes",
+    "critic.*": "the critic is trained with the settings of the policy: learner.*",
+    "reward_model.*": "rewards run in separate processes; see reward.*",
+    "ray_kwargs.*": "use ray.address, or export Ray's own variables",
+    "ray_init.*": "use ray.address, or export Ray's own variables",
 }
 """Patterns of keys -> why there is no equivalent; the first matching pattern applies."""
 
@@ -135,7 +134,8 @@ def translate(given: dict[str, object]) -> Translation:
     made = Translation({key.lstrip("+"): value for key, value in given.items()}, DEFAULTS, "verl")
     made.apply(MOVED, (_data, _model, _batches, _loss, _advantage, _rollout, _evaluation, _rewards, _trainer), REASONS)
     made.notes.append(
-        "verl waits for its rollouts; here they run ahead by at most replay.max_staleness versions. replay: sync waits"
+        "verl waits for its rollouts; here they run ahead by at most replay.max_staleness versions. replay: "
+        "sync waits as verl does"
     )
     return made
 
@@ -145,7 +145,7 @@ def _data(made: Translation) -> None:
     if train is not None:
         made.put("data.path", place(train), "data.train_files")
     if isinstance(place(held_out), list):
-        made.refuse("data.val_files", "eval.path is one file or folder: put them into a folder, or join them")
+        made.refuse("data.val_files", "eval.path is one file or folder: put the files into a folder, or join them")
     elif held_out is not None:
         made.put("eval.path", place(held_out), "data.val_files")
     if made.take("data.filter_overlong_prompts"):
@@ -156,7 +156,7 @@ def _data(made: Translation) -> None:
     elif how in ("left", "right"):
         cut(made, how, "data.truncation", ("actor_rollout_ref.rollout.multi_turn.enable",))
     else:
-        made.refuse("data.truncation", "prompts are cut left or right, dropped, or an error: data.overlong")
+        made.refuse("data.truncation", "prompts can be cut left or right, dropped, or an error; set data.overlong")
 
 
 def _model(made: Translation) -> None:
@@ -176,7 +176,7 @@ def _batches(made: Translation) -> None:
     prompts, mini = made.count("data.train_batch_size"), made.count(f"{actor}.ppo_mini_batch_size")
     updates = prompts // min(mini, prompts)
     if prompts % updates:
-        made.refuse(f"{actor}.ppo_mini_batch_size", "it must divide data.train_batch_size: learner.updates_per_batch")
+        made.refuse(f"{actor}.ppo_mini_batch_size", "it must divide train_batch_size; set learner.updates_per_batch")
     else:
         made.put("learner.updates_per_batch", updates, "data.train_batch_size", f"{actor}.ppo_mini_batch_size")
     if (epochs := made.count(f"{actor}.ppo_epochs")) != 1:
@@ -202,7 +202,7 @@ def _schedule(made: Translation, optim: str) -> None:
         made.refuse(f"{optim}.{key}", f"learner.schedule is one of {', '.join(SCHEDULES)}")
     steps, share = made.number("trainer.total_training_steps"), made.number(f"{optim}.lr_warmup_steps_ratio")
     if steps:
-        made.refuse("trainer.total_epochs", "trainer.total_training_steps counts, as in verl")
+        made.refuse("trainer.total_epochs", "trainer.total_training_steps takes precedence, as in verl")
     elif (epochs := made.take("trainer.total_epochs")) is not None:
         made.put("learner.epochs", epochs, "trainer.total_epochs")
     warm_up = made.number(f"{optim}.lr_warmup_steps")
@@ -229,7 +229,7 @@ def _loss(made: Translation) -> None:
     mode = made.take(f"{actor}.policy_loss.loss_mode")
     loss = LOSSES.get(str(mode))
     if loss is None:
-        made.refuse(f"{actor}.policy_loss.loss_mode", "the nearest is a clip: `asyncrl settings loss` has all losses")
+        made.refuse(f"{actor}.policy_loss.loss_mode", "the closest is a clip: `asyncrl settings loss` has all losses")
         loss = "dual_clip"
     made.put("loss", loss, f"{actor}.policy_loss.loss_mode")
     if loss == "dppo_tv":
@@ -276,7 +276,7 @@ def _advantage(made: Translation) -> None:
     elif estimator in ESTIMATORS:
         made.put("advantage", ESTIMATORS[estimator], key)
     else:
-        made.refuse(key, f"known are grpo, {', '.join(ESTIMATORS)}")
+        made.refuse(key, f"the known ones are grpo, {', '.join(ESTIMATORS)}")
     gamma, lam = made.take("algorithm.gamma"), made.take("algorithm.lam")
     if estimator == "gae":
         made.put("advantage.lam", lam, "algorithm.lam")
@@ -293,7 +293,7 @@ def _advantage(made: Translation) -> None:
             made.move("algorithm.kl_ctrl.target_kl", "advantage.kl_target")
             made.move("algorithm.kl_ctrl.horizon", "advantage.kl_horizon")
         if made.take("algorithm.kl_penalty") not in (None, "kl", "k1"):
-            made.refuse("algorithm.kl_penalty", "the price in the reward is log(learner / reference) (k1)")
+            made.refuse("algorithm.kl_penalty", "the penalty in the reward is log(learner / reference) (k1)")
     else:
         for name in ("kl_coef", "type", "target_kl", "horizon"):
             made.refuse(f"algorithm.kl_ctrl.{name}", "algorithm.use_kl_in_reward is off")
@@ -311,7 +311,7 @@ def _rollout(made: Translation) -> None:
     engine = "transformers" if name == "hf" or narrowed else "vllm"
     made.put("engine", engine, f"{prefix}.name")
     if name not in (None, "vllm", "hf"):
-        made.refuse(f"{prefix}.name", f"the engines are vllm and transformers; {engine} was put in its place")
+        made.refuse(f"{prefix}.name", f"the engines are vllm and transformers; {engine} replaces it")
     if engine == "vllm":
         made.move(f"{prefix}.tensor_model_parallel_size", "engine.tensor_parallel")
         made.move(f"{prefix}.max_model_len", "engine.max_model_len")
@@ -342,7 +342,7 @@ def _reward_args(made: Translation, given: Sequence[str]) -> dict[str, Any]:
     for key in given:
         value = made.given[key]
         if isinstance(value, str) and "${" in value:
-            made.refuse(key, "it points at another setting of verl: give its value in reward.args")
+            made.refuse(key, "it refers to another setting of verl. Give its value in reward.args")
             continue
         made.take(key)
         *above, name = key.removeprefix(REWARD_KWARGS).split(".")
@@ -368,7 +368,7 @@ def _rewards(made: Translation) -> None:
             made.put("reward", "model", "reward_model.enable")
             made.put("reward.model", place(model), "reward_model.model.path")
         else:
-            made.refuse("reward_model.enable", "there is one reward, that of custom_reward_function")
+            made.refuse("reward_model.enable", "there is only one reward, that of custom_reward_function")
     elif path is None:
         made.notes.append(
             "verl scores by data_source where no function is given; give reward.function=FILE.py:compute_score, or a "
@@ -392,7 +392,8 @@ def _trainer(made: Translation) -> None:
     mode, source = made.take("trainer.resume_mode"), made.take("trainer.resume_from_path")
     if mode == "resume_path" and source:
         made.refuse(
-            "trainer.resume_from_path", "checkpoints of verl are none of ours; its exported model is a model.path"
+            "trainer.resume_from_path",
+            "checkpoints of verl cannot be resumed here; give the model that it exported as model.path",
         )
     elif mode in ("auto", "disable"):
         made.put("resume", "auto" if mode == "auto" else "never", "trainer.resume_mode")

@@ -32,7 +32,7 @@ def best_line(metric: str, folder: Path, rows: Sequence[Row]) -> str:
         return f"best checkpoint: {folder / CHECKPOINT_DIR / BEST}, of step {best.step}: {metric} {best.value:g}"
     known = {name for row in rows for name in row}
     hint = "" if metric in known else nearest(metric, known)
-    return f"learner.keep_best={metric}: no checkpoint has a value of it.{hint}"
+    return f"learner.keep_best={metric}: no checkpoint has a value of this metric.{hint}"
 
 
 def how_to_go_on(folder: Path, typed: Sequence[str], ended: Ended) -> str:
@@ -47,4 +47,4 @@ def how_to_go_on(folder: Path, typed: Sequence[str], ended: Ended) -> str:
             resume = shlex.quote(named[-1])
     except CheckpointError as error:
         saved = str(error)
-    return f"{what}; {saved}. Go on with:\n  {again} {resume}"
+    return f"{what}; {saved}. Continue with:\n  {again} {resume}"

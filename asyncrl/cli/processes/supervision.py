@@ -122,7 +122,7 @@ def save_first(supervisor: Supervisor, folder: Path, view: RunView, notices: Not
     if learner.code is not None:
         return learner.code == 0
     name = signal.Signals(supervisor.signal).name
-    view.say(f"{name}: the learner ends its step and saves a checkpoint. Once more (Ctrl-C) ends the run at once")
+    view.say(f"{name}: the learner ends its step and saves a checkpoint. Press Ctrl-C again to end the run at once")
     try:
         (folder / LOG_DIR / STOP_FILE).touch()
     except OSError as error:
@@ -153,7 +153,7 @@ def restarted(supervisor: Supervisor, commands: Sequence[Command], left: dict[bo
             return False
     for role in failed:
         command = next(command for command in commands if command.role == role.name)
-        view.say(f"{_called(role.name)} ended with exit code {role.code}: started again {_resumes(role.name)}")
+        view.say(f"{_called(role.name)} ended with exit code {role.code}: restarted {_resumes(role.name)}")
         supervisor.start(command.role, command.arguments, {**command.environment, RESTARTED: "1"}, command.enforced)
     return True
 
@@ -164,7 +164,7 @@ def _called(role: str) -> str:
 
 
 def _resumes(role: str) -> str:
-    return {"rollout": "with new workers", "learner": "from the newest checkpoint"}.get(role, "on its journal")
+    return {"rollout": "with new workers", "learner": "from the newest checkpoint"}.get(role, "with its journal")
 
 
 def _has_journal(role: str) -> bool:

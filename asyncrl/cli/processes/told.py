@@ -23,4 +23,6 @@ def smi_says() -> str | None:
     if it fails or hangs; None if it is not installed."""
     query = "--query-gpu=name,memory.total,memory.used,driver_version"
     told = told_by("nvidia-smi", query, "--format=csv,noheader,nounits")
-    return "nothing: it fails or hangs. See that the driver is loaded" if told is None and which("nvidia-smi") else told
+    return (
+        "nothing: it fails or hangs. Check that the driver is loaded" if told is None and which("nvidia-smi") else told
+    )

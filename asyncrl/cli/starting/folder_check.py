@@ -84,15 +84,17 @@ def examine(folder: Path) -> Findings:
         found.bare = _bare(folder, journal) if begins is None else ""
     elif checkpoint is not None and not found.refusals:
         found.notes.append(
-            f"there is no journal in {folder / JOURNAL_DIR}: what was trained before the checkpoint of step "
-            f"{checkpoint[0]} is taken on trust from it, and groups after it are made anew"
+            f"there is no journal in {folder / JOURNAL_DIR}. The steps before the checkpoint of step {checkpoint[0]} "
+            "are taken from it unverified, and the groups after it are generated again"
         )
     for name in EXPORTS:
         path = folder / name
         if is_sealed(path):
             _attempt(found.notes, lambda path=path: verify_export(path))
         elif path.is_dir():
-            found.notes.append(f"{path / MANIFEST} is missing or damaged: nothing vouches for what is in {path.name}/")
+            found.notes.append(
+                f"{path / MANIFEST} is missing or damaged, so the content of {path.name}/ cannot be verified"
+            )
     return found
 
 
@@ -143,7 +145,9 @@ def journal_end(folder: Path, notes: list[str]) -> JournalEnd | None:
         return None
     disk = FolderDisk(folder, locked=False)
     if segment_numbers(disk) and read_head(disk) is None:
-        notes.append(f"{folder / HEAD_FILE} is missing or damaged: that no newer segment is gone is taken on trust")
+        notes.append(
+            f"{folder / HEAD_FILE} is missing or damaged, so it cannot be verified that no newer segment is missing"
+        )
     counts: list[int] = []
 
     def replayed(count: int, _: ev.Event) -> None:
@@ -182,15 +186,15 @@ def _lost(
     """Yield what other files contain and the journal lacks. They were written once it was durable in the journal, so
     the journal has lost its end."""
     ends = f"the journal in {folder / JOURNAL_DIR} ends at step {journal.steps}, version {journal.version}"
-    way_out = f"so it has lost its end. {REPAIR}"
+    way_out = f"so its end is lost. {REPAIR}"
     versions = [row["policy_version"] for row in metrics.rows if isinstance(row.get("policy_version"), int)]
     if versions and max(versions) > journal.version:
-        yield f"{ends}, and {folder / METRICS_FILE} has version {max(versions)}, {way_out}"
+        yield f"{ends}, but {folder / METRICS_FILE} has version {max(versions)}, {way_out}"
     if checkpoint is not None and (checkpoint[0] > journal.steps or checkpoint[1] > journal.version):
-        yield f"{ends}, and the newest checkpoint is of step {checkpoint[0]}, version {checkpoint[1]}, {way_out}"
+        yield f"{ends}, but the newest checkpoint is of step {checkpoint[0]}, version {checkpoint[1]}, {way_out}"
     asked = [row["n"] for row in _last_history(ledger) if row.get("event") in ASKED]
     if len(asked) > 1 and asked[-2] > journal.events:
-        yield f"{ends}, event {journal.events}, and {folder / LEDGER_FILE} has event {asked[-2]}, {way_out}"
+        yield f"{ends}, event {journal.events}, but {folder / LEDGER_FILE} has event {asked[-2]}, {way_out}"
 
 
 def _last_history(ledger: Lines[Row]) -> list[dict[str, Any]]:
@@ -204,15 +208,15 @@ def _behind(folder: Path, journal: JournalEnd, ledger: Lines[Row], checkpoint: t
     """Yield what the journal contains and other files lack."""
     if checkpoint is not None and journal.committed_steps > checkpoint[0]:
         yield (
-            f"the journal knows of a checkpoint of step {journal.committed_steps}, and the newest in "
-            f"{folder / CHECKPOINT_DIR} is of step {checkpoint[0]}: a resume goes back to it"
+            f"the journal knows of a checkpoint of step {journal.committed_steps}, but the newest in "
+            f"{folder / CHECKPOINT_DIR} is of step {checkpoint[0]}. A resume goes back to it"
         )
     rows = _last_history(ledger)
     last = rows[-1]["n"] if rows else 0
     if last < journal.first_event - 1:
         yield (
-            f"{folder / LEDGER_FILE} ends at event {last} and the journal begins with event {journal.first_event}: "
-            "the lines between are lost"
+            f"{folder / LEDGER_FILE} ends at event {last}, but the journal begins with event {journal.first_event}. "
+            "The lines between are lost"
         )
 
 
@@ -222,9 +226,9 @@ def _bare(folder: Path, journal: JournalEnd) -> str:
     if not journal.committed_steps or (folder / CHECKPOINT_DIR / BRANCH_FILE).exists():
         return ""
     return (
-        f"the journal knows of a checkpoint of step {journal.committed_steps}, and there is none in "
-        f"{folder / CHECKPOINT_DIR}: resume=auto has nothing to go on from. Restore it from a copy, or give that: "
-        "resume=PATH; begin anew with overwrite=true"
+        f"the journal knows of a checkpoint of step {journal.committed_steps}, but there is none in "
+        f"{folder / CHECKPOINT_DIR}, so resume=auto has nothing to continue from. Restore it from a copy, give "
+        "another checkpoint with resume=PATH, or start again with overwrite=true"
     )
 
 
@@ -237,10 +241,16 @@ def _holes(folder: Path, metrics: Lines[Row], samples: Lines[Row], checkpoint: t
     if missing:
         which = f"step {missing[0]}" if len(missing) == 1 else f"{len(missing)} steps, {missing[0]} to {missing[-1]}"
         why = ", or its line was left and gone on from again" if branched else ""
-        yield f"{folder / METRICS_FILE} has no row of {which}: killed before it was written, or cut{why}"
+        yield (
+            f"{folder / METRICS_FILE} has no row of {which}. The run was killed before it was written, or the "
+            f"file was truncated{why}"
+        )
     sampled = max((row["step"] for row in samples.rows if isinstance(row.get("step"), int)), default=0)
     if steps and sampled < max(steps) and _samples_wanted(folder):
-        yield f"{folder / SAMPLES_FILE} ends at step {sampled} and {METRICS_FILE} at step {max(steps)}: cut?"
+        yield (
+            f"{folder / SAMPLES_FILE} ends at step {sampled}, but {METRICS_FILE} at step {max(steps)}. Was the "
+            "file truncated?"
+        )
 
 
 def _samples_wanted(folder: Path) -> bool:

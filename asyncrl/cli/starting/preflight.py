@@ -75,13 +75,16 @@ def look_ahead(config: Config) -> Preflight:
     lines = [line for each in found for line in survey_lines(config, each)]
     if not train[0].tokens:
         why = (
-            "has no tokenizer.json" if described else "is neither here nor to be had from the Hugging Face hub just now"
+            "has no tokenizer.json"
+            if described
+            else "is not on this machine and cannot be loaded from the Hugging Face hub at the moment"
         )
-        lines.append(f"model.path={config.model.path} {why}: no prompt was tokenized yet")
+        lines.append(f"model.path={config.model.path} {why}, so no prompt was tokenized yet")
     elif described and never_ends(model):
         lines.append(
             f"model.path={config.model.path} names no token that ends a completion (eos_token in "
-            "tokenizer_config.json, eos_token_id in generation_config.json): each has rollout.max_new_tokens tokens"
+            "tokenizer_config.json, eos_token_id in generation_config.json), so each completion will have "
+            "rollout.max_new_tokens tokens"
         )
     for each in train if train[0].tokens else ():
         ending = " ..." if len(each.first_prompt) > PROMPT_SHOWN else ""
@@ -103,7 +106,7 @@ def refuse_unmeasured(keep_best: str) -> None:
     checked with the settings."""
     if keep_best and not keep_best.startswith("eval/") and metric_of(keep_best) is None:
         hint = nearest(keep_best, [metric.name for metric in METRICS])
-        raise ConfigError(f"learner.keep_best={keep_best} is no metric.{hint} `asyncrl metrics` lists them")
+        raise ConfigError(f"learner.keep_best={keep_best} is not a metric.{hint} `asyncrl metrics` lists them")
 
 
 def refuse_unbatched(config: Config) -> None:
@@ -200,7 +203,7 @@ def _reward_lines(config: Config, found: Sequence[Survey], beside: Sequence[Surv
     rows = [row for each in found for row in each.first_rows[:TRIED_ROWS]]
     terms = reward_terms(config.reward)
     if not terms:
-        return ["none: the environment scores by itself"]
+        return ["none; the environment scores by itself"]
     refuse_uncovered(terms, [*found, *beside])
     lines = [line for term in terms for line in _untried(term)]
     terms = [term for term in terms if not term.model]
@@ -226,7 +229,7 @@ def _untried(term: RewardTerm) -> list[str]:
     of = f"{term.name}: {term.function}" if term.name else term.function
     if term.model:
         return [f"{of} of {term.model}: not loaded before the start"]
-    return [f"{of}: not asked before the start, it needs its server"] if term.remote else []
+    return [f"{of}: not called before the start, because it needs its server"] if term.remote else []
 
 
 def refuse_uncovered(terms: Sequence[RewardTerm], found: Sequence[Survey]) -> None:

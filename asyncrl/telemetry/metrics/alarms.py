@@ -290,8 +290,8 @@ ALARMS: tuple[Alarm, ...] = (
     ),
     Alarm(
         "other_code",
-        "a file of yours (reward, environment, filter), or one that it imports from its folder, differs on a rollout worker "
-        "from the one that the learner's machine had when the learner began: training mixes groups of both versions",
+        "a file of yours (reward, environment, filter), or one that it imports from its folder, is on a rollout worker "
+        "not the one that the learner's machine had at the start of the learner: training mixes groups of both",
         "logs/rollout-*.log names the file. Copy the learner's version there and restart that pool, or resume the run",
         other_code,
     ),

@@ -18,7 +18,7 @@ def test_an_ended_run_says_from_where_and_how_it_goes_on(tmp_path: Path) -> None
     (tmp_path / "ckpt" / "latest").symlink_to("step_20")
     typed = ["asyncrl", "local", "model.path=a b", "overwrite=true", "resume=never"]
     assert how_to_go_on(tmp_path, typed, Ended(code=130)) == (
-        "stopped; the newest checkpoint is that of step 20. Go on with:\n  asyncrl local 'model.path=a b' resume=auto"
+        "stopped; the newest checkpoint is that of step 20. Continue with:\n  asyncrl local 'model.path=a b' resume=auto"
     )
     config = load_config([*REQUIRED, "resume=auto", "learner.steps=20"])
     said = nothing_to_do(config, tmp_path, 20, [*typed, "learner.steps=20"])
@@ -32,5 +32,5 @@ def test_an_ended_run_says_from_where_and_how_it_goes_on(tmp_path: Path) -> None
 def test_a_fork_that_has_saved_nothing_is_told_to_begin_from_its_checkpoint_again(tmp_path: Path) -> None:
     typed = ["asyncrl", "local", "resume=old/ckpt/step_50"]
     assert how_to_go_on(tmp_path, typed, Ended(code=1)) == (
-        "ended; no checkpoint was saved. Go on with:\n  asyncrl local resume=old/ckpt/step_50"
+        "ended; no checkpoint was saved. Continue with:\n  asyncrl local resume=old/ckpt/step_50"
     )

@@ -86,17 +86,17 @@ def test_a_killed_replay_server_is_started_again_and_a_refused_one_is_not(tmp_pa
     (tmp_path / "logs").mkdir()
     out = io.StringIO()
     assert supervise(killed, tmp_path, 10, Console(file=out, width=200), replay_restarts=2).code == 0
-    assert out.getvalue().count("started again on its journal") == 2
+    assert out.getvalue().count("restarted with its journal") == 2
     (tmp_path / "lives").unlink()
     shard = [
         Command(role="shard-0", arguments=killed[0].arguments, environment={}),
         Command(role="learner", arguments=killed[1].arguments, environment={}),
     ]
     assert supervise(shard, tmp_path, 10, Console(file=out, width=200), replay_restarts=2).code == 0
-    assert out.getvalue().count("shard-0 of the replay ended with exit code -9: started again on its journal") == 2
+    assert out.getvalue().count("shard-0 of the replay ended with exit code -9: restarted with its journal") == 2
     refused = roles(replay="exit(2)", learner=FOREVER)
     assert supervise(refused, tmp_path, 10, Console(file=out, width=200), replay_restarts=2).code == 1
-    assert out.getvalue().count("started again on its journal") == 4
+    assert out.getvalue().count("restarted with its journal") == 4
 
 
 def test_a_pool_that_fails_after_the_learner_has_finished_fails_the_run(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ lives.touch()
     commands = roles(**({"replay": FOREVER, "rollout": waits, "learner": waits} | {role: dies}))
     code, out = run(commands, tmp_path)
     assert code == 0, out
-    assert "ended with exit code -9: started again" in out
+    assert "ended with exit code -9: restarted" in out
 
 
 def test_the_rows_of_the_run_are_shown_while_it_goes_on(tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def test_an_alarm_or_metric_that_there_is_not_is_refused_with_those_there_are(
     task: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = refused([*task, "learner.keep_best=reward/men"], capsys)
-    assert "learner.keep_best=reward/men is no metric. Did you mean `reward/mean`?" in said
+    assert "learner.keep_best=reward/men is not a metric. Did you mean `reward/mean`?" in said
     said = refused([*task, "telemetry.ignore_alarms=[disk_ful]"], capsys)
     assert "telemetry.ignore_alarms=['disk_ful']: there is no such alarm" in said and "clock" in said
 
@@ -212,7 +212,7 @@ def test_several_rewards_are_called_together_and_what_needs_a_server_is_made_and
     judge = "reward.functions.judge={function: llm_judge, weight: 0.5, args: {url: 'http://127.0.0.1:1', model: m}}"
     assert main(["local", *several, judge, "--dry-run"]) == 0
     plan = capsys.readouterr().out
-    assert "judge: asyncrl.rewards.library.llm_judge:LlmJudge: not asked before the start" in plan
+    assert "judge: asyncrl.rewards.library.llm_judge:LlmJudge: not called before the start" in plan
     assert "right + form: called on the first rows with made-up completions, it gave 0, 0" in plan
 
     assert "url must begin with http://" in refused([*several, judge.replace("http:", "ftp:")], capsys)

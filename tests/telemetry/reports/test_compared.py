@@ -106,7 +106,7 @@ def test_seeds_that_have_no_value_are_not_counted_and_runs_of_other_lengths_are_
     assert found["eval/heldout/accuracy"]["first"] == ["good1", "good2"] and len(found["reward/mean"]["first"]) == 3
     for folders, said in ((good, True), (bad, False)):
         assert main(["compare", *map(str, folders)]) == 0
-        assert ("Not all have trained as many steps" in capsys.readouterr().out) == said
+        assert ("The runs have not trained the same number of steps" in capsys.readouterr().out) == said
 
 
 def test_the_permutation_test_is_that_of_all_ways_or_near_it(monkeypatch: pytest.MonkeyPatch) -> None:
