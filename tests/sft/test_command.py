@@ -108,7 +108,7 @@ def test_rows_that_are_too_long_are_told_with_the_rule_and_refused_where_all_are
         (["data.completion_column=answer"], "rows.jsonl:1 has no column `answer` (columns: completion, prompt)"),
         (["data.max_tokens=300"], "is more than the 256 positions of the model of model.path"),
         (["learner.device=cuda:99"], "learner.device=cuda:99 needs"),
-        (["learner.keep_best=loss/totl"], "is no metric. Did you mean `loss/total`?"),
+        (["learner.keep_best=loss/totl"], "is not a metric. Did you mean `loss/total`?"),
         (["resume=ckpt/none"], "there is no such checkpoint"),
         (["model.renderer=qwen3", "data.chat=true"], "model.renderer=qwen3 cannot be used with this tokenizer"),
     ],

@@ -18,7 +18,8 @@ def test_an_ended_run_says_from_where_and_how_it_goes_on(tmp_path: Path) -> None
     (tmp_path / "ckpt" / "latest").symlink_to("step_20")
     typed = ["asyncrl", "local", "model.path=a b", "overwrite=true", "resume=never"]
     assert how_to_go_on(tmp_path, typed, Ended(code=130)) == (
-        "stopped; the newest checkpoint is that of step 20. Continue with:\n  asyncrl local 'model.path=a b' resume=auto"
+        "stopped; the newest checkpoint is that of step 20. Continue with:\n"
+        "  asyncrl local 'model.path=a b' resume=auto"
     )
     config = load_config([*REQUIRED, "resume=auto", "learner.steps=20"])
     said = nothing_to_do(config, tmp_path, 20, [*typed, "learner.steps=20"])
