@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The documentation as a site: docs/_build/html/index.html. Needs no network once installed; a warning is an error.
+# Builds the documentation as a site: docs/_build/html/index.html. Needs no network once installed; warnings are errors.
 #
 #   bash launchers/docs.sh
 set -euo pipefail

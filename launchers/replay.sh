@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The replay server: one small CPU process that the learner and the rollout workers meet at.
+# The replay server: one small CPU process that the learner and the rollout workers connect to.
 #
 #   bash launchers/replay.sh replay.address=tcp://HOST:5577 replay.keys=DIR key=value ...
 #

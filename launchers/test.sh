@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Everything a change has to pass: style, types, layers, tests, coverage of the parts that must not be wrong.
+# All checks that a change must pass: style, types, layers, tests, and coverage of the critical parts.
 #
 #   bash launchers/test.sh                    all of it
-#   bash launchers/test.sh --long             the tests that the first leaves out for their length, and no others
-#   bash launchers/test.sh -m "not slow"      arguments go to pytest, which then runs once, with them
+#   bash launchers/test.sh --long             only the tests that the first leaves out because they are long
+#   bash launchers/test.sh -m "not slow"      arguments are passed to pytest, which then runs once
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launchers/install.sh
@@ -26,16 +26,16 @@ if [ $# -gt 0 ]; then
 fi
 
 notes="$(mktemp -d)" others=() lower=""
-# Each of $others is a shell: it is to end, and what it runs.
+# Each of $others is a shell: end it and the processes that it runs.
 trap 'for other in "${others[@]}"; do pkill -P "$other" || true; kill "$other" 2>/dev/null || true; done; rm -rf "$notes"' EXIT
 
-# beside LANE: runs it beside what follows.
+# beside LANE: runs the lane in the background.
 beside() {
     "$1" >"$notes/said by ${#others[@]}" 2>&1 &
     others+=("$!")
 }
 
-# joined: waits for all that was started beside, and shows what it said.
+# joined: waits for all background lanes and shows their output.
 joined() {
     local place status
     for place in "${!others[@]}"; do
@@ -43,17 +43,17 @@ joined() {
         wait "${others[place]}" || status=$?
         unset "others[place]"
         cat "$notes/said by $place"
-        [ "$status" -eq 0 ] || wrong "what ran beside ended with $status"
+        [ "$status" -eq 0 ] || wrong "a background lane ended with $status"
     done
 }
 
-# wrong WHAT: fails the script in the end, which says it again; the rest still runs.
+# wrong WHAT: notes a failure. The rest still runs; in the end the script prints it again and fails.
 wrong() {
     echo "$1" >>"$notes/failed"
 }
 
-# tests NAME ARGUMENTS...: pytest, under a heading. Where no more than five tests failed, and pytest itself came to its
-# end, they are left to `alone`.
+# tests NAME ARGUMENTS...: runs pytest under a heading. If pytest itself finished and at most five tests failed, `alone`
+# repeats them.
 tests() {
     echo "== pytest: $1"
     local lane names status=0
@@ -89,24 +89,24 @@ later() {
     shared "$@"
 }
 
-# alone: what failed beside something else, once more with the machine for itself, and what fails then a last time. What
-# passes now is told in the end.
+# alone: repeats the failed tests while nothing else runs, and once more if they fail again. Tests that pass now are listed
+# in the end as flaky.
 alone() {
     local again names
     for again in "$notes"/lane.*/again; do
         [ -e "$again" ] || continue
         names="$(sed -n 's/^ *"\(.*\)": true,\{0,1\}$/\1/p' "${again%/again}/v/cache/lastfailed")"
-        echo "== pytest: once more, alone:"
+        echo "== pytest: repeated alone:"
         echo "$names"
         if bash "$again" || bash "$again"; then echo "$names" >>"$notes/flaky"; else wrong "$names"; fi
         rm "$again"
     done
 }
 
-# verdict: the last word, where nobody overlooks it.
+# verdict: prints flaky and failed tests as the last output.
 verdict() {
     if [ -e "$notes/flaky" ]; then
-        echo "== FLAKY: failed beside others, passed alone:"
+        echo "== FLAKY: failed with others running, passed alone:"
         cat "$notes/flaky"
     fi
     [ -e "$notes/failed" ] || return 0
@@ -117,8 +117,8 @@ verdict() {
 
 fast="not slow and not gpu" slow="slow and not unhurried and not long and not gpu"
 unhurried="slow and unhurried and not long and not gpu"
-# Rooms and files whose tests compute, or wait for what nobody judges by a clock; in the others there are threads,
-# sockets and processes. Each line is a portion that any lane may take: the long ones first, or all wait for one.
+# Folders and files whose tests only compute, or wait without deadlines; the others have threads, sockets and processes.
+# Each line is a portion that any lane may take. The long ones come first, or all lanes would wait for one.
 sums=(
     "tests/cli/test_cli.py tests/test_config.py tests/cli/starting/test_preflight.py tests/test_recipes.py
         tests/test_refused_engines.py tests/test_refused_learning.py tests/cli/test_settings.py"
@@ -128,7 +128,7 @@ sums=(
 )
 other_rooms=(tests --ignore=tests/replay --ignore=tests/chaos --ignore=tests/losses)
 for path in ${sums[*]}; do other_rooms+=("--ignore=$path"); done
-# Of the slow tests with deadlines, one lane has those that start Ray, one those of vLLM; what is left goes to either.
+# Of the slow tests with deadlines, one lane runs those that start Ray, another those of vLLM; either takes the rest.
 with_ray="tests/rollout tests/integration/test_deaths.py tests/integration/test_loop.py
     tests/integration/test_placement.py tests/integration/test_vllm.py"
 engines_and_chaos="tests/chaos tests/vllm tests/weights"
@@ -140,11 +140,11 @@ unhurried_tests=(
     "tests --ignore=tests/learner --ignore=tests/test_benchmarks.py --ignore=tests/integration"
     "tests/learner"
 )
-# Of the fast ones, what judges results of arithmetic by a tolerance.
+# Fast tests that compare results of arithmetic with a tolerance.
 numbers=(tests/advantages tests/losses tests/engines/test_transformers.py
     tests/learner/model/test_{attention,critic,fused,logprobs}.py tests/learner/step/test_targets.py
     tests/learner/test_{roles,train}.py)
-# The pure core of the replay, its wire format and the losses: wrong here means wrong silently.
+# The pure core of the replay, its wire format and the losses, where mistakes would be silent.
 core="asyncrl/losses/*,asyncrl/replay/*"
 sockets="asyncrl/replay/server/loop.py,asyncrl/replay/client/client.py,asyncrl/replay/client/connection.py,asyncrl/replay/net/keys.py,*/__main__.py"
 
@@ -154,7 +154,7 @@ all_other_rooms() {
 }
 
 static_checks_and_sums() {
-    renice -n 10 "$BASHPID" >/dev/null # What runs beside has deadlines.
+    renice -n 10 "$BASHPID" >/dev/null # Tests in other lanes have deadlines.
     echo "== pyright"
     "$PYTHON" -m pyright --pythonpath "$PYTHON" || wrong pyright
     echo "== lint-imports"
@@ -173,14 +173,14 @@ slow_engines_and_chaos() {
 
 unhurried_and_numbers() {
     renice -n 10 "$BASHPID" >/dev/null
-    # A tolerance that holds with the instructions of this processor alone fails at somebody who has another.
+    # A tolerance that only holds with this processor's instructions would fail on others.
     ATEN_CPU_CAPABILITY=default tests "numbers, with the plainest instructions" -m "$fast" "${numbers[@]}"
     later "slow and unhurried" "$unhurried" "${unhurried_tests[@]}"
 }
 
 beside all_other_rooms
 beside static_checks_and_sums
-# Nothing but these is judged by its coverage, and whatever runs under it takes twice as long.
+# Coverage is only measured here, because tests take twice as long with it.
 COVERAGE_FILE=.coverage.replay tests "replay" -m "$fast" --cov=asyncrl.replay --cov-report= tests/replay tests/chaos
 later "sums" "$fast" "${sums[@]}"
 joined

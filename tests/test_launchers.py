@@ -142,7 +142,7 @@ def test_a_folder_of_any_name_is_the_run_s(cluster: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("node", "address", "told"),
     [
-        ("node1", "", "node node1 has no IPv4 address that is known here. Set HEAD_ADDRESS to one"),
+        ("node1", "", "node node1 has no known IPv4 address here. Set HEAD_ADDRESS to one"),
         ("node1", "127.0.1.1", "node node1 is 127.0.1.1 here (/etc/hosts)"),
         ("node2", "127.0.1.1", "Set RAY_ADDRESS (with :20042) to an address that they reach"),
     ],
@@ -166,7 +166,7 @@ def test_several_nodes_learn_where_that_is_asked_for_and_one_must_be_left(cluste
         ["bash", str(SBATCH)], env=cluster | {"LEARNER_NODES": "4"}, capture_output=True, text=True, timeout=60
     )
     assert refused.returncode == 2
-    assert "LEARNER_NODES=4 of 4 node(s): none is left to generate" in refused.stderr
+    assert "LEARNER_NODES=4 of 4 node(s) leaves no node for the rollouts" in refused.stderr
 
 
 def test_without_slurms_own_command_a_plan_says_that_and_nothing_of_nodes(cluster: dict[str, str]) -> None:

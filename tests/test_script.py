@@ -44,7 +44,7 @@ def test_beside(place, pytestconfig):
     assert second() == 2
 """
 NAMES = [f"tests/replay/test_covered.py::test_beside[{place}]" for place in range(6)]
-FLAKY, FAILED = "== FLAKY: failed beside others, passed alone:", "== FAILED:"
+FLAKY, FAILED = "== FLAKY: failed with others running, passed alone:", "== FAILED:"
 
 
 @pytest.fixture
