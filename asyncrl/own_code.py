@@ -134,7 +134,8 @@ def _own_neighbours(folder: Path, given: str) -> Iterator[None]:
     if twice:
         raise ConfigError(
             f"{given} imports {twice} from {folder}, and another file of yours one from "
-            f"{Path(str(hidden[twice].__file__)).parent}: one process has one module of a name. Rename one of the two"
+            f"{Path(str(hidden[twice].__file__)).parent}. A process can have only one module of each name. Rename one "
+            "of the two"
         )
 
 
@@ -150,7 +151,7 @@ def _refuse_late_of_two(path: Path, given: str) -> None:
         if len(found) > 1 and file.parent in found and not _is_beside(sys.modules.get(name), {str(file.parent)}):
             raise ConfigError(
                 f"{given}: a function of {file} imports {name} when it is called, and {found[0]} and {found[1]} both "
-                "have one: it would get either. Rename one of the two, or import it at the top of the file"
+                "have one, so it could get either. Rename one of the two, or import it at the top of the file"
             )
 
 

@@ -132,9 +132,9 @@ def _problem(gpus: int, demand: Demand, mode: str) -> str:
     if mode == "dedicated":
         if demand.gpus <= gpus:
             return ""
-        return f"placement.mode=dedicated needs {_sum(demand)} = {demand.gpus} GPUs, and there are {gpus}"
+        return f"placement.mode=dedicated needs {_sum(demand)} = {demand.gpus} GPUs, but there are {gpus}"
     if demand.ranks > gpus:
-        return f"placement.mode=colocated needs a GPU for each of learner.ranks={demand.ranks}, and there are {gpus}"
+        return f"placement.mode=colocated needs a GPU for each of learner.ranks={demand.ranks}, but there are {gpus}"
     problem = _too_crowded(gpus, demand)
     if problem or not demand.rewards:
         return problem
@@ -142,8 +142,8 @@ def _problem(gpus: int, demand: Demand, mode: str) -> str:
     if taken + demand.rewards <= gpus:
         return ""
     return (
-        f"reward.gpus={demand.rewards:g} of {gpus}, and the engines have {taken:g} of them: nothing is left for the "
-        "reward service, which shares with no engine"
+        f"reward.gpus={demand.rewards:g} of {gpus}, but the engines take {taken:g} of them: none is left for the "
+        "reward service, which cannot share a GPU with an engine"
     )
 
 
@@ -151,11 +151,11 @@ def _too_crowded(gpus: int, demand: Demand) -> str:
     wide = demand.engines * demand.tensor_parallel
     if demand.engines and demand.tensor_parallel > 1 and wide > gpus:
         return (
-            f"rollout.workers={demand.engines} * engine.tensor_parallel={demand.tensor_parallel} = {wide} GPUs, and "
-            f"there are {gpus}: engines of several GPUs do not share them with each other"
+            f"rollout.workers={demand.engines} * engine.tensor_parallel={demand.tensor_parallel} = {wide} GPUs, but "
+            f"there are {gpus}: engines that use several GPUs cannot share them with each other"
         )
     if demand.engines and not gpus:
-        return f"rollout.workers={demand.engines} engines on GPUs, and there are 0"
+        return f"rollout.workers={demand.engines} engines need GPUs, but there are 0"
     return ""
 
 
@@ -181,7 +181,7 @@ def _way_out(gpus: int, demand: Demand, mode: str) -> str:
     if mode == "dedicated" and gpus and demand.ranks and demand.engines and not _problem(gpus, demand, "colocated"):
         ways.append("placement.mode=colocated, where both share")
     ways.append("learner.device=cpu or engine.device=cpu" if mode else "engine.device=cpu")
-    return f"Nearest that fits: {', or '.join(ways)}"
+    return f"The nearest setting that fits: {', or '.join(ways)}"
 
 
 def nearest(gpus: int, demand: Demand, mode: str) -> Demand | None:

@@ -22,7 +22,7 @@ def unpacked(data: bytes) -> Any:
 
 def _long(value: Any) -> msgpack.ExtType:
     if not isinstance(value, int):
-        raise TypeError(f"a {type(value).__name__} is no plain value")
+        raise TypeError(f"a {type(value).__name__} is not a plain value")
     return msgpack.ExtType(LONG, b"%x" % value)
 
 

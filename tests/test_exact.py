@@ -291,7 +291,7 @@ def test_the_canary_of_an_exact_engine_allows_no_difference():
 
 def test_models_that_compute_something_else_are_refused_by_what_it_is():
     gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=9))
-    with pytest.raises(ConfigError, match=r"its model type is 'gpt2', and known are llama.*Set engine.exact=false"):
+    with pytest.raises(ConfigError, match=r"its model type is 'gpt2', but only llama.*Set engine.exact=false"):
         make_exact(gpt2, CPU)
     with pytest.raises(ConfigError, match="it has GELU"):
         make_exact(Qwen2ForCausalLM(Qwen2Config(**SHAPE, hidden_act="gelu")), CPU)

@@ -52,8 +52,8 @@ def test_every_process_is_placed_or_refused_with_a_layout_that_fits(gpus: int, d
         placement = place(gpus, demand, mode)
     except ConfigError as error:
         said = str(error)
-        assert f"there are {gpus}" in said or "nothing is left for the reward service" in said
-        assert "Nearest that fits: " in said
+        assert f"there are {gpus}" in said or "none is left for the reward service" in said
+        assert "The nearest setting that fits: " in said
         found = nearest(gpus, demand, "dedicated" if mode == "auto" else mode)
         if found is not None:
             check(place(gpus, found, "dedicated" if mode == "auto" else mode), gpus, found)
@@ -78,13 +78,15 @@ def test_one_gpu_is_shared_and_two_are_not() -> None:
 
 
 def test_what_does_not_fit_is_refused_with_the_sum_and_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=re.escape("learner.ranks=4 + rollout.workers=4 = 8 GPUs, and there are 4")):
+    with pytest.raises(ConfigError, match=re.escape("learner.ranks=4 + rollout.workers=4 = 8 GPUs, but there are 4")):
         place(4, Demand(ranks=4, engines=4))
-    with pytest.raises(ConfigError, match=re.escape("Nearest that fits: learner.ranks=2 rollout.workers=2, or")):
+    with pytest.raises(
+        ConfigError, match=re.escape("The nearest setting that fits: learner.ranks=2 rollout.workers=2, or")
+    ):
         place(4, Demand(ranks=4, engines=4))
-    with pytest.raises(ConfigError, match="engines of several GPUs do not share"):
+    with pytest.raises(ConfigError, match="engines that use several GPUs cannot share"):
         place(4, Demand(ranks=4, engines=2, tensor_parallel=4), "colocated")
-    with pytest.raises(ConfigError, match="nothing is left for the reward service"):
+    with pytest.raises(ConfigError, match="none is left for the reward service"):
         place(2, Demand(ranks=2, engines=2, rewards=0.5), "colocated")
 
 
@@ -229,7 +231,7 @@ def test_fine_tuning_has_no_engines_that_want_a_gpu(monkeypatch: pytest.MonkeyPa
     given = SftConfig(data=SftDataConfig(path="d.jsonl"), learner=SftLearnerConfig(ranks=2))
     assert not list(missing_devices(learner_config(given), "local"))
     three = SftConfig(data=SftDataConfig(path="d.jsonl"), learner=SftLearnerConfig(ranks=3))
-    assert "learner.ranks=3 = 3 GPUs, and there are 2" in " ".join(missing_devices(learner_config(three), "local"))
+    assert "learner.ranks=3 = 3 GPUs, but there are 2" in " ".join(missing_devices(learner_config(three), "local"))
 
 
 def test_where_gpus_cannot_be_counted_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ def agrees(tokenizer: Any, name: str, options: Mapping[str, Any]) -> bool:
                 return False
     # The tokenizer lacks the markers, or the template cannot render one of the probes: no agreement is shown.
     except Exception as error:
-        log.debug("renderer %s is not that of this tokenizer: %s", name, error)
+        log.debug("renderer %s does not fit this tokenizer: %s", name, error)
         return False
     return True
 

@@ -243,7 +243,7 @@ def _call(place: int, call: ParsedToolCall) -> ToolCall:
     if call.status != ToolCallParseStatus.OK:
         error = str(call.status.value).replace("_", " ")
     elif not isinstance(arguments, dict):
-        error = "the arguments are no JSON object"
+        error = "the arguments are not a JSON object"
     return ToolCall(
         id=call.id or f"call_{place}",
         name=name,

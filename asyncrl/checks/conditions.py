@@ -49,7 +49,7 @@ class Condition:
             # True == 1 in Python, but neither is meant by the other.
             return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.values)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(f"{value!r:.80} is no number")
+            raise TypeError(f"{value!r:.80} is not a number")
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
 

@@ -76,8 +76,8 @@ def opened(
     with alone_in(path) as alone:
         if not alone:
             raise RunFolderError(
-                f"run.dir={path} belongs to an evaluation that is going on right now{holders(path)}. Stop that one "
-                "first, or give another run.name"
+                f"run.dir={path} belongs to an evaluation that is in progress{holders(path)}. Stop it first, or give "
+                "another run.name"
             )
         _take(path, made_of, overwrite, patience)
         yield EvalFolder(path, rows=int(made_of["eval.rows"]), samples=samples, patience=patience)
@@ -88,8 +88,8 @@ def _take(path: Path, made_of: Mapping[str, Any], overwrite: bool, patience: Pat
     file = path / EVAL_FILE
     if not file.is_file() and any(entry.name != f"{EVAL_FILE}.tmp" for entry in path.iterdir()):
         raise RunFolderError(
-            f"run.dir={path} holds files but no {EVAL_FILE}, so it is not a folder of an evaluation and is left alone. "
-            "Give another run.dir or run.name"
+            f"run.dir={path} holds files but no {EVAL_FILE}, so it is not the folder of an evaluation and is not "
+            "touched. Give another run.dir or run.name"
         )
     if file.is_file() and overwrite:
         for entry in path.iterdir():

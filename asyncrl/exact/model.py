@@ -31,12 +31,12 @@ def make_exact(model: PreTrainedModel, device: torch.device, *, keep: bool = Fal
         ConfigError: the model has parts that are not known to be computed exactly, or is not on a CPU.
     """
     config = model.config.get_text_config(decoder=True)
-    fault = f"it is on {device.type}, and the kernels were tried on CPUs alone" if device.type != "cpu" else ""
+    fault = f"it is on {device.type}, but the kernels were only tried on CPUs" if device.type != "cpu" else ""
     if config.model_type not in FAMILIES:
-        fault = fault or f"its model type is {config.model_type!r}, and known are {', '.join(FAMILIES)}"
+        fault = fault or f"its model type is {config.model_type!r}, but only {', '.join(FAMILIES)} are known"
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope not in ROPES:
-        fault = fault or f"its rotary embedding is of the kind {rope!r}, and known are {', '.join(ROPES)}"
+        fault = fault or f"its rotary embedding is of the kind {rope!r}, but only {', '.join(ROPES)} are known"
     leaves = [module for module in model.modules() if not any(module.children())]
     foreign = sorted({type(leaf).__name__ for leaf in leaves if _replacement(leaf) is None} - {"Embedding", "Identity"})
     if foreign:

@@ -89,7 +89,9 @@ class Hook:
         if found is None:
             return {}
         if not isinstance(found, Mapping):
-            raise OwnCodeError(f"{where}: it must return a dictionary of numbers or None; got a {type(found).__name__}")
+            raise OwnCodeError(
+                f"{where}: it must return a dictionary of numbers, or None; got a {type(found).__name__}"
+            )
         for name, value in found.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise OwnCodeError(f"{where}: {name!r} must be a finite number, as it is logged; got {value!r}")

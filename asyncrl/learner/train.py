@@ -295,7 +295,7 @@ def save_before_end(config: Config, parts: Training, step: int, version: int, *,
     commit_saved(parts)
     parts.checkpoints.finish_errands(STOP_WITHIN_S)
     if parts.rank == 0:
-        log.info("asked to stop: ends after step %d, which is saved", step)
+        log.info("asked to stop: the learner ends after step %d and saves it", step)
 
 
 def control_kl(roles: Roles, measured: Measured, plan: StepPlan) -> None:

@@ -100,10 +100,10 @@ def check_loss(config: LossConfig, updates_per_batch: int, averaged_anchor: bool
         )
     if config.centering and row.surrogate in GATED_BY_SIGN and config.edge != "U":
         raise ConfigError(
-            f"loss.centering=true with loss={row.name}, which stops a token that is too far out by the sign of its "
-            "advantage: what the mean of the others takes out pushes those further, and the run does not learn "
-            "(docs/losses.md). Use a loss that weighs both signs alike (dis, cispo, tis, icepop, no_correction), or "
-            "set loss.centering=false"
+            f"loss.centering=true with loss={row.name}, which stops tokens beyond the trust region depending on the "
+            "sign of their advantage. Subtracting the mean of the other tokens would push those tokens further out, "
+            "and the run would not learn (docs/losses.md). Use a loss that treats both signs alike (dis, cispo, tis, "
+            "icepop, no_correction), or set loss.centering=false"
         )
     if row is OWN and (not averaged_anchor or config.edge == "U"):
         return  # the function itself decides on its ratios

@@ -122,8 +122,8 @@ def try_loss(config: LossConfig, *, proximal: bool, reference: bool) -> None:
         )
     if not bool((slope != 0).any()):
         raise OwnCodeError(
-            f"{named} has no gradient: nothing of what it returns depends on inputs.learner_logprobs. Do not detach it "
-            "in all its places"
+            f"{named} has no gradient: nothing of what it returns depends on inputs.learner_logprobs. Use it at least "
+            "once without detaching it"
         )
     for sequence in batch.sequence_ids.unique().tolist():
         place = batch.sequence_ids == sequence
@@ -131,9 +131,9 @@ def try_loss(config: LossConfig, *, proximal: bool, reference: bool) -> None:
         for found, expected in zip(_value_and_slope(alone, config, named), (whole, slope), strict=True):
             if not torch.allclose(found, expected[place], rtol=1e-3, atol=1e-5):
                 raise OwnCodeError(
-                    f"{named}: the loss of a token changes with the other sequences of the call. Those are an accident "
-                    "of packing: a micro-batch holds what fits, and each rank others. Let it depend on inputs."
-                    "sequence_ids alone, and put what compares sequences into advantage.function"
+                    f"{named}: the loss of a token changes with the other sequences of the call. Which sequences "
+                    "these are depends on packing and on the rank. Let the loss depend on inputs.sequence_ids alone, "
+                    "and put comparisons between sequences into advantage.function"
                 )
     nothing = dataclasses.replace(_part_of(batch, mask.nonzero()[:1, 0]), loss_mask=torch.zeros(1, dtype=torch.bool))
     _value_and_slope(nothing, config, named)  # the batch of a rank without trajectories, which only joins collectives

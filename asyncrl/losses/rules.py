@@ -141,10 +141,8 @@ def check_centering(row: Preset, config: LossConfig) -> None:
         f"loss.level={config.level} weighs whole sequences": config.level not in (None, "token"),
         f"loss.weight_level={config.weight_level} weighs whole sequences": config.weight_level not in (None, "token"),
         "loss.weight=self_normalize divides by a mean over the batch": config.weight == "self_normalize",
-        f"loss.sat_quantile={config.sat_quantile} clips by where a token stands in the batch": bool(
-            config.sat_quantile
-        ),
-        f"loss.reject={config.reject} of single tokens is a weight that it does not see": config.reject
+        f"loss.sat_quantile={config.sat_quantile} clips by a token's rank in the batch": bool(config.sat_quantile),
+        f"loss.reject={config.reject} of single tokens is a weight that centering does not include": config.reject
         not in (None, "none")
         and config.reject_scope == "token",
         f"preset {row.name!r} makes a proximal policy of its own": row.anchor == "loglinear",

@@ -92,8 +92,8 @@ def read_run(folder: Path, setup: Setup, rows: Sequence[Row]) -> RunMeasured:
     steps = [row for row in steps if row["time/step"] <= limit]
     if len(steps) < FEWEST:
         raise RunFolderError(
-            f"{folder} has {len(steps)} steps after its warm-up, and costs are measured over {FEWEST} or more. Let it "
-            "train longer, or give costs by hand (cost.NAME=...)"
+            f"{folder} has {len(steps)} steps after its warm-up, but costs are measured over at least {FEWEST}. Let "
+            "it train longer, or give costs by hand (cost.NAME=...)"
         )
     return RunMeasured(setup=setup, rows=steps, pairs=pairs, lengths=lengths_of(folder))
 
@@ -124,7 +124,7 @@ def lengths_of(folder: Path) -> Histogram:
                     counts[length] = counts.get(length, 0.0) + count / len(whole)
     if not counts:
         raise RunFolderError(
-            f"{folder} has no lengths in histograms.jsonl: it was made by an older version. Train anew"
+            f"{folder} has no lengths in histograms.jsonl, so it was made by an older version. Train it again"
         )
     wide = max(1, math.ceil((max(counts) - min(counts) + 1) / BINS))
     edges = list(range(min(counts), max(counts) + wide + 1, wide))

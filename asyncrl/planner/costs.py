@@ -77,9 +77,9 @@ class Decode:
     def __post_init__(self) -> None:
         batches = [batch for batch, _ in self.points]
         if not batches or batches != sorted(set(batches)) or batches[0] < 1:
-            raise ConfigError(f"batches of an engine's speed have to rise from 1 or more, not {batches}")
+            raise ConfigError(f"the batches of an engine's speed must increase from 1 or more; got {batches}")
         if min(seconds for _, seconds in self.points) <= 0:
-            raise ConfigError("an engine's speed has to be above 0 tokens/s at every batch")
+            raise ConfigError("an engine's speed must be above 0 tokens/s at every batch")
 
     @classmethod
     def of_line(cls, fixed: float, each: float, most: int) -> Decode:
@@ -91,7 +91,7 @@ class Decode:
     def of_rates(cls, rates: Sequence[tuple[int, float]]) -> Decode:
         """`rates`: (sequences decoded together, tokens/s of all of them)."""
         if not all(0 < rate < math.inf for _, rate in rates):  # of a number that is none no simulation comes to an end
-            raise ConfigError("an engine's speed has to be above 0 tokens/s at every batch")
+            raise ConfigError("an engine's speed must be above 0 tokens/s at every batch")
         return cls(tuple((batch, batch / rate) for batch, rate in rates))
 
     def step_s(self, batch: int) -> float:

@@ -53,7 +53,9 @@ class Given:
         found = cls()
         for name, text in values.items():
             if name not in known:
-                raise ConfigError(f"cost.{name} is no cost. They are: {', '.join(f'cost.{each}' for each in known)}")
+                raise ConfigError(
+                    f"cost.{name} is not a cost. The costs are: {', '.join(f'cost.{each}' for each in known)}"
+                )
             if name == "tokens_per_s":
                 found.tokens_per_s = text
                 continue
@@ -62,10 +64,10 @@ class Given:
             except ValueError:
                 number = math.nan
             if not (math.isfinite(number) and number >= 0):
-                raise ConfigError(f"cost.{name}={text} is no number of 0 or more")
+                raise ConfigError(f"cost.{name}={text} is not a number of 0 or more")
             most = next((most for end, most in MOST.items() if name.endswith(end)), math.inf)
             if number > most:
-                raise ConfigError(f"cost.{name}={text} is more than {most:g}: no run has such a cost. Give what it is")
+                raise ConfigError(f"cost.{name}={text} is more than {most:g}, which no run has. Give the real value")
             setattr(found, name, int(number) if name == "turns" else number)
         return found
 
@@ -90,9 +92,9 @@ class Given:
         ]
         if missing and not measured:
             raise ConfigError(
-                f"nothing is known of cost.{', cost.'.join(missing)}. Measure them with a short run, "
-                "`asyncrl plan --from RUN`, or give them: cost.tokens_per_s=1:60,32:1500,256:6000 (of one engine, by "
-                "the sequences decoded together) cost.length_mean=900 cost.train_tokens_per_s=20000 (of one rank)"
+                f"no value is known for cost.{', cost.'.join(missing)}. Measure them with a short run, `asyncrl plan "
+                "--from RUN`, or give them: cost.tokens_per_s=1:60,32:1500,256:6000 (of one engine, by the sequences "
+                "decoded together) cost.length_mean=900 cost.train_tokens_per_s=20000 (of one rank)"
             )
         return Costs(
             decode=Decode.of_rates(rates_of(self.tokens_per_s)) if self.tokens_per_s else Decode(((1, 0.01),)),
@@ -116,5 +118,5 @@ def rates_of(text: str) -> list[tuple[int, float]]:
         return [(int(batch), float(rate)) for batch, rate in (part.split(":") for part in text.split(","))]
     except ValueError:
         raise ConfigError(
-            f"cost.tokens_per_s={text} is no list of sequences:tokens/s. One is 1:60,32:1500,256:6000"
+            f"cost.tokens_per_s={text} is not a list of sequences:tokens/s. Example: 1:60,32:1500,256:6000"
         ) from None

@@ -104,7 +104,7 @@ class Simulation:
             if self._changed:
                 self._react()
             if not self._events:
-                raise ConfigError(f"this run would stand still for ever: {self.core.explain(len(self.steps))}")
+                raise ConfigError(f"this run would wait forever: {self.core.explain(len(self.steps))}")
             self.now, _, happens = heappop(self._events)
             happens()
 

@@ -146,7 +146,7 @@ def test_rows_are_let_through_by_the_values_of_their_columns(
     [
         ({"where": {"level": "3"}}, r"data\.where\.level=3 keeps none of the 20 rows; .*easy\.jsonl:1: has level=0"),
         ({"where": {"grade": 3}}, r"no row has a column grade \(columns: prompt, level\)"),
-        ({"where": {"prompt": {"min": 3}}}, r"easy\.jsonl:1: data\.where\.prompt\.min=3: 'e0' is no number"),
+        ({"where": {"prompt": {"min": 3}}}, r"easy\.jsonl:1: data\.where\.prompt\.min=3: 'e0' is not a number"),
         ({"order_by": "grade"}, r"easy\.jsonl:1: data\.order_by=grade .*it has level, prompt\. Fix"),
     ],
 )

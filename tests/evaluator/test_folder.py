@@ -119,7 +119,7 @@ def test_a_folder_whose_settings_cannot_be_read_is_refused(tmp_path: Path) -> No
 def test_two_evaluations_at_once_in_one_folder_are_refused(tmp_path: Path) -> None:
     with (
         folder(tmp_path),
-        pytest.raises(RunFolderError, match="going on right now"),
+        pytest.raises(RunFolderError, match="in progress"),
         folder(tmp_path),
     ):
         pass

@@ -58,5 +58,8 @@ def test_more_than_there_are_is_refused_before_anything_starts(
     run = start_local({"rollout.workers": 2, "learner.ranks": 2})
     assert run.finish(120) == 2
     said = run.output.read_text()
-    assert "learner.ranks=2 + rollout.workers=2 = 4 GPUs, and there are 2" in said, said
-    assert "Nearest that fits: learner.ranks=1 rollout.workers=1" in said and not (run.directory / "logs").exists()
+    assert "learner.ranks=2 + rollout.workers=2 = 4 GPUs, but there are 2" in said, said
+    assert (
+        "The nearest setting that fits: learner.ranks=1 rollout.workers=1" in said
+        and not (run.directory / "logs").exists()
+    )

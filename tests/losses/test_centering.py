@@ -165,7 +165,7 @@ def test_a_loss_that_it_does_not_fit_refuses_it(name: str, settings: dict, said:
 
 @pytest.mark.parametrize(("name", "settings"), [("dppo_tv", {}), ("dppo_kl", {}), ("ppo", {"edge": "E"})])
 def test_a_loss_that_stops_tokens_by_the_sign_of_their_advantage_refuses_it(name: str, settings: dict) -> None:
-    with pytest.raises(ConfigError, match="stops a token that is too far out by the sign"):
+    with pytest.raises(ConfigError, match="stops tokens beyond the trust region depending on the sign"):
         check_loss(preset(name, centering=True, **settings), 1)
 
 

@@ -115,7 +115,7 @@ def test_no_split_has_more_engines_than_groups_in_flight_and_what_is_left_is_sai
     [
         (["gpus=1"], "2 or more"),
         (["gpus=many"], "2 or more"),
-        (["cost.speed=3"], "cost.speed is no cost"),
+        (["cost.speed=3"], "cost.speed is not a cost"),
         (["cost.sync_s=-1"], "no number of 0 or more"),
         (["cost.turns=nan"], "no number of 0 or more"),
         (["cost.step_s=1e308"], "more than 604800"),
@@ -129,7 +129,7 @@ def test_what_is_no_cost_is_refused_with_the_way_out(wrong: list[str], said: str
 
 
 def test_what_nobody_says_is_asked_for() -> None:
-    with pytest.raises(ConfigError, match="nothing is known of cost"):
+    with pytest.raises(ConfigError, match="no value is known for cost"):
         Given().costs(100, measured=False)
     with pytest.raises(ConfigError, match="sequences:tokens/s"):
         Given(tokens_per_s="fast").costs(100, measured=True)

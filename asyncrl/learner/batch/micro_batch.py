@@ -239,8 +239,9 @@ def _check_promise(plan: StepPlan, members: Sequence[Member], fresh: NDArray[np.
     promised = sum(plan.fresh_tokens(plan.groups[g].trajectories[t]) for g, t in members)
     if int(fresh.sum()) != promised:
         raise LedgerError(
-            f"step {plan.step}: trajectories hold {int(fresh.sum())} loss tokens of staleness <= {plan.max_staleness}, "
-            f"their headers promised {promised}; the denominators of all ranks would be wrong"
+            f"step {plan.step}: trajectories hold {int(fresh.sum())} loss tokens of staleness <= "
+            f"{plan.max_staleness}, but their headers announced {promised}; the denominators of all ranks would be "
+            "wrong"
         )
     if (fresh & (layout.position == 0)).any():
         raise LedgerError(

@@ -51,7 +51,7 @@ class LeasePrefetch:
     def ask(self, step: int) -> None:
         """Start to lease `step`; returns at once."""
         if self._pending is not None:
-            raise AssertionError(f"step {self._pending[0]} is still asked for")
+            raise AssertionError(f"step {self._pending[0]} is still being fetched")
         self._pending = (step, in_background(f"lease-{step}", partial(self._lease, step)))
 
     def is_there(self, step: int, within_s: float) -> bool:
@@ -77,7 +77,7 @@ class LeasePrefetch:
         assert self._pending is not None
         asked, future = self._pending
         if asked != step:
-            raise AssertionError(f"step {asked} was asked for, step {step} is wanted")
+            raise AssertionError(f"step {asked} was requested, but step {step} is needed")
         # The replay server bounds this wait: it gives up when no group arrives for `wait_s`, its client when the server
         # is silent. A deadline for the whole batch would end runs whose batches just take long to fill.
         lease = future.result()

@@ -248,7 +248,9 @@ class Checkpoints:
             return
         (path, resume, start), self._branch = self._branch, None
         for name, aside in begin_branch(self._folder, path, resume, start, self._patience):
-            log.warning("%s is on the line that this branch leaves: it is kept as %s until you delete it", name, aside)
+            log.warning(
+                "%s is from the steps that this resume leaves behind. It is kept as %s until you delete it", name, aside
+            )
         self._best.begin()
 
     def newest(self) -> Path | None:
@@ -267,7 +269,8 @@ class Checkpoints:
         refuse_stranger(
             path,
             self._run,
-            f"its groups and versions are others. To begin with its weights anyway, give resume={path}; or delete it",
+            f"its groups and versions are different. To begin with its weights anyway, give resume={path}; "
+            "otherwise delete it",
         )
         for line in put_aside(self._folder, damaged, path, self._patience):
             log.error("%s", line)
@@ -300,7 +303,8 @@ class Checkpoints:
         if now != self._run:
             raise RunFolderError(
                 f"{self._folder.parent} belonged to run {self._run or '(none)'} when this learner began, and now "
-                f"belongs to run {now or '(none)'}: it was deleted and begun again (overwrite=true). This learner ends"
+                f"belongs to run {now or '(none)'}: it was deleted and started again (overwrite=true). This learner "
+                "ends"
             )
 
     def _verify(self, path: Path, device: torch.device) -> None:

@@ -154,7 +154,7 @@ class Errands:
         if many >= self._told_at:
             self._told_at = 2 * many
             log.warning(
-                "%d exports are waiting, and each keeps its checkpoint: an export takes longer than "
+                "%d exports are waiting, and each keeps its checkpoint, because an export takes longer than "
                 "learner.export_every steps. Raise it to keep fewer",
                 many,
             )
@@ -176,7 +176,7 @@ class Errands:
                 log.info("waiting for %s, at most %.0f s", "; ".join(each.what for each in self._open), within_s)
             self._lock.wait_for(lambda: not self._open, within_s)
             for errand in self._open:
-                log.error("%s was not done within %.0f s of the end: it is missing", errand.what, within_s)
+                log.error("%s was not finished within %.0f s of the end, so it is missing", errand.what, within_s)
 
     def _main(self) -> None:
         while True:

@@ -129,7 +129,9 @@ def own_part(recipe: Recipe, blank: PreTrainedModel, mesh: DeviceMesh) -> OwnPar
     if len(set(told)) == 1 and part is not None:
         return part
     whys = [each[1:] for each in told if each.startswith("-")]
-    log.info("rank 0 reads all of %s: %s", recipe.path, whys[0] if whys else "not all ranks have the same files there")
+    log.info(
+        "rank 0 reads all of %s: %s", recipe.path, whys[0] if whys else "the ranks do not all have the same files there"
+    )
     if part is not None:
         part.checkpoint.opened.close()
     return None
@@ -170,7 +172,9 @@ def fill_from_rank_zero(module: nn.Module, mesh: DeviceMesh) -> None:
         table[name] = filled[tensor]  # tied parameters stay the same object
     layout = "; ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in filled.values())
     if text_of_rank_zero(layout, device) != layout:
-        raise RuntimeError(f"rank {dist.get_rank()} has built another {type(module).__name__} than rank 0: {layout}")
+        raise RuntimeError(
+            f"rank {dist.get_rank()} has built a different {type(module).__name__} than rank 0: {layout}"
+        )
     for tensor in filled.values():
         dist.broadcast(tensor.data, src=0)
 

@@ -57,7 +57,7 @@ def agree_on_reduction(roles: Roles, config: LearnerConfig, backend: Backend | N
         model.reduce_each = each
     if each and config.reduce_gradients == "auto":
         log.info(
-            "gradients are reduced with every micro-batch: whole ones take %.1f GB beside %.1f GB of shards, and that "
-            "is more than half of a rank's %.1f GB (learner.reduce_gradients=last keeps whole ones)",
+            "gradients are reduced after every micro-batch, because whole gradients take %.1f GB besides %.1f GB of "
+            "shards, together more than half of a rank's %.1f GB (learner.reduce_gradients=last keeps whole gradients)",
             *(MASTER * trained / 1e9, shards / 1e9, memory / 1e9),
         )

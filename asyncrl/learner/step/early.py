@@ -187,7 +187,7 @@ def same_advantages(
 
 def give_up_gradients(roles: Roles, lease: Lease, device: torch.device, why: str) -> None:
     """Discard the accumulated gradients. Collective: they are reduced once, because FSDP would keep them otherwise."""
-    log.info("%s: what was computed before the batch was full is computed again", why)
+    log.info("%s: the results from before the batch was full are computed again", why)
     set_gradient_sync(roles.policy, True)
     empty = pack(lease, (), device)
     logprobs, *_ = roles.policy(

@@ -116,7 +116,7 @@ def main(folder: str) -> None:
     ).save_pretrained(target / "classifier")
     for name in ("model", "caller", "teacher", "classifier"):
         save_byte_tokenizer(target / name)
-    print("made: the smoke model, one that calls, a teacher, a classifier")
+    print("made the smoke models: base, tool calls, teacher, classifier")
 
 
 if __name__ == "__main__":

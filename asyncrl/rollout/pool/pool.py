@@ -82,7 +82,7 @@ class RolloutPool:
         try:
             for name, slot in self._slots.items():
                 self._start(name)
-                _say(f"worker {name} is being started; its log: {slot.spec.log_path}")
+                _say(f"worker {name} is starting; its log: {slot.spec.log_path}")
             unfinished = set(self._slots)
             while unfinished and not self._signal:
                 self._start_due()

@@ -350,7 +350,7 @@ def test_a_branch_is_what_restarts_go_on_from_and_what_is_kept(tmp_path: Path, c
     assert mine.choose(resume, restarted=False) == folder / "step_50"
     assert mine.newest() == folder / "step_150" and len(list(folder.glob("step_*"))) == 3, "not loaded yet"
     mine.begin_branch()
-    assert "step_150 is on the line that this branch leaves: it is kept as left_step_150" in caplog.text
+    assert "step_150 is from the steps that this resume leaves behind. It is kept as left_step_150" in caplog.text
     assert mine.choose(resume, restarted=True) == mine.newest() == folder / "step_50", "killed before it saved"
     assert {path.name for path in folder.glob("*step_*")} == {"step_50", "left_step_100", "left_step_150"}
     mine.save(state(59), roles, {})

@@ -70,7 +70,7 @@ def no_delays(monkeypatch):
 def test_the_pool_ends_well_when_all_workers_stopped_and_says_before_where_each_writes(capfd):
     code, host = run({"a": [EXIT_STOPPED], "b": [EXIT_STOPPED]})
     assert (code, host.closed) == (0, True)
-    said = [f"worker {name} is being started; its log: /nowhere/worker.log" for name in "ab"]
+    said = [f"worker {name} is starting; its log: /nowhere/worker.log" for name in "ab"]
     assert capfd.readouterr().err.splitlines() == said
 
 
