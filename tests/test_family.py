@@ -138,7 +138,7 @@ def test_a_stopped_process_is_named_once_a_minute_and_welcomed_back(sleeper: Pro
     os.kill(sleeper.pid, signal.SIGCONT)
     until(lambda: sleeper.state() != "T")
     (back,) = watch.look([sleeper])
-    assert f"(pid {sleeper.pid}) runs again, after 99 s" in back
+    assert f"(pid {sleeper.pid}) runs again after 99 s" in back
     assert watch.look([sleeper]) == []
 
 

@@ -225,7 +225,7 @@ def host_name(name: str, resolve: Callable[[str], str]) -> Finding:
         return Finding("host name", OK, f"{name} is {resolve(name)}")
     except OSError as error:
         said = (
-            f"{name} cannot be reached ({error}). On one machine this does not matter; for several, add it to "
+            f"{name} cannot be resolved ({error}). On one machine this does not matter; for several, add it to "
             "/etc/hosts"
         )
         return Finding("host name", WARNING, said)

@@ -200,4 +200,4 @@ def save_before_end(parts: SftTraining, step: int, skipped: int) -> None:
     parts.checkpoints.finish()
     parts.checkpoints.finish_errands(STOP_WITHIN_S)
     if parts.rank == 0:
-        log.info("asked to stop: ends after step %d, which is saved", step)
+        log.info("asked to stop: the run ends after step %d and saves it", step)

@@ -63,7 +63,7 @@ def test_a_journal_that_lost_its_end_is_refused_by_the_resume_and_by_the_audit(
     with path.open("r+b") as file:
         file.truncate(int(used * (1 - share)))
     (refusal,) = examine(folder).refusals
-    assert path.name in refusal and "cut off" in refusal and "move the journal folder away" in refusal
+    assert path.name in refusal and "truncated" in refusal and "move the journal folder away" in refusal
     assert tell(folder) == 1
     assert "CONTRADICTION" in capsys.readouterr().err
     assert main(["audit", str(folder)]) == 2

@@ -120,7 +120,7 @@ def test_a_plan_of_a_resume_says_from_which_checkpoint_and_refuses_what_the_star
     first, newest = a_run_with_two_checkpoints(tmp_path)
     auto = replace(first, resume="auto")
     assert resume_lines(first, "local") == []
-    assert resume_lines(auto, "local")[-1] == f"goes on from {newest}, of step 20"
+    assert resume_lines(auto, "local")[-1] == f"continues from {newest}, of step 20"
     (newest / "state.json").write_text("{")
     for command in ("local", "learner"):
         said = resume_lines(auto, command)

@@ -85,7 +85,7 @@ def test_a_grpo_command_of_verl_becomes_settings_that_load(tmp_path: Path, capsy
     for left, why in (
         ("trainer.total_epochs=15", "total_training_steps"),
         ("trainer.n_gpus_per_node=8", "learner.ranks"),
-        ("made.up=3", "unknown here"),
+        ("made.up=3", "not known here"),
         ("custom_reward_function.reward_kwargs.answer=${data.key}", "refers to another setting"),
         ("actor_rollout_ref.actor.fsdp_config.param_offload=False", "FSDP2"),
     ):
@@ -275,7 +275,7 @@ def test_what_is_no_number_where_theirs_is_one_is_refused_by_its_key(
 ) -> None:
     assert main(["migrate", framework, given]) == 2
     key = given.partition("=")[0].replace(".", r"\.")
-    assert re.search(rf"ConfigError: {key}=.*: \w+ has a .*number", capsys.readouterr().err)
+    assert re.search(rf"ConfigError: {key}=.*: \w+ expects a .*number", capsys.readouterr().err)
 
 
 def test_a_launch_script_is_not_read_and_that_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,7 +102,7 @@ def test_an_evaluation_with_other_settings_is_refused_by_their_names(tmp_path: P
 def test_a_folder_of_somebody_else_is_left_alone_even_where_it_may_be_overwritten(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     for overwrite in (False, True):
-        with pytest.raises(RunFolderError, match="left alone"), folder(tmp_path, overwrite=overwrite):
+        with pytest.raises(RunFolderError, match="is not touched"), folder(tmp_path, overwrite=overwrite):
             pass
     assert [entry.name for entry in tmp_path.iterdir()] == ["notes.txt"]
 

@@ -65,7 +65,7 @@ def placement(scale: Scale, folder: Path, backend: FSDP2) -> Found:
     alone = len(visible) == 1
     assert (given["learner"] == given["rollout"]) == alone == placed.shared, given
     wanted = replace(config, placement=PlacementConfig(mode="dedicated"))
-    assert any("Nearest that fits" in why for why in impossible_placement(wanted, len(visible))) == alone
+    assert any("nearest setting that fits" in why for why in impossible_placement(wanted, len(visible))) == alone
     return {"mode": placed.mode, "given": given, "seen": seen}
 
 

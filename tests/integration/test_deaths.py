@@ -169,7 +169,7 @@ class Deaths:
             for victim in victims.values():
                 victim.suspend()
             for kind, victim in victims.items():
-                said = f"(pid {victim.pid}) stands still"
+                said = f"(pid {victim.pid}) has been stopped"
                 until(lambda said=said: said in run.output.read_text(), run, f"nobody named {kind}")
         finally:
             for victim in victims.values():
@@ -199,7 +199,7 @@ class Deaths:
         before, shown = run.rows()[-1]["step"], run.output.read_text().count("\nstep ")
         os.kill(run.process.pid, signal.SIGSTOP)
         try:
-            said = f"asyncrl local (pid {run.process.pid}) stands still"
+            said = f"asyncrl local (pid {run.process.pid}) has been stopped"
             until(lambda: all(said in log.read_text() for log in logs), run, "a role did not note it")
             run.wait_for_step(before + 2, PATIENCE_S)
         finally:

@@ -151,8 +151,8 @@ def test_what_cannot_be_trusted_is_said_and_the_best_is_looked_for_anew(
 def test_the_report_names_the_best_or_the_metric_that_was_meant(tmp_path: Path) -> None:
     saved = Saved(tmp_path / "ckpt")
     rows = [{"step": 2, "reward/mean": 0.5}]
-    assert best_line("reward/mena", tmp_path, rows).endswith("has a value of it. Did you mean `reward/mean`?")
-    assert best_line(METRIC, tmp_path, [{METRIC: 1.0}]).endswith("no checkpoint has a value of it.")
+    assert best_line("reward/mena", tmp_path, rows).endswith("has a value of this metric. Did you mean `reward/mean`?")
+    assert best_line(METRIC, tmp_path, [{METRIC: 1.0}]).endswith("no checkpoint has a value of this metric.")
     saved.save(2)
     saved.told(2, 0.5)
     assert best_line(METRIC, tmp_path, rows).endswith(f"ckpt/best, of step 2: {METRIC} 0.5")

@@ -348,7 +348,7 @@ def test_an_environment_that_scores_by_itself_needs_no_reward(
 ) -> None:
     Path("own.py").write_text("class Own:\n    async def run(self, prompt, size, tools): ...\n")
     assert main(["local", *task[:2], "environment.name=own.py:Own", "--dry-run"]) == 0
-    assert "none: the environment scores by itself" in capsys.readouterr().out
+    assert "none; the environment scores by itself" in capsys.readouterr().out
     assert "reward.function" in refused(task[:2], capsys)
 
 

@@ -105,5 +105,5 @@ def test_arrays_that_contradict_their_header_are_refused():
     lease, [(members, _), *_] = packed_step(0)
     first = lease.trajectories[members[0]]
     lease.trajectories[members[0]] = replace(first, loss_mask=np.zeros_like(first.loss_mask))
-    with pytest.raises(LedgerError, match="headers promised"):
+    with pytest.raises(LedgerError, match="headers announced"):
         pack(lease, members, CPU)

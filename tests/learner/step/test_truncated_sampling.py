@@ -212,4 +212,4 @@ def test_turns_are_joined_and_what_is_no_support_is_found(folder: Path) -> None:
     assert "ids of the vocabulary of 264" in changed(NAMES[1], ids + np.int32(VOCABULARY))
     assert "must have 33 bytes" in changed(NAMES[2], np.pad(bits, ((0, 0), (0, 1))))
     for name, array in ((NAMES[2], ~bits), (NAMES[1], (ids + 1) % VOCABULARY)):
-        assert "not among those" in changed(name, array)
+        assert "not among the tokens" in changed(name, array)

@@ -116,15 +116,15 @@ COMMITTED_1 = max(i for i, e in enumerate(WHOLE) if isinstance(e, ev.Committed))
         pytest.param(SEALED_1, [ev.Sealed(1, 1, 0, (1, 3), 1)], "but it is trained", id="trained twice"),
         pytest.param(SEALED_1, [ev.Sealed(1, 1, 0, (2, 2), 1)], "a group twice", id="twice in a step"),
         pytest.param(SEALED_1, [ev.Sealed(1, 1, 0, (2,), 1)], "has 1 groups", id="short batch"),
-        pytest.param(SEALED_1, [ev.Sealed(1, 1, 0, (2, 3), 4)], "a bound of 4, not 1", id="other bound"),
+        pytest.param(SEALED_1, [ev.Sealed(1, 1, 0, (2, 3), 4)], "a staleness bound of 4, not 1", id="other bound"),
         pytest.param(GONE_BACK, [ev.Restored(0, 1, again=True)], "its plan is fixed", id="other batch after a restart"),
-        pytest.param(DROPPED, [], "are open", id="lost group"),
+        pytest.param(DROPPED, [], "are still open", id="lost group"),
         pytest.param(DROPPED, [ev.Dropped(2, DropReason.STALE)], "dropped, but it is trained", id="trained, dropped"),
         pytest.param(DROPPED, [ev.Dropped(4, DropReason.STALE)] * 2, "is not open", id="dropped twice"),
         pytest.param(ISSUED_3, [], "is not open", id="inserted without admission"),
         pytest.param(ISSUED_3, [issued(3), issued(3, attempt=1)], "held by a worker", id="two holders"),
         pytest.param(REISSUED, [], "no worker held it", id="fenced attempt accepted"),
-        pytest.param(REISSUED, [issued(2, attempt=0, served=1)], "as attempt 0 again", id="attempt reused"),
+        pytest.param(REISSUED, [issued(2, attempt=0, served=1)], "as attempt 0 a second time", id="attempt reused"),
         pytest.param(INSERTED_2, [inserted(2, (1, 3))], "(prompt, attempt)", id="old attempt"),
         pytest.param(INSERTED_2, [inserted(2, (1, 3), attempt=1)] * 2, "but it is inserted", id="no dedup"),
         pytest.param(INSERTED_2, [inserted(2, (1, 3), attempt=1, size=1)], "is split", id="group split"),
@@ -193,7 +193,7 @@ def test_a_group_from_beyond_the_window_is_found() -> None:
 
     assert checked(history(0)).balances and checked(history(3)).balances
     (found,) = checked(history(2)).violations
-    assert "step 1 has groups [3], beyond the window of 2 from group 1 on" in found
+    assert "step 1 has groups [3], which are beyond the window of 2 groups from group 1 on" in found
 
 
 def test_a_group_that_is_used_too_often_is_found() -> None:

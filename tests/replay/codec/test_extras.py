@@ -137,7 +137,7 @@ def test_an_array_is_not_copied_out_of_a_frame_that_lies_well() -> None:
 def test_a_group_without_extras_has_no_frame_for_them() -> None:
     encoded = encode_group(with_extras({}, {}))
     assert len(encoded.frames) == 2
-    with pytest.raises(WireError, match="follow from the header"):
+    with pytest.raises(WireError, match="but .* arrived"):
         split_frames(replace(encoded.header, nbytes=encoded.header.nbytes + 8), [*encoded.frames, bytes(8)])
 
 
@@ -177,7 +177,7 @@ def test_a_dimension_of_zero_hides_no_shape_that_numpy_cannot_make_at_the_learne
 
 def test_a_group_that_no_journal_record_could_hold_is_refused_by_either_side() -> None:
     huge = np.broadcast_to(np.uint8(1), (1 << 30,))
-    with pytest.raises(WireError, match=r"a group of 4294967296 bytes is over .* rollout.group_size"):
+    with pytest.raises(WireError, match=r"a group of 4294967296 bytes exceeds .* rollout.group_size"):
         encode_group(with_extras(*[{"x": huge}] * 4))
     header, frames = on_the_wire(with_extras({"x": np.arange(3)}))
     with pytest.raises(WireError, match="exceeds the limit of"):

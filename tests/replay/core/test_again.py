@@ -63,7 +63,7 @@ def test_nothing_is_started_that_would_be_over_age_when_its_turn_comes() -> None
     play.core.hello("w", "b")
     play.core.served("w", "b", play.version, "f")
     reply = play.core.acquire("w", "b", 16)
-    assert not reply.assignments and "trains again" in reply.waiting_for
+    assert not reply.assignments and "repeats the steps" in reply.waiting_for
     assert not play.core.has_work()
     for _ in range(LONG):
         play.train()

@@ -52,7 +52,7 @@ def test_a_committed_step_is_forgotten() -> None:
     play.core.commit(0)
     assert play.core.state.buffer.nbytes == before - 20
     assert play.core.state.ledger.committed == 2
-    with pytest.raises(ReplayError, match="forgotten"):
+    with pytest.raises(ReplayError, match="no longer kept"):
         play.core.lease(0)
 
 
@@ -169,7 +169,7 @@ def test_a_server_without_memory_is_filled_from_the_checkpoint() -> None:
     play.acquire()
     snapshot = play.core.snapshot()
     core = ReplayCore(settings(), Clock())
-    with pytest.raises(ReplayError, match="no snapshot"):
+    with pytest.raises(ReplayError, match="no replay snapshot"):
         core.restore(step=0, policy_version=1, snapshot=None)
     with pytest.raises(ReplayError, match="of step 0, the checkpoint of step 3"):
         core.restore(step=3, policy_version=1, snapshot=snapshot)

@@ -69,7 +69,7 @@ def test_a_server_of_another_run_is_named_when_nobody_answers(tmp_path: Path) ->
         def named() -> bool:
             with pytest.raises(NoProgress) as silent:
                 client.rendezvous().watch(-1, 0.0)
-            return "it is another run's" in str(silent.value)
+            return "it belongs to another run" in str(silent.value)
 
         wait_until(named)  # a word of several handshakes: a busy machine may not come to them in one patience
         close_all([client])

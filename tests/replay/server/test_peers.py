@@ -180,7 +180,7 @@ def test_a_peer_of_another_version_of_asyncrl_is_told_and_need_not_try_again(run
 
 def test_a_peer_with_other_settings_is_refused_and_not_told_those_of_the_server(run, caplog) -> None:
     stranger = LearnerClient(run.config.address, rank=0, run_digest="other", config=run.config)
-    with pytest.raises(RefusedPeerError, match="digest is other; the server's log") as refused:
+    with pytest.raises(RefusedPeerError, match="digest is other; that of the server") as refused:
         stranger.members()
     assert "'run'" not in str(refused.value)
     assert "digest other, run ''; here they are d, 'run'" in caplog.text

@@ -202,7 +202,7 @@ def test_only_so_many_may_watch_at_once(monkeypatch: pytest.MonkeyPatch) -> None
     config = replay_config()
     with running_server(config, settings()), watching(config) as one, watching(config) as two:
         assert seen(one).peers == seen(two).peers == ()
-        with watching(config) as three, pytest.raises(FencedError, match="2 are watching"):
+        with watching(config) as three, pytest.raises(FencedError, match="2 already watch"):
             three.view(60.0)
         two.close()
 

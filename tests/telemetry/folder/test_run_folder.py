@@ -153,7 +153,7 @@ def test_a_folder_that_cannot_be_written_is_named_with_the_reason(
 @pytest.mark.parametrize("setting", ["overwrite=true", "resume=auto", "seed=0"])
 def test_a_folder_that_no_run_made_is_never_touched(setting: str, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(RunFolderError, match="left alone"):
+    with pytest.raises(RunFolderError, match="is not touched"):
         prepare_run_folder(config_for(tmp_path, setting), "one")
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
@@ -163,7 +163,7 @@ def test_a_damaged_run_json_is_named_and_its_folder_left_alone(tmp_path: Path) -
     file = tmp_path / "a" / "run.json"
     file.write_text(file.read_text()[:20])
     for setting in ("resume=auto", "overwrite=true"):
-        with pytest.raises(RunFolderError, match=r"run\.json cannot be read.*Restore it from a copy"):
+        with pytest.raises(RunFolderError, match=r"run\.json cannot be read.*Restore the file from a copy"):
             prepare_run_folder(config_for(tmp_path / "a", setting), "two")
 
 

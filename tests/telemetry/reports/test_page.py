@@ -169,7 +169,7 @@ def test_what_is_broken_or_not_finite_keeps_nobody_from_the_rest(
         row = {"step": 7, "kl/behavior": 10**400, "loss/total": 10**400, "eval/held/count": 10**400}
         file.write(json.dumps(row).encode() + b"\n")
     assert main(["report", str(folder)]) == 0
-    assert "(4) are left out" in caplog.text
+    assert "4 lines cannot be read" in caplog.text
     data = data_in((folder / "report.html").read_text(encoding="utf-8"))
     other = make_run(tmp_path / "b", some_rows(5, 0))
     assert main(["compare", str(folder), str(other)]) == 0

@@ -42,5 +42,5 @@ def test_weights_of_any_number_of_files_are_compared_tensor_by_tensor(tmp_path: 
     save_file({"b": tensors["b"] * 2}, tmp_path / "two" / "model-2.safetensors")
     save_file({"a": tensors["a"]}, tmp_path / "less" / "model.safetensors")
     assert weights_apart(tmp_path / "one", tmp_path / "two") == pytest.approx((4 / 16) ** 0.5)
-    with pytest.raises(AsyncRLError, match="other tensors"):
+    with pytest.raises(AsyncRLError, match="different tensors"):
         weights_apart(tmp_path / "one", tmp_path / "less")
