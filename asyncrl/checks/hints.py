@@ -219,7 +219,7 @@ def _how_to_quote(overrides: Sequence[str]) -> str:
 
 
 def _in_quotes(value: str) -> str:
-    """Of a list the entries, which in quotes as a whole would be a text."""
+    """Put the entries of a list in quotes; a quoted list as a whole would be a text."""
     if value.startswith("[") and value.endswith("]"):
         return f"[{','.join(f'{chr(34)}{entry}{chr(34)}' for entry in value[1:-1].split(','))}]"
     return f'"{value}"'

@@ -35,7 +35,7 @@ class ParallelDims:
     sequence: int = 1
     """Ranks that share the tokens of every pack, and shard the model like the others."""
     expert: int = 1
-    """Of the ranks that shard a copy, the number of neighbours that have different experts, and exchange tokens."""
+    """Number of neighbours, among the ranks that shard a copy, that hold different experts and exchange tokens."""
     tensor: int = 1
     """Ranks that compute every layer together."""
 

@@ -63,7 +63,7 @@ class MicroBatch:
     ages: tuple[int, ...]
     """The distinct values of `staleness` among them."""
     support: Support | None = None
-    """Of the tokens at `loss_positions`; None if all were drawn from the whole vocabulary."""
+    """What the tokens at `loss_positions` were drawn from; None if always the whole vocabulary."""
     topk_ids: Int[Tensor, "chosen k"] | None = None
     """With `loss.centering`, for the tokens at `loss_positions`: `types.TOPK_IDS`; the next field is
     `TOPK_LOGPROBS`."""

@@ -50,7 +50,7 @@ class Books:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of admission, as far as the journal names them."""
+        """The admission settings, as far as the journal names them."""
         return self.run.get("settings", {})
 
     @property

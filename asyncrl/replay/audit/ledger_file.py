@@ -33,7 +33,7 @@ class LedgerFile:
         self._full = FullDisk(patience or Patience())
         self._tried_at = 0.0
         self._crc: int | None = None
-        """Of the last line in the file; None until it is read."""
+        """Checksum of the last line in the file; None until it is read."""
         self._lines: list[str] = []
         self._members: dict[int, tuple[int, ...]] = {}
         """Step -> groups, from its sealing until it is committed: the event of training names no members, and after a

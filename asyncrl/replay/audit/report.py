@@ -47,13 +47,13 @@ class Audit:
     by_sample: bool
     """Groups are admitted by sample: then counts are of their members."""
     max_times_sampled: int
-    """In so many steps a group may be trained."""
+    """Limit on the number of steps in which a group may be trained."""
     trained_in: dict[int, int]
-    """Number of steps -> groups that were trained in so many and will be in no other; of those the journal names."""
+    """Number of steps -> groups trained in so many that will be in no other step, of those that the journal names."""
     retired: int
-    """Of those: groups that were to be trained once more, and got over-age or outlived the run."""
+    """Number of those groups that became too old for a further step, or outlived the run."""
     max_staleness: int | None
-    """The bound; None where the journal does not name it."""
+    """The staleness bound; None if the journal does not name it."""
     staleness: dict[int, int]
     """Staleness -> loss tokens trained at it."""
     wasted_tokens: dict[str, int]

@@ -37,7 +37,7 @@ class TrainedStep:
 
     sealed: ev.Sealed
     places: tuple[tuple[int, ...], ...]
-    """Of each group in order: the journal positions of its payload, or of those of its members."""
+    """For each group in order: the journal positions of its payload, or of the payloads of its members."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class History:
     steps: tuple[TrainedStep, ...]
     tree: VersionTree
     settings: dict[str, Any]
-    """Of admission in that run."""
+    """The admission settings of the run."""
 
 
 def read_surviving(journal: Path) -> History:

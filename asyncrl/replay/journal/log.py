@@ -75,7 +75,7 @@ class Opening:
     """What a segment begins with."""
 
     body: list[Bytes]
-    """Of its first record."""
+    """Body of its first record."""
     pins: Collection[int]
     """Positions of older records that are still needed."""
 
@@ -117,7 +117,7 @@ class SegmentLog:
         self._roll(self.previous_end)
 
     def _opening(self, end: int) -> Opening:
-        """Of the segment that begins where the one before ends, at `end` (-1: there is none)."""
+        """Return the opening of the segment that begins where the previous one ends, at `end` (-1: there is none)."""
         raise NotImplementedError
 
     def _append(self, body: list[Bytes]) -> int:

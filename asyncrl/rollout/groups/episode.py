@@ -61,9 +61,9 @@ class EpisodeRunner:
     watch: RewardWatch = field(default_factory=RewardWatch)
     chat: Chat | None = None
     timeout_s: float = 0.0
-    """Of one episode, as `environment.timeout_s`."""
+    """Limit on the seconds of one episode, as `environment.timeout_s`."""
     max_tokens: int = 0
-    """Of one episode, as `environment.max_tokens`."""
+    """Limit on the tokens of one episode, as `environment.max_tokens`."""
     sampled: Counter[str] = field(default_factory=Counter)
     """Tokens by the order that they were sampled for: what `order_name` and `evaluation_name` give. Whoever gave it
     takes them out at its end."""
@@ -291,17 +291,17 @@ class EpisodeRunner:
 
 
 def order_name(assignment: Assignment) -> str:
-    """Of an attempt at a group, in the names of its requests."""
+    """Return the name of an attempt at a group, as it is in the names of its requests."""
     return f"{assignment.group_id}.{assignment.attempt}"
 
 
 def evaluation_name(assignment: EvalAssignment) -> str:
-    """Of an evaluation, likewise."""
+    """Return the name of an evaluation, as it is in the names of its requests."""
     return f"eval.{assignment.job_id}"
 
 
 def traced(name: str) -> dict[str, Any]:
-    """Of a request, what its spans are of."""
+    """Return what the spans of a request belong to: a group and attempt, or an evaluation."""
     first, second, *_ = [*name.split("."), "0"]
     if not (first.isdecimal() and second.isdecimal()):
         return {"lane": "evaluations", "evaluation": second}
@@ -309,7 +309,7 @@ def traced(name: str) -> dict[str, Any]:
 
 
 def room_in(longest: int, length: int) -> int:
-    """Raises ContextFullError when there is none."""
+    """Return the number of tokens that fit after `length`. Raises ContextFullError if none does."""
     if longest <= length:
         raise ContextFullError(
             f"the episode has {length} tokens, but the engine and environment.max_tokens allow at most {longest}"
@@ -320,7 +320,7 @@ def room_in(longest: int, length: int) -> int:
 def changed_sampling(
     sampling: SamplingParams, limit: int, stop: Sequence[str | int], temperature: float | None
 ) -> SamplingParams:
-    """Of one call. Raises ValueError for a temperature below 0, or stops that are none."""
+    """Return the sampling of one call. Raises ValueError for a temperature below 0 or an empty stop text."""
     if temperature is not None and temperature < 0:
         raise ValueError(f"temperature must be >= 0 (0 is greedy); got {temperature}")
     texts = tuple(each for each in stop if isinstance(each, str))

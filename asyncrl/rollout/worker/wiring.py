@@ -126,7 +126,7 @@ async def run_worker(config: Config, name: str, digest: str, ending: EndWatch) -
 
 
 def environment_of(config: Config, texts: Texts) -> Environment:
-    """That of the settings, for this model. Raises ConfigError as `make_environment`."""
+    """Make the environment of the settings for this model. Raises ConfigError as `make_environment` does."""
     return make_environment(config.environment, texts.vocabulary, texts.chat, overlong=config.data.overlong)
 
 
@@ -196,7 +196,7 @@ async def evaluation_of(
 
 
 def evaluation_sampling(texts: Texts, settings: EvalConfig) -> SamplingParams:
-    """Of rows that nothing is trained on."""
+    """Return the sampling of evaluations, whose rows are not trained on."""
     return replace(
         texts.sampling,
         temperature=settings.temperature,
@@ -208,7 +208,7 @@ def evaluation_sampling(texts: Texts, settings: EvalConfig) -> SamplingParams:
 
 
 def rows_in_order(source: Source, config: Config, chat: RendererChat) -> PromptSource:
-    """Of one source, in the order of the file."""
+    """Return the prompts of one source, in the order of the file."""
     return PromptSource(
         open_alone(source),
         chat,

@@ -33,7 +33,7 @@ from asyncrl.telemetry.folder.origins import FromFile
 RUN_FILE = "run.json"
 CONFIG_FILE = "config.yaml"
 ROWS = "rows"
-"""Under which name the learner announces the `rows_here` of its own."""
+"""Name under which the learner announces the `rows_here` of its machine."""
 RESUMED = "# resumed "
 SUPERVISED = "supervised"
 """Kind of a run of `asyncrl sft`; one of reinforcement learning has none."""
@@ -55,15 +55,15 @@ OF_A_START = frozenset(
         "weights.interface",
     }
 )
-"""Settings that are of one start of a run, not of the run."""
+"""Settings that belong to one start of a run, not to the run."""
 MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")
 SAVED_FILES = (".json", ".arrow")
 PIECE = 1 << 20
-"""Bytes read at either end of a file: a model of many gigabytes is known by them and by its size."""
+"""Bytes read at either end of a file. They and the size identify a file, so that a large model need not be read."""
 
 
 def made_of(config: RunSettings) -> dict[str, Any]:
-    """What no resume may change."""
+    """Return what no resume may change, as JSON values by name."""
     kind = {} if isinstance(config, Config) else {"kind": SUPERVISED}
     return {
         **kind,
@@ -76,8 +76,8 @@ def made_of(config: RunSettings) -> dict[str, Any]:
 
 
 def data_fingerprint(config: RunSettings) -> str:
-    """Of one file, that of its rows; of anything else 16 hex digits over what is drawn from: the rows of all sources,
-    their weights, and what chooses among them."""
+    """Return the fingerprint of the data. For a single file, it is that of the file; otherwise 16 hex digits over the
+    rows of all sources, their weights, and the settings that choose among the rows."""
     found = sources(config.data)
     described = [
         {
@@ -96,7 +96,7 @@ def data_fingerprint(config: RunSettings) -> str:
 
 
 def rows_here(config: Config) -> str:
-    """`data_fingerprint`; empty where some of it is not on this machine."""
+    """Return `data_fingerprint`; empty if some of the data is not on this machine."""
     try:
         for source in sources(config.data):
             places(source)
@@ -106,7 +106,8 @@ def rows_here(config: Config) -> str:
 
 
 def _rows(source: Source) -> list[str]:
-    """Of each of its files; of a path that is not on this machine, which may be the learner's, the path itself."""
+    """Return the fingerprint of each file of a source. A path that is not on this machine, but perhaps on the
+    learner's, stands for itself."""
     try:
         return [_of_place(place) for place in places(source)]
     except DataError:
@@ -120,7 +121,7 @@ def _of_place(place: Place) -> str:
 
 
 def fingerprint(path: str, endings: Sequence[str] = MODEL_FILES) -> str:
-    """16 hex digits of a file, or of the files with these endings in a folder; of a name of a hub the name itself."""
+    """Return 16 hex digits for a file, or for the files with these endings in a folder. A hub name is returned."""
     place = Path(path)
     if place.is_dir():
         files = sorted(file for file in place.iterdir() if file.is_file() and file.suffix in endings)
@@ -141,7 +142,7 @@ def fingerprint(path: str, endings: Sequence[str] = MODEL_FILES) -> str:
 
 
 def _noted(folder: Path, what: str) -> dict[str, Any]:
-    """Of `run.json`, empty where it is of an older version. Raises OSError, ValueError."""
+    """Read an entry of `run.json`; empty if an older version wrote the file. Raises OSError, ValueError."""
     found = read_object(folder / RUN_FILE).get(what, {})
     if not isinstance(found, dict):
         raise ValueError(f"{what} is not a JSON object")
@@ -149,7 +150,7 @@ def _noted(folder: Path, what: str) -> dict[str, Any]:
 
 
 def is_supervised(folder: Path) -> bool:
-    """Whether `folder` is of a run of `asyncrl sft`; where `run.json` is gone, by its settings."""
+    """Return whether `folder` belongs to a run of `asyncrl sft`. If `run.json` is gone, the settings decide."""
     with suppress(OSError, ValueError):
         return _noted(folder, "made_of").get("kind") == SUPERVISED
     with suppress(OSError, ValueError):
@@ -158,11 +159,11 @@ def is_supervised(folder: Path) -> bool:
 
 
 def refuse_other_run(config: RunSettings, folder: Path) -> None:
-    """Raises RunFolderError when `folder` is of a run that is made of something else."""
+    """Raise RunFolderError if `folder` belongs to a run with another model, other data or of another kind."""
     try:
         known = _noted(folder, "made_of")
     except (OSError, ValueError):
-        return  # of nobody, or of an older version: there is nothing to compare
+        return  # no run, or one of an older version: there is nothing to compare
     given = made_of(config)
     if known.get("kind") != given.get("kind"):
         of = "asyncrl sft" if known.get("kind") else "reinforcement learning"
@@ -185,13 +186,13 @@ def refuse_other_run(config: RunSettings, folder: Path) -> None:
 
 
 def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any], usual: Mapping[str, Any]) -> list[str]:
-    """`key: old -> new` of every setting of the run that differs, in the order of `after`.
+    """Return `key: old -> new` for every setting of the run that differs, in the order of `after`.
 
     Args:
-        usual: the defaults: what held in a run of before there was the setting.
+        usual: the defaults, which apply to a run from before a setting existed.
     """
     old, new = by_key(before, apart=True), by_key(after, apart=True)
-    # Without a default of its own it is a part that only some losses have: the loss itself is said.
+    # A setting without a default belongs to some losses only: the change of the loss itself is reported.
     old = {key: value for key, value in by_key(usual, apart=True).items() if value is not None} | old
     return [
         f"{key}: {_said(old[key])} -> {_said(new[key])}"
@@ -201,7 +202,7 @@ def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any], usual:
 
 
 def kept_dtypes(config: RunSettings, overrides: Sequence[str]) -> list[str]:
-    """Overrides for a resume that leaves dtypes to `auto`: a run that began with others keeps them."""
+    """Return overrides that keep the dtypes that a run began with, for a resume that leaves them to `auto`."""
     path = Path(config.run.dir) / CONFIG_FILE
     if config.resume == "never" or config.overwrite or not path.exists():
         return []
@@ -218,7 +219,7 @@ def _said(value: Any) -> str:
 
 
 def changes_of_resume(settings: Mapping[str, Any], folder: Path, usual: Mapping[str, Any]) -> list[str]:
-    """What a resume with `settings` changes in the run in `folder`, by its `config.yaml`; empty where there is none.
+    """Return what a resume with `settings` changes in the run in `folder`, per its `config.yaml`; empty without one.
 
     Args:
         usual: see `changed_settings`.
@@ -241,8 +242,8 @@ def _settings_in(path: Path) -> dict[str, Any]:
 
 
 def changed_code(config: Config, folder: Path) -> list[str]:
-    """`the code of SETTING (SPEC): old -> new` of every file of the user's that is not as the run last used it, where
-    the setting itself is the same."""
+    """Return `the code of SETTING (SPEC): old -> new` for every file of the user that has changed since the run last
+    used it, if the setting itself is the same."""
     before = code_noted(folder)
     now, named = code_hashes(config), own_code(config)
     return [
@@ -253,7 +254,7 @@ def changed_code(config: Config, folder: Path) -> list[str]:
 
 
 def code_noted(folder: Path) -> dict[str, Any]:
-    """Of each file of the user's its hash, as the run last used it; empty where that is not known."""
+    """Return setting -> hash of the user's file, as the run last used it; empty if that is not known."""
     try:
         return _noted(folder, "code")
     except (OSError, ValueError):
@@ -261,15 +262,15 @@ def code_noted(folder: Path) -> dict[str, Any]:
 
 
 def history_of(folder: Path) -> list[str]:
-    """The lines at the head of `config.yaml` that say what resumes have changed."""
+    """Return the lines at the head of `config.yaml` that say what resumes have changed."""
     path = folder / CONFIG_FILE
     lines = path.read_text().splitlines() if path.exists() else []
     return [line for line in lines if line.startswith(RESUMED)]
 
 
 def resumed_lines(config: RunSettings, folder: Path, changes: list[str], begins: Path | None = None) -> list[str]:
-    """For the head of `config.yaml`: from where, which is looked for unless it `begins` at a checkpoint that is known,
-    and what was changed. Nothing of a run that goes on as it was. Raises CheckpointDamagedError, RunFolderError."""
+    """Return lines for the head of `config.yaml`: where the resume begins (at `begins` if given, else the checkpoint is
+    looked up) and what it changes. Empty if nothing changes. Raises CheckpointDamagedError, RunFolderError."""
     named = config.resume not in ("auto", "never")
     if not changes and not named:
         return []

@@ -1,11 +1,11 @@
-"""The run folder: whose it is, and what an earlier run left there.
+"""The run folder: which run it belongs to, and what an earlier run left there.
 
     runs/<run.name>/  run.json  config.yaml  metrics.jsonl  samples.jsonl  eval_samples.jsonl  ledger.jsonl  curves.png
                       journal/  keys/  logs/  ckpt/  hf/
 
-`run.json` holds two ids. `run_id` is that of the newest start: all its processes carry it, so the first one prepares
-the folder and the others find it prepared. `origin` is that of the first start, kept by every resume: checkpoints
-carry it.
+`run.json` contains two ids. `run_id` is the id of the newest start: all its processes have it, so that the first one
+prepares the folder and the others find it prepared. `origin` is the id of the first start, which every resume keeps and
+checkpoints contain.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ METRICS_FILE = "metrics.jsonl"
 STOP_FILE = "stop"
 """In `logs`: asks the learner to save a checkpoint and end."""
 SEAL = "# The lines above have the xxh3 "
-"""At the end of `config.yaml`, then a hash: what a resume changes is told by this file."""
+"""Begins the last line of `config.yaml`; a hash follows. A resume compares its settings with this file."""
 SECRET_NAMES = ("*key*", "*token*", "*secret*", "*password*")
 
 
@@ -64,10 +64,12 @@ def prepare_run_folder(
     overrides: Sequence[str] | None = None,
     begins: Path | None = None,
 ) -> Path:
-    """Make `run.dir` ready for the run `run_id` and return it. Idempotent for the same id. `overwrite` spares `keep`,
-    the names of what other processes of the new run may have begun. `overrides`, those that `config` was loaded with,
-    tell where each of its values came from. `begins`: from which checkpoint a resume goes on, where that is known;
-    else it is looked for.
+    """Prepare `run.dir` for the run `run_id` and return it. Idempotent for the same id.
+
+    Args:
+        keep: names that `overwrite` does not delete, since other processes of the new run may have made them.
+        overrides: those that `config` was loaded with; they give the origin of each value in `config.yaml`.
+        begins: the checkpoint from which a resume continues, if it is known; otherwise it is looked up.
 
     Raises:
         RunFolderError: another run used the folder and neither `resume` nor `overwrite` is set, or the folder holds
@@ -84,10 +86,10 @@ def prepare_run_folder(
 
 
 def changes_in(config: RunSettings, settled: RunSettings | None = None) -> list[str]:
-    """`key: old -> new`, what resuming with `config` changes in the run in `run.dir`. Changes nothing itself.
+    """Return `key: old -> new` for what resuming with `config` would change in the run in `run.dir`; changes nothing.
 
     Args:
-        settled: `config` with `auto` resolved, for a rank: restarted by torchrun, it means what the run began with.
+        settled: `config` with `auto` resolved, for a rank that torchrun restarts: it keeps what the run began with.
 
     Raises:
         RunFolderError: what no resume may change; see `asyncrl.telemetry.folder.resumed`.
@@ -130,19 +132,19 @@ def _prepare(
         patience.through(board, BOARD_BYTES, lambda: make_board(board))
     code = code_noted(folder) or _code_of(config)
     _note(config, folder, {"run_id": run_id, "origin": origin, "made_of": made_of(config), "code": code})
-    # Beside that of a run that goes on: what is refused before a step is trained was no resume (`begin_settings`).
+    # In `logs` for a run that continues: a start that is refused before a step was no resume (`begin_settings`).
     target = folder / LOG_DIR if (folder / CONFIG_FILE).exists() else folder
     write_config(config, target, [*history_of(folder), *changed], overrides)
 
 
 def note_steps(config: RunSettings, steps: int) -> None:
-    """Of the whole run, where the settings say but epochs."""
+    """Note the number of steps of the whole run, if the settings give only epochs."""
     folder = Path(config.run.dir).resolve()
     _note(config, folder, read_object(folder / RUN_FILE) | {"steps": steps})
 
 
 def steps_noted(folder: Path) -> int:
-    """0 where nobody has."""
+    """Return the number of steps that was noted; 0 if none was."""
     found = _run_file(folder).get("steps", "")
     return int(found) if found.isdecimal() else 0
 
@@ -153,19 +155,18 @@ def _code_of(config: RunSettings) -> dict[str, str]:
 
 def _note(config: RunSettings, folder: Path, values: Mapping[str, Any]) -> None:
     text = json.dumps(values) + "\n"
-    # Aside in a folder that makes none used: half written, it would make one of nobody's, which is never touched again.
+    # Written in `logs` first: a half-written file would make the folder one of no run, which is never touched again.
     file, aside = folder / RUN_FILE, folder / LOG_DIR / RUN_FILE
     disk_patience(config).through(file, len(text), lambda: replace_text(file, text, aside))
 
 
 @contextmanager
 def occupied(config: RunSettings) -> Iterator[None]:
-    """`run.dir` belongs to the run of the caller for as long as this lasts, and beyond that for as long as any of its
-    processes lives (`lived_in`): a second run in it on this machine would write into the files of the first, or delete
-    them.
+    """Hold `run.dir` for the caller's run. It stays held while any process of the run lives (`lived_in`): a second run
+    in it on this machine would write into the files of the first, or delete them.
 
     Raises:
-        RunFolderError: another run is going on in it, or it cannot be made.
+        RunFolderError: another run is in progress in it, or it cannot be made.
     """
     folder = Path(config.run.dir).resolve()
     if folder.exists() and not folder.is_dir():
@@ -195,9 +196,9 @@ def _writing(config: RunSettings) -> Iterator[None]:
 
 
 def refuse_used_folder(config: RunSettings) -> None:
-    """Raises RunFolderError as `prepare_run_folder` does for a new run; changes nothing."""
+    """Raise RunFolderError as `prepare_run_folder` would for a new run; changes nothing."""
     folder = Path(config.run.dir).resolve()
-    # A rollout pool that was started before the learner has made logs and keys already, a replay server its journal.
+    # A rollout pool that started before the learner has already made logs and keys, and a replay server its journal.
     early = (LOG_DIR, JOURNAL_DIR, KEYS_DIR)
     if not folder.exists() or (folder.is_dir() and all(entry.name in early for entry in folder.iterdir())):
         return
@@ -235,17 +236,17 @@ def _has_rows(folder: Path) -> bool:
 
 
 def owner_of(folder: Path) -> str | None:
-    """Id of the start that prepared the folder, or None where none did."""
+    """Return the id of the start that prepared the folder, or None if none did."""
     return _run_file(folder).get("run_id")
 
 
 @contextmanager
 def still_of(run_id: str, folder: Path) -> Iterator[None]:
-    """Whatever ends a process of the run `run_id` whose folder was taken away, it ends of that: started again it would
-    make another one in its place, with keys that nobody knows.
+    """Replace errors of a process of the run `run_id` if its folder was taken away: a restarted process would make a
+    new folder in its place, with keys that no other process knows.
 
     Raises:
-        RunFolderError: in place of any error then.
+        RunFolderError: in place of any error, if the folder no longer belongs to the run.
     """
     try:
         yield
@@ -256,7 +257,7 @@ def still_of(run_id: str, folder: Path) -> Iterator[None]:
 
 
 def said_of_gone(run_id: str, folder: Path) -> str:
-    """That `folder` is not that of the run `run_id` any more; empty where it is."""
+    """Return a message if `folder` no longer belongs to the run `run_id`; empty if it does."""
     if owner_of(folder) == run_id:
         return ""
     return (
@@ -266,7 +267,7 @@ def said_of_gone(run_id: str, folder: Path) -> str:
 
 
 def origin_of(folder: Path) -> str:
-    """Id of the run in the folder, the same through all its resumes; empty where there is none."""
+    """Return the id of the run in the folder, which its resumes keep; empty if there is none."""
     found = _run_file(folder)
     return found.get("origin") or found.get("run_id", "")
 
@@ -281,8 +282,8 @@ def _run_file(folder: Path) -> dict[str, str]:
 def write_config(
     config: RunSettings, folder: Path, history: Sequence[str] = (), overrides: Sequence[str] | None = None
 ) -> None:
-    """`config.yaml`: every setting as it was resolved, secrets blotted out, and behind it where its value came from if
-    `overrides` are given; before them what resumes have changed."""
+    """Write `config.yaml`: what resumes have changed, then every resolved setting, without secrets, and with the origin
+    of its value if `overrides` are given."""
     settings = to_yaml(redacted(settings_as_used(config)))
     if overrides is not None:
         preset = config.loss.preset if isinstance(config, Config) else None
@@ -291,13 +292,13 @@ def write_config(
 
 
 def begin_settings(config: RunSettings, found: Mapping[str, str]) -> None:
-    """The learner begins, at a checkpoint that fits: by `config`, which is what `config.yaml` says from here on.
+    """Make `config` the content of `config.yaml`; the learner calls this when it begins with a checkpoint that fits.
 
-    In it stands what `auto` has become: a resume, `asyncrl export` and `asyncrl rerun` go on with that, whatever they
-    run on.
+    `auto` is replaced by what it was resolved to, so that a resume, `asyncrl export` and `asyncrl rerun` use the same
+    on any machine.
 
     Args:
-        found: by setting, `model.dtype`.
+        found: setting, such as `model.dtype` -> resolved dtype.
     """
     folder = Path(config.run.dir).resolve()
     path = folder / CONFIG_FILE
@@ -318,7 +319,7 @@ def _put_config(config: RunSettings, path: Path, text: str) -> None:
 
 
 def config_note(folder: Path) -> str:
-    """That `config.yaml` is not as the run wrote it; empty where it is. A resume tells by it what it changes."""
+    """Return a message if `config.yaml` is not as the run wrote it, else empty. A resume compares with it."""
     path = folder / CONFIG_FILE
     try:
         text, _, seal = path.read_text().rpartition(SEAL)
@@ -334,8 +335,8 @@ def _seal_of(text: str) -> str:
 
 
 def redacted(settings: dict[str, Any]) -> dict[str, Any]:
-    """A copy in which no text stands under a name like key, token, secret or password, however deep. Numbers stay:
-    max_new_tokens."""
+    """Return a copy without texts under names such as key, token, secret or password, at any depth. Numbers stay
+    (max_new_tokens)."""
     return {name: _blotted(value, _is_secret(name)) for name, value in settings.items()}
 
 
@@ -349,12 +350,12 @@ def _blotted(value: Any, secret: bool) -> Any:
 
 def _is_secret(name: Any) -> bool:
     lower = str(name).lower()
-    # `key_env` names the variable that has the key: without it a run could not be repeated.
+    # `key_env` is the name of the variable with the key; without it a run could not be repeated.
     return not lower.endswith("_env") and any(fnmatch.fnmatch(lower, secret) for secret in SECRET_NAMES)
 
 
 def without_blots(value: Any, *, secret: bool = False) -> Any:
-    """Of settings as `config.yaml` has them those that say something: what was blotted out is not given again."""
+    """Return the settings of a `config.yaml` without the values that `redacted` replaced."""
     if isinstance(value, dict):
         kept = {name: without_blots(part, secret=secret or _is_secret(name)) for name, part in value.items()}
         return {name: part for name, part in kept.items() if part is not None or value[name] is None}

@@ -137,7 +137,7 @@ def test_an_array_is_not_copied_out_of_a_frame_that_lies_well() -> None:
 def test_a_group_without_extras_has_no_frame_for_them() -> None:
     encoded = encode_group(with_extras({}, {}))
     assert len(encoded.frames) == 2
-    with pytest.raises(WireError, match="but .* arrived"):
+    with pytest.raises(WireError, match=r"but .* arrived"):
         split_frames(replace(encoded.header, nbytes=encoded.header.nbytes + 8), [*encoded.frames, bytes(8)])
 
 
