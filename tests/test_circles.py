@@ -1,4 +1,4 @@
-"""No two files know each other, by however many steps, not for types either: import-linter leaves types out."""
+"""No import circles of any length, including imports for types, which import-linter ignores."""
 
 from __future__ import annotations
 

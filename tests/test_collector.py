@@ -1,4 +1,4 @@
-"""How processes of ours begin: with the collector at rest, and without what they do not need."""
+"""How processes of asyncrl begin: with the garbage collector at rest, and without modules that they do not need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`engine.exact`: an engine and a learner that compute the same bits, whatever they compute beside each other."""
+"""Tests of `engine.exact`: engine and learner compute the same bits, whatever else is in their batches."""
 
 from __future__ import annotations
 

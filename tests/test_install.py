@@ -1,4 +1,4 @@
-"""`launchers/install.sh`, with an interpreter that installs nothing and says what pip says."""
+"""`launchers/install.sh` with an interpreter that installs nothing and prints what pip prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The launchers of clusters, with commands of Slurm and Ray that are fakes: what they would start, and how they end."""
+"""The launchers for clusters with fake commands of Slurm and Ray: what they would start, and how they end."""
 
 from __future__ import annotations
 

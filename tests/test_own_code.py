@@ -1,4 +1,4 @@
-"""The user's code as a few digits: what changes them, and what does not."""
+"""Hashes of the user's code: what changes them, and what does not."""
 
 from __future__ import annotations
 

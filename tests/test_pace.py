@@ -1,4 +1,4 @@
-"""The line through steps, from their sums alone."""
+"""The regression line through steps, computed from their sums alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who gets which GPU: every layout either fits by the rules or is refused with one that does."""
+"""Which process gets which GPU: every layout fits by the rules, or is refused with one that does."""
 
 from __future__ import annotations
 

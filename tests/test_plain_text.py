@@ -1,4 +1,4 @@
-"""Foreign text is shown and never obeyed."""
+"""Foreign text is shown, but never interpreted."""
 
 from __future__ import annotations
 

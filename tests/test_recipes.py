@@ -1,4 +1,4 @@
-"""The recipes of configs/experiment/ and their smoke variants: composed and planned whole."""
+"""The recipes of configs/experiment/ and their smoke variants, composed and planned completely."""
 
 from __future__ import annotations
 

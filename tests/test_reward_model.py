@@ -1,4 +1,4 @@
-"""The reward model alone: what it scores, and what it refuses."""
+"""The reward model alone: how it scores, and what it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`launchers/test.sh` in a small checkout of its own, where only the tests of the replay are real: its last word."""
+"""`launchers/test.sh` in a small checkout of its own, where only the tests of the replay are real: its verdict."""
 
 from __future__ import annotations
 

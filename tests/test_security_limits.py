@@ -1,4 +1,4 @@
-"""What SECURITY.md says is not protected: each is so, and the page is to change on the day it is not."""
+"""What SECURITY.md lists as not protected is really so; if that changes, the page must change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spans: what a process leaves of itself, however it ends."""
+"""Spans: what a process records of itself, however it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real server and clients under kills, pauses and power losses; and mistakes that must be caught."""
+"""The real server and clients under kills, pauses and power losses, and planted mistakes that must be caught."""
 
 from __future__ import annotations
 

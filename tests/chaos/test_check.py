@@ -1,4 +1,4 @@
-"""The verdict counts staleness for itself, along the learner's own line of weights."""
+"""The verdict computes staleness by itself, along the learner's own line of versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damage to a run folder: refused by name, told, or harmless; and what each file says of the others."""
+"""Damage to a run folder is refused by name, reported, or harmless."""
 
 from __future__ import annotations
 

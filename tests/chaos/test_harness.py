@@ -1,4 +1,4 @@
-"""What the harness started dies with it, however it ends."""
+"""Processes that the harness started end with it, however it ends."""
 
 from __future__ import annotations
 

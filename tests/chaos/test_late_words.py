@@ -1,4 +1,4 @@
-"""Two things the simulation found: requests that arrive after later ones must change nothing."""
+"""Two findings of the simulation: requests that arrive after later ones must change nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The driver of chaos from outside leaves nothing running, however it ends."""
+"""The chaos driver leaves no process running, however it ends."""
 
 from __future__ import annotations
 

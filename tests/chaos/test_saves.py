@@ -1,4 +1,4 @@
-"""A death during a save leaves the checkpoint before it, and no flipped byte goes unseen."""
+"""A death during a save leaves the checkpoint before it intact, and every flipped byte is detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Payloads in shards, under the same faults and by the same verdict as without them."""
+"""Payloads in shards under the same faults, judged by the same verdict as without shards."""
 
 from __future__ import annotations
 

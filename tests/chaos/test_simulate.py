@@ -1,4 +1,4 @@
-"""The simulation finds nothing in the real core, and finds each of five planted mistakes."""
+"""The simulation finds no fault in the real core, and finds each of five planted mistakes."""
 
 from __future__ import annotations
 

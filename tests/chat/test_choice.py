@@ -1,4 +1,4 @@
-"""`model.renderer`: which one a folder gets, and what the default one can do."""
+"""Tests of `model.renderer`: which renderer a model folder gets, and what the default one can do."""
 
 from __future__ import annotations
 

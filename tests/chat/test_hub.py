@@ -1,4 +1,4 @@
-"""What is found out about a model of the hub before a start, asked of a hub of this test's own."""
+"""Checks of a hub model before the start, against a local hub server."""
 
 from __future__ import annotations
 

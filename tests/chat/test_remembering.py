@@ -1,4 +1,4 @@
-"""What renderers are told by a tokenizer that remembers is what the tokenizer itself tells."""
+"""A tokenizer that remembers gives renderers the same answers as the plain tokenizer."""
 
 from __future__ import annotations
 

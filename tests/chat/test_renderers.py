@@ -1,4 +1,4 @@
-"""Every renderer for which a tokenizer can be made offline: what was sampled is never rendered again."""
+"""No renderer whose tokenizer can be made offline renders a sampled turn again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers that write a space before what they are given: behind other tokens there is none but the text's own."""
+"""Tokenizers that add a space before a text: none is added behind other tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations that somebody else wrote: the tokens that are learned are those that the policy would sample."""
+"""Conversations from elsewhere: the tokens trained on are those that the policy would sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Addresses are judged by what they resolve to."""
+"""Addresses are checked by what they resolve to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `config.json` says against computing the layers of a model, or sharing its sequences, on several ranks."""
+"""Checks of `config.json` for tensor, sequence and expert parallelism."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`eval.sets`: what each set is, what it takes over from the run, and what is refused."""
+"""Tests of `eval.sets`: the settings of each set, what it takes over from the run, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`asyncrl data check`: what a run would draw, and whether the reward knows the rows' own answers."""
+"""Tests of `asyncrl data check`: what a run would draw, and whether the reward recognises the rows' own answers."""
 
 from __future__ import annotations
 

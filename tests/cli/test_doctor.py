@@ -1,4 +1,4 @@
-"""What the doctor says of a machine. What he measures is given to him; on the real one he must come to an end."""
+"""Findings of `asyncrl doctor` for given measurements; on the real machine it must finish."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`asyncrl export`: a checkpoint as a model that loads anywhere, with the weights that were saved."""
+"""Tests of `asyncrl export`: a checkpoint becomes a model that loads anywhere, with the weights that were saved."""
 
 from __future__ import annotations
 

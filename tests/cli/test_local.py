@@ -1,4 +1,4 @@
-"""`asyncrl local`: what it says at start and end, with small fake roles."""
+"""Tests of `asyncrl local` with small fake roles: messages at the start and the end."""
 
 from __future__ import annotations
 

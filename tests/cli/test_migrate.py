@@ -1,4 +1,4 @@
-"""`asyncrl migrate`: what it prints is a settings file that loads, and nothing that was given is passed over."""
+"""Tests of `asyncrl migrate`: its output is a settings file that loads, and no given setting is ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`asyncrl report --serve`: the page to whoever has its address, as the files are now, and to nobody else."""
+"""Tests of `asyncrl report --serve`: whoever has the address gets the current page, and nobody else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which settings a rerun takes over, and which it may change."""
+"""Settings that a rerun takes over, and settings that it may change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`asyncrl settings`, its page, and settings that stand in a file."""
+"""Tests of `asyncrl settings`, its page, and settings in files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people bring, as their tools write it: parquet, saved datasets, folders, a class of their own."""
+"""Data as users bring it: parquet, saved datasets, folders, and classes of their own."""
 
 from __future__ import annotations
 

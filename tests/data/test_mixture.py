@@ -1,4 +1,4 @@
-"""Mixtures, filters and order: whose turn it is, which rows come, and that a resume goes on exactly."""
+"""Mixtures, filters and order: which rows are drawn and when, and exact resumes."""
 
 from __future__ import annotations
 

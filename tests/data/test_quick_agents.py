@@ -1,4 +1,4 @@
-"""The quickstart's agents: rows, conversations, and a tokenizer in which a call is a handful of tokens."""
+"""The quickstart's agents: rows, conversations, and a tokenizer in which a call takes few tokens."""
 
 from __future__ import annotations
 

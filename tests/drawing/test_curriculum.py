@@ -1,4 +1,4 @@
-"""Draws by pass rate alone, without a server: what is passed over, what never is, and that an image is all there is."""
+"""Draws by pass rate without a server: rows that are skipped, rows that never are, and restoring from an image."""
 
 from __future__ import annotations
 

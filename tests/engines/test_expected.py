@@ -1,4 +1,4 @@
-"""A worker whose model is another one than the learner's is told which, before any of its memory is taken."""
+"""A worker whose model differs from the learner's is told so before it allocates memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Completions that end by what they say, in the engines that need no process of their own."""
+"""Completions that end at a stop text, in the engines that need no process of their own."""
 
 from __future__ import annotations
 

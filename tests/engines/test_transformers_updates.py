@@ -1,4 +1,4 @@
-"""What happens to tokens, versions and weights of the transformers engine while weights come."""
+"""Tokens, versions and weights of the transformers engine while weights arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where an engine of vLLM has its sockets; that a real one leaves none: `tests/vllm/test_verify.py`."""
+"""Where a vLLM engine makes its sockets; `tests/vllm/test_verify.py` checks that a real one leaves none."""
 
 from __future__ import annotations
 

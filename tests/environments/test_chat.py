@@ -1,4 +1,4 @@
-"""Environments that talk: messages above, and below one trajectory as it was sampled."""
+"""Environments that exchange messages, and the trajectory that results, with tokens as they were sampled."""
 
 from __future__ import annotations
 

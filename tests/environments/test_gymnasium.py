@@ -1,4 +1,4 @@
-"""`environment.name=gymnasium`: a game of one's own, one that gymnasium ships, and what is refused before a start."""
+"""Tests of `environment.name=gymnasium`: a custom game, one of gymnasium's, and what is refused before a start."""
 
 from __future__ import annotations
 

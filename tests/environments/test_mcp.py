@@ -1,4 +1,4 @@
-"""Tools of a server of the Model Context Protocol, which is a process of its own."""
+"""Tools of a Model Context Protocol server in a process of its own."""
 
 from __future__ import annotations
 

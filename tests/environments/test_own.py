@@ -1,4 +1,4 @@
-"""Environments of the user: nothing they do costs more than their group."""
+"""User environments: their failures never cost more than their group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of an environment of the user is known before a start, without running any of it here."""
+"""What is known of a user environment before a start, without running it in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A policy that runs programs: how it writes them, what it reads, and that nothing of that is trained on."""
+"""Environment `python`: how the policy writes programs, what it reads, and that their output is not trained on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym: each entry can be made again from its row, and its own answer is the best there is."""
+"""Tasks of reasoning-gym: each entry can be made again from its row, and its own answer gets the best score."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments of the user: how they are found, and what is refused before a start."""
+"""How user environments are found, and what is refused before a start."""
 
 from __future__ import annotations
 

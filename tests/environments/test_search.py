@@ -1,4 +1,4 @@
-"""A policy that asks a retriever: what it reads, what of that is trained on, and what becomes of one that is down."""
+"""Environment `search`: what the policy reads, what is trained on, and what happens if the retriever is down."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools: what the policy is told, what it gets back, and that nothing it calls harms anybody else."""
+"""Environment `tools`: what the policy is shown, what calls return, and that no call harms others."""
 
 from __future__ import annotations
 

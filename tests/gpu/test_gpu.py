@@ -1,4 +1,4 @@
-"""`python -m tests.gpu`: on a CPU in tiny, so that it cannot rot; where there is a GPU, with `-m gpu`, as it is."""
+"""`python -m tests.gpu` in a tiny form on a CPU, so that it stays usable; with `-m gpu` in full on a GPU."""
 
 from __future__ import annotations
 

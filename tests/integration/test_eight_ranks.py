@@ -1,4 +1,4 @@
-"""Eight ranks that share sequences, compute layers together and shard: the quickstart's task, as a user starts it."""
+"""Eight ranks with sequence and tensor parallelism and shards, on the quickstart's task as a user starts it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`asyncrl eval` as a user runs it: killed, stopped, gone on with."""
+"""Runs of `asyncrl eval` as a user starts them: killed, stopped, and continued."""
 
 from __future__ import annotations
 

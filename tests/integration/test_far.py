@@ -1,4 +1,4 @@
-"""Workers without a common network with the learner: replay over CURVE and weights by `pull`, over a bad link."""
+"""Workers without a common network with the learner: replay over CURVE and weights by `pull`, over a slow link."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Input nobody here wrote: reasoning-gym tasks with their own scorers; Qwen3 and Llama folders made from configs."""
+"""Input from elsewhere: reasoning-gym tasks with their own scorers; Qwen3 and Llama folders made from configs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All processes of a run on one small disk that fills up in the middle of it."""
+"""All processes of a run on one small disk that becomes full during the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mixture of experts whose experts two ranks spread between them: the quickstart's task, as a user starts it."""
+"""A mixture of experts with expert parallelism over two ranks, on the quickstart's task as a user starts it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The payloads of a real run lie in two shards, which are killed in the middle of it."""
+"""The payloads of a real run are in two shards, which are killed during the run."""
 
 from __future__ import annotations
 

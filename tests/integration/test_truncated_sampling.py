@@ -1,4 +1,4 @@
-"""The quickstart with top-p 0.9, as a user starts it: it learns, and at staleness 0 its ratios are 1."""
+"""The quickstart with top-p 0.9 as a user starts it: it learns, and at staleness 0 its ratios are 1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Extras on their way through a whole replay: a desk, one process, the journal and a rerun."""
+"""Extras on their way through a whole replay: server, one process, journal and rerun."""
 
 from __future__ import annotations
 

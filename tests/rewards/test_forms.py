@@ -1,4 +1,4 @@
-"""Reward functions as the documentation of verl and of TRL shows them, and several of them as one."""
+"""Reward functions as in the documentation of verl and TRL, and several combined into one."""
 
 from __future__ import annotations
 

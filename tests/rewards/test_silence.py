@@ -1,4 +1,4 @@
-"""That a reward or a judge stands still is said long before its calls are overdue."""
+"""A reward or judge that does not answer is reported long before its calls are overdue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What travels to a worker on another machine, and what it finds there; whole, with Ray: `test_nodes.py`."""
+"""What is sent to a worker on another machine and how it is used there; with Ray in `test_nodes.py`."""
 
 from __future__ import annotations
 

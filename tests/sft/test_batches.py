@@ -1,4 +1,4 @@
-"""Which rows a step has: every row once an epoch, and after a resume what would have come."""
+"""Rows of each step: every row once per epoch, and the same rows after a resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`asyncrl sft` up to its start: what it shows, and what it refuses, by the command itself."""
+"""`asyncrl sft` up to its start: what it shows and what it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows as tokens: what carries loss, and what becomes of rows that are too long."""
+"""Rows as tokens: which of them carry loss, and what happens to rows that are too long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command that resumes says and starts, by what was trained and exported before."""
+"""What a resume prints and starts, depending on what was trained and exported before."""
 
 from __future__ import annotations
 

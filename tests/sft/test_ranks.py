@@ -1,4 +1,4 @@
-"""Two ranks learn what one learns, and go on from each other's checkpoints."""
+"""Two ranks learn the same as one, and each layout continues from the other's checkpoints."""
 
 from __future__ import annotations
 

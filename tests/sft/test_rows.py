@@ -1,4 +1,4 @@
-"""Which rows are understood, what of them is learned, and what is said of those that are not."""
+"""Which rows are accepted, which parts are trained on, and what errors say about the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The best checkpoint stays beside the newest ones, whatever dies, is resumed or begins a branch."""
+"""The best checkpoint is kept beside the newest ones over deaths, resumes and branches."""
 
 from __future__ import annotations
 

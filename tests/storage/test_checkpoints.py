@@ -1,4 +1,4 @@
-"""Which checkpoint a resume goes on from, for whoever only looks and for the learner: one answer."""
+"""From which checkpoint a resume continues: viewers and the learner give the same answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A full disk: who writes waits, says so once a minute with the path and the bytes, goes on, and ends in good time."""
+"""A full disk: writers wait, report path and bytes once a minute, continue, and end in time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders that end with the process that made them."""
+"""Folders that are deleted when the process that made them ends."""
 
 from __future__ import annotations
 

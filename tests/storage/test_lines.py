@@ -1,4 +1,4 @@
-"""Lines with checksums: whatever is changed or taken out is found, and the file stays plain JSON lines."""
+"""Lines with checksums: every change or removal is found, and the file stays plain JSON lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is left of the memory."""
+"""How much memory is free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The small JSON files of a run folder, exchanged for others: who reads them says so, or takes them for none."""
+"""Small JSON files of a run folder replaced by others: readers report it, or take the file as missing."""
 
 from __future__ import annotations
 

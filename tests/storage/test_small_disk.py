@@ -1,4 +1,4 @@
-"""Every writer of the run folder on a file system that really is full: it waits, says with which path, and goes on."""
+"""Every writer of the run folder on a file system that is really full: it waits, names the path, and continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The admission window against a made-up engine: no vLLM needed."""
+"""The admission window with a simulated engine, without vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters in the real vLLM: versions side by side, no sequence and no key of the prefix cache of two of them."""
+"""Adapters in real vLLM: versions side by side; no sequence and no prefix-cache entry mixes two of them."""
 
 from __future__ import annotations
 

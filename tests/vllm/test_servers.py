@@ -1,4 +1,4 @@
-"""`engine=server` on a real `vllm serve`: whose its tokens are, what an update does to it, its death and its return."""
+"""`engine=server` on a real `vllm serve`: the versions of its tokens, updates, its death and its return."""
 
 from __future__ import annotations
 

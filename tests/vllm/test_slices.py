@@ -1,4 +1,4 @@
-"""Each process of an engine of two receives and stages what vLLM's loaders keep of the weights there."""
+"""Each process of an engine of two receives and stages the part of the weights that vLLM's loaders keep there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to the tokens, the keys and the version while weights come, fail to come, or come damaged."""
+"""Tokens, keys and version while weights arrive, fail to arrive, or arrive damaged."""
 
 from __future__ import annotations
 

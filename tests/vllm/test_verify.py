@@ -1,4 +1,4 @@
-"""`asyncrl verify` with the row of vLLM, seen to its end."""
+"""`asyncrl verify` with its row for vLLM, from start to end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One fingerprint, wherever the bytes lie and however they are cut; and another one for any other bytes."""
+"""Equal bytes have one fingerprint, however they are stored and cut; other bytes have another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes to whom: cut out of what the senders hold, along what the receivers want."""
+"""Which bytes go to which receiver, cut from what the senders hold."""
 
 from __future__ import annotations
 

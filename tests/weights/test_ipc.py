@@ -1,4 +1,4 @@
-"""Handles of memory, and the wire made of them; processes that die in an update are in `tests.weights.chaos`."""
+"""Handles of memory, and the wire made of them; `tests.weights.chaos` kills processes during an update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights fetched from afar: the way to the newest version, what a broken or altered transfer costs, what stays."""
+"""Weights by `pull`: the way to the newest version, broken or altered transfers, and what is kept."""
 
 from __future__ import annotations
 

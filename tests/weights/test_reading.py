@@ -1,4 +1,4 @@
-"""Versions that are sent out of the weights themselves: the bytes of a copy, no copy, and no write beside a read."""
+"""Versions sent from the weights themselves: the bytes of a copy without one, and no write during a read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is charged for what while a version is copied and sent: with a clock that only the copy moves."""
+"""Which time is charged to whom while a version is copied and sent, with a clock that only the copy moves."""
 
 from __future__ import annotations
 

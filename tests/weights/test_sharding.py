@@ -1,4 +1,4 @@
-"""What each learner rank sends where all send: of real DTensors, put together again and over real groups."""
+"""What each learner rank sends if all send: from real DTensors, put together again and over real groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which part of a tensor a loader reads, and tensors of which only that part is there."""
+"""Which part of a tensor a loader reads, and tensors of which only that part exists."""
 
 from __future__ import annotations
 

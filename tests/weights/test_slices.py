@@ -1,4 +1,4 @@
-"""Processes of an engine that get their parts of the weights alone, over real groups."""
+"""Processes of an engine that receive only their parts of the weights, over real groups."""
 
 from __future__ import annotations
 

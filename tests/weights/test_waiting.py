@@ -1,4 +1,4 @@
-"""Who is waited for, and for how long: with a clock that the test moves, and loads that end when the test says so."""
+"""Which peer is waited for and how long, with a clock and loads that the test controls."""
 
 from __future__ import annotations
 

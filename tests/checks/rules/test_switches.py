@@ -1,4 +1,4 @@
-"""Settings that count only where another one is on."""
+"""Settings that have an effect only with another setting."""
 
 from __future__ import annotations
 

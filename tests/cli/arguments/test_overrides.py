@@ -1,4 +1,4 @@
-"""Values as the grammar of overrides reads them."""
+"""Values are parsed as the grammar of overrides parses them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `asyncrl --help` says is there, and what is there is said."""
+"""The commands and options in `asyncrl --help` exist, and all existing ones are listed."""
 
 from __future__ import annotations
 

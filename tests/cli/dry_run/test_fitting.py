@@ -1,4 +1,4 @@
-"""`--dry-run` says whether a rank fits its GPU, and which layout would."""
+"""`--dry-run` says whether a rank fits its GPU, and which layout would fit."""
 
 from __future__ import annotations
 

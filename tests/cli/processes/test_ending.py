@@ -1,4 +1,4 @@
-"""What is said of a run that has ended."""
+"""Messages about a run that has ended."""
 
 from __future__ import annotations
 

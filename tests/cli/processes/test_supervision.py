@@ -1,4 +1,4 @@
-"""The conductor with small fake roles: who stops whom, and with which exit code."""
+"""Supervision with small fake roles: which role stops which, and the exit codes."""
 
 from __future__ import annotations
 

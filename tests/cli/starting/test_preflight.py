@@ -1,4 +1,4 @@
-"""What is found out before anything is started, by the start and by `--dry-run` alike."""
+"""Checks before anything is started, the same for the start and for `--dry-run`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens have the versions of the weights that the server says they are of, and none but ours."""
+"""Tokens get the versions that the server reports, and versions that this run did not load are refused."""
 
 from __future__ import annotations
 

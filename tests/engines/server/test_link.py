@@ -1,4 +1,4 @@
-"""What a server answers that is none of ours, or is not there: each a sentence with the way out."""
+"""Answers of servers that are wrong or missing: each error names the problem and what to do."""
 
 from __future__ import annotations
 

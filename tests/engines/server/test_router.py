@@ -1,4 +1,4 @@
-"""Requests go where their beginning is, servers are used alike, and the books balance whatever happens."""
+"""Requests go to the server that has their beginning cached, load is balanced, and the counts are always right."""
 
 from __future__ import annotations
 

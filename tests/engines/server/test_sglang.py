@@ -1,4 +1,4 @@
-"""SGLang's dialect, against `contract_sglang.py` alone: versions are never mixed, and weights arrive whole."""
+"""The SGLang link against `contract_sglang.py` alone: versions are never mixed, and weights arrive complete."""
 
 from __future__ import annotations
 

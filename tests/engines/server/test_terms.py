@@ -1,4 +1,4 @@
-"""Servers that cannot be used are refused by what they say of themselves, with the way out."""
+"""Servers that cannot be used are refused by what they report, with what to do."""
 
 from __future__ import annotations
 

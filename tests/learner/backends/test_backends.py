@@ -1,4 +1,4 @@
-"""The learner over another backend than its own: nothing that it does asks which one holds its models."""
+"""The learner with another backend than FSDP2: nothing depends on which backend holds the models."""
 
 from __future__ import annotations
 

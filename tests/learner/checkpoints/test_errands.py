@@ -1,4 +1,4 @@
-"""What is done with a durable checkpoint beside training: whatever becomes of it, training goes on and hears of it."""
+"""Copies and exports of durable checkpoints beside training: failures are reported, and training goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a learner finds of the run that it goes on with."""
+"""What a learner finds of the run that it resumes."""
 
 from __future__ import annotations
 

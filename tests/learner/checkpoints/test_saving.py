@@ -1,4 +1,4 @@
-"""A checkpoint that is written beside the steps holds what was there when it began, whatever happens meanwhile."""
+"""A checkpoint that is written during training contains the state from when it began, whatever happens meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks on one machine stand for two: each is given a run folder of its own, or one that both share."""
+"""Ranks on one machine act as two machines: each has a run folder of its own, or both share one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kernel computes packed attention: a pure choice, said at the start."""
+"""The choice of the kernel for packed attention, a pure function, and its line at the start."""
 
 from __future__ import annotations
 

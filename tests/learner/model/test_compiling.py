@@ -1,4 +1,4 @@
-"""`model.compile`: how often it compiles, that it changes nothing but rounding, and where it is refused."""
+"""Tests of `model.compile`: the number of compilations, results equal up to rounding, and where it is refused."""
 
 from __future__ import annotations
 

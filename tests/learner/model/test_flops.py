@@ -1,4 +1,4 @@
-"""What a train step counts as its arithmetic, against torch's own counter and against formulas written by hand."""
+"""The arithmetic counted for a train step, against torch's own counter and formulas written by hand."""
 
 from __future__ import annotations
 

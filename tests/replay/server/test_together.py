@@ -1,4 +1,4 @@
-"""Several requests in one message: each is what it would be alone, whatever the others are."""
+"""Several requests in one message: each has the same effect as alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who watches from afar: what it sees, and that with its key nothing can be changed, taken or held up."""
+"""Viewers: what they see, and that their key allows them to change, take or delay nothing."""
 
 from __future__ import annotations
 

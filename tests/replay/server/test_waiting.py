@@ -1,4 +1,4 @@
-"""Requests that wait at the server: asked again after changes only, answered once, ended at their deadline."""
+"""Requests that wait at the server: evaluated again after changes only, answered once, ended at their deadline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a shard takes from whom, what it tells the planner, and what it must not forget."""
+"""What a shard accepts and from whom, what it reports to the planner, and what it must keep."""
 
 from __future__ import annotations
 

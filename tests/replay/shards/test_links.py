@@ -1,4 +1,4 @@
-"""The way to a shard: without room, without an answer, and a planner that will not say where it is."""
+"""The connection to a shard: without room, without an answer, or with an unknown address."""
 
 from __future__ import annotations
 

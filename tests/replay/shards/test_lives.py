@@ -1,4 +1,4 @@
-"""A shard that starts: on what it left, on what another run left, beside another one, on a full disk."""
+"""Starts of a shard: on its own journal, on that of another run, beside another shard, on a full disk."""
 
 from __future__ import annotations
 

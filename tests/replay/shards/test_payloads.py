@@ -1,4 +1,4 @@
-"""What a shard may forget, and whose word the planner takes for it."""
+"""What a shard may forget, and whose receipts the planner accepts."""
 
 from __future__ import annotations
 

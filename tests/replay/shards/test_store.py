@@ -1,4 +1,4 @@
-"""A shard's store on a disk in memory that loses power: what was acknowledged is there, what was released is not."""
+"""A shard's store on an in-memory disk that loses power: acknowledged payloads are kept, released ones are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`llm_judge` and `remote` against a server on loopback that does as it is told."""
+"""`llm_judge` and `remote` against a scripted server on loopback."""
 
 from __future__ import annotations
 

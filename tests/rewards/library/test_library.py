@@ -1,4 +1,4 @@
-"""The smaller ones of the rewards that ship, and what holds for all of them."""
+"""The smaller built-in rewards, and rules that hold for all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sets of `eval.sets` in a worker: rows, sampling, environment and rewards of their own, what is alike shared."""
+"""Sets of `eval.sets` in a worker: own rows, sampling, environment and rewards; what is equal is shared."""
 
 from __future__ import annotations
 

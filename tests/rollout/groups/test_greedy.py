@@ -1,4 +1,4 @@
-"""Members and the greedy completion side by side: each is tried again alone, and neither outlives the other's end."""
+"""Members and the greedy completion side by side: each is retried alone, and neither outlives the other's end."""
 
 from __future__ import annotations
 

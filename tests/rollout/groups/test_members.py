@@ -1,4 +1,4 @@
-"""Members of a group that fail: made again alone, and left out when enough others are there."""
+"""Members of a group that fail are generated again alone, and left out if enough others exist."""
 
 from __future__ import annotations
 

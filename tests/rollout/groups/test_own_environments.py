@@ -1,4 +1,4 @@
-"""Environments of the user in the worker's loop, that of docs/environments.md first."""
+"""User environments in the worker's loop, starting with that of docs/environments.md."""
 
 from __future__ import annotations
 

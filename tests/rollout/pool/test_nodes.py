@@ -1,4 +1,4 @@
-"""What a worker is given on a node of Ray that its pool is not on, and how its end is told."""
+"""What a worker gets on a Ray node away from its pool, and how its end is reported."""
 
 from __future__ import annotations
 

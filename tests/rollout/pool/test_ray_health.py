@@ -1,4 +1,4 @@
-"""A Ray that is gone is named, however it went; a real one is killed in tests/integration/test_deaths.py."""
+"""A Ray that has failed is named, however it failed; a real one is killed in tests/integration/test_deaths.py."""
 
 from __future__ import annotations
 

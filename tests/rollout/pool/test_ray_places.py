@@ -1,4 +1,4 @@
-"""Where Ray puts workers whose engine has several processes: a place of its own for each, kept through restarts."""
+"""Placement by Ray of workers whose engine has several processes: each has a place of its own, kept over restarts."""
 
 from __future__ import annotations
 

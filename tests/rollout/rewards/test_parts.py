@@ -1,4 +1,4 @@
-"""Named parts of the reward that an advantage needs, the greedy baseline among them."""
+"""Named parts of the reward that an advantage needs, including the greedy baseline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a reward fails too often for the run to go on, and what is counted of it."""
+"""When a reward fails too often for the run to continue, and what is counted of its failures."""
 
 from __future__ import annotations
 

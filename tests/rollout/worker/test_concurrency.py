@@ -1,4 +1,4 @@
-"""How many groups a worker holds, and how many sequences its engine then has."""
+"""How many groups a worker runs at once, and how many sequences its engine then has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker whose copies of the tokenizer or of the rows are not the learner's is refused by name."""
+"""A worker whose tokenizer or rows differ from the learner's is refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker that has ended and whose process goes on is ended, with the reason that the worker had."""
+"""A worker that has ended but whose process goes on is killed, with the worker's reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loop that stands still ends its worker; one that turns does not."""
+"""A blocked event loop ends its worker; one that turns does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tokenizer and a model that lie in one folder and do not belong together are refused at start, by name."""
+"""A tokenizer and a model in one folder that do not belong together are refused at start, by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`config.yaml` of a run folder says where each value came from, and is read as before."""
+"""`config.yaml` of a run folder has the origin of each value, and loads as before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a resume may change is said and kept; what the run is made of may not change."""
+"""What a resume may change is reported and kept; what the run is made of may not change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`asyncrl watch`: what is shown of a run that another process makes."""
+"""`asyncrl watch`: what it shows of a run that another process started."""
 
 from __future__ import annotations
 

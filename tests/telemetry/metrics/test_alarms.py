@@ -1,4 +1,4 @@
-"""Each alarm is provoked, and a sound run raises none. No clock but one that is given."""
+"""Each alarm is provoked, and a healthy run raises none. The clock is always given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is made is registered, and what is registered is made."""
+"""Every metric that is written is registered, and every registered one is written."""
 
 from __future__ import annotations
 

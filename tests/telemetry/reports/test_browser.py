@@ -1,4 +1,4 @@
-"""The report's page in a real browser, headless Chromium, where there is one: it shows what stands in the files."""
+"""The report's page in a real browser (headless Chromium), if there is one: it shows the content of the files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`asyncrl report`: what is read out of its page is what stands in the files, and the page asks nobody for anything."""
+"""`asyncrl report`: the page has the content of the files, and makes no network requests."""
 
 from __future__ import annotations
 

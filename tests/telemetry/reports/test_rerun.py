@@ -1,4 +1,4 @@
-"""A run beside its rerun: what can be compared, and how far apart the weights are."""
+"""A run and its rerun: what can be compared, and how far apart the weights are."""
 
 from __future__ import annotations
 
