@@ -144,7 +144,7 @@ def test_a_folder_of_any_name_is_the_run_s(cluster: dict[str, str]) -> None:
     [
         ("node1", "", "node node1 has no known IPv4 address here. Set HEAD_ADDRESS to one"),
         ("node1", "127.0.1.1", "node node1 is 127.0.1.1 here (/etc/hosts)"),
-        ("node2", "127.0.1.1", "Set RAY_ADDRESS (with :20042) to an address that they reach"),
+        ("node2", "127.0.1.1", "Set RAY_ADDRESS (with :20042) to an address that they can reach"),
     ],
 )
 def test_nodes_that_the_others_would_not_find_are_refused(

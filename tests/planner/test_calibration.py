@@ -182,7 +182,7 @@ def test_one_run_scales_the_speed_that_is_given(tmp_path: Path) -> None:
 
 def test_a_run_that_says_too_little_is_refused(tmp_path: Path) -> None:
     rows = write_run(tmp_path / "short", setup(1), steps=4)
-    with pytest.raises(RunFolderError, match="4 or more"):
+    with pytest.raises(RunFolderError, match="at least 4"):
         read_run(tmp_path / "short", setup(1), rows)
     with pytest.raises(RunFolderError, match="histograms"):
         lengths_of(tmp_path)

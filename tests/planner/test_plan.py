@@ -119,8 +119,8 @@ def test_no_split_has_more_engines_than_groups_in_flight_and_what_is_left_is_sai
         (["cost.sync_s=-1"], "not a number of 0 or more"),
         (["cost.turns=nan"], "not a number of 0 or more"),
         (["cost.step_s=1e308"], "more than 604800"),
-        (["cost.environment_sigma=11"], "more than 10:"),
-        (["cost.turns=2000"], "more than 1000:"),
+        (["cost.environment_sigma=11"], "more than 10,"),
+        (["cost.turns=2000"], "more than 1000,"),
     ],
 )
 def test_what_is_no_cost_is_refused_with_the_way_out(wrong: list[str], said: str) -> None:

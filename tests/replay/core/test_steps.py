@@ -171,7 +171,7 @@ def test_a_server_without_memory_is_filled_from_the_checkpoint() -> None:
     core = ReplayCore(settings(), Clock())
     with pytest.raises(ReplayError, match="no replay snapshot"):
         core.restore(step=0, policy_version=1, snapshot=None)
-    with pytest.raises(ReplayError, match="of step 0, the checkpoint of step 3"):
+    with pytest.raises(ReplayError, match="of step 0, but the checkpoint is of step 3"):
         core.restore(step=3, policy_version=1, snapshot=snapshot)
     with pytest.raises(ReplayError, match="cannot be read"):
         core.restore(step=0, policy_version=1, snapshot=snapshot | {"open": 3})

@@ -97,7 +97,7 @@ def test_it_sees_whom_the_learner_waits_for(run: Run) -> None:
     with watching(run.config) as viewer:
         assert seen(viewer).waits == ""
         run.learner._connection.request("lease", [0, 0, 1, 1.0, 0])
-        wait_until(lambda: "step 0 needs 2 groups, 0 are inserted" in seen(viewer).waits)
+        wait_until(lambda: "step 0 needs 2 groups; 0 are inserted" in seen(viewer).waits)
 
 
 def test_with_the_viewers_key_no_verb_but_one_is_there(run: Run) -> None:

@@ -113,7 +113,7 @@ def test_whoever_waits_for_a_shard_that_is_not_there_is_told_which() -> None:
     cluster.shards[0].start()
     try:
         _, worker = begin(cluster)
-        with pytest.raises(NoProgress, match="shard 1 of 2 has not come"):
+        with pytest.raises(NoProgress, match="shard 1 of 2 has not connected"):
             asyncio.run(fill(worker, 1))
         cluster.shards[1].start()
 
