@@ -1,4 +1,4 @@
-"""`asyncrl watch ADDRESS`: what it says of what a replay server tells; see tests/replay/server/test_viewing.py."""
+"""`asyncrl watch ADDRESS`: its output for given answers of a server; see tests/replay/server/test_viewing.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/environments.md: its programs are run by tests/rollout and tests/integration, its commands are accepted."""
+"""docs/environments.md: tests/rollout and tests/integration run its programs; here its commands are accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`environment.name=verifiers`: a taskset with a tool server, as its pages show one, through its chat harness."""
+"""`environment.name=verifiers`: a taskset with a tool server, as in verifiers' documentation, and its harness."""
 
 from __future__ import annotations
 

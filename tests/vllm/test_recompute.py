@@ -1,4 +1,4 @@
-"""weights.on_update=recompute: a sequence that spans an update goes on as if it had been the new model's all along."""
+"""weights.on_update=recompute: a sequence that spans an update continues as if the new model had made it all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each process of a real `vllm serve` with two of them receives and stages what its loaders keep of the weights."""
+"""Each of two processes of a real `vllm serve` receives and stages the part of the weights that it keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learner and workers of different versions: each end refuses the other with a sentence, and waits for nothing."""
+"""Learner and workers with different versions of asyncrl: each end refuses the other at once, with a message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chaos in the reward: within one group completions raise, hang, give NaN and end their process, over many groups."""
+"""Faults in the reward: in one group completions raise, hang, return NaN and end their process, many times."""
 
 from __future__ import annotations
 
