@@ -1,4 +1,4 @@
-"""What is refused, and that the message says the rule, the value and the way out."""
+"""Settings that are refused; the message names the rule, the value and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold between losses, edges and splits, whatever the numbers."""
+"""Identities between losses, edges and splits that hold for all numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every override key of every preset, one by one and by chance together, against the parametric reference."""
+"""Every override key of every preset, alone and in random combinations, against the parametric reference."""
 
 from __future__ import annotations
 

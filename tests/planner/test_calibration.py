@@ -1,4 +1,4 @@
-"""Costs that are measured in a run: here the run is a simulation that writes what a real one writes."""
+"""Costs measured in a run, here a simulation that writes the files of a real one."""
 
 from __future__ import annotations
 

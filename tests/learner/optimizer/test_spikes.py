@@ -1,4 +1,4 @@
-"""Updates that are skipped for a gradient far above those before, and what the gradients of tokens tell."""
+"""Updates skipped for a gradient far above the previous ones, and gradient statistics of single tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever the layout of the ranks: scores and gradients are those of plain transformers on one process."""
+"""On every layout of the ranks, scores and gradients are those of plain transformers in one process."""
 
 from __future__ import annotations
 

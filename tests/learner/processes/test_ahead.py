@@ -1,4 +1,4 @@
-"""Ranks that begin before their torchrun is ready: which, and what they do with what they are told."""
+"""Ranks that begin before their torchrun is ready, and what they do with their instructions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torchrun restarts and what it does not."""
+"""Which deaths torchrun answers with a restart, and which not."""
 
 from __future__ import annotations
 

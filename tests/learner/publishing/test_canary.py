@@ -1,4 +1,4 @@
-"""What the learner finds of rounding in its own model, and whom the bound that follows from it lets pass."""
+"""The rounding that the learner measures in its own model, and the engines that the resulting bound accepts."""
 
 from __future__ import annotations
 

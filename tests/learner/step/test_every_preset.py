@@ -1,4 +1,4 @@
-"""Every named loss through the learner's own step: what it trains on, what it reports, what it moves."""
+"""Every named loss in the learner's own step: what it trains on, reports and changes."""
 
 from __future__ import annotations
 

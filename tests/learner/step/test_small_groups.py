@@ -1,4 +1,4 @@
-"""Groups that were closed without all their members: each is judged against the siblings that it has."""
+"""Groups closed without all their members: each member is compared with the siblings that exist."""
 
 from __future__ import annotations
 

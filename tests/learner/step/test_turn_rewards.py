@@ -1,4 +1,4 @@
-"""What turns earned, as it reaches advantages and value targets: against sums written from the formulas, in float64."""
+"""Rewards of turns in advantages and value targets, against sums written from the formulas, in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often a step waits for the device that computes: on one that counts it (`tests.far_device`)."""
+"""How often a step waits for the device, measured on one that counts (`tests.far_device`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays that an environment attaches travel to the learner byte for byte, and nobody on the way looks into them."""
+"""Arrays that an environment attaches reach the learner byte for byte, without being read on the way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tokens were drawn from, at the door of the replay: a group that the learner would end on is never accepted."""
+"""Checks of the support of tokens by the replay: a group on which the learner would fail is never accepted."""
 
 from __future__ import annotations
 

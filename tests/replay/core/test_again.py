@@ -1,4 +1,4 @@
-"""Two ages: what a learner gets again after an automatic restart, and after a resume that begins a branch."""
+"""What a learner gets again after an automatic restart, and after a resume that begins a branch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose journal it is and whether its run is over, before anything of it is deleted."""
+"""Whose journal it is and whether its run is over are known before anything in it is deleted."""
 
 from __future__ import annotations
 

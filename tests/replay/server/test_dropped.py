@@ -1,4 +1,4 @@
-"""What is shown of groups that were never trained: few, short, with the reason, whoever dropped them."""
+"""Samples of dropped groups: few, short, and with the reason, whoever dropped them."""
 
 from __future__ import annotations
 

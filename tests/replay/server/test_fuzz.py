@@ -1,4 +1,4 @@
-"""What comes over the wire is decoded or refused, and costs nobody else anything; `fuzz.py` has the long runs."""
+"""Random messages are decoded or refused, and cost other peers nothing; `fuzz.py` has the long runs."""
 
 from __future__ import annotations
 

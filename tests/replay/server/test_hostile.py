@@ -1,4 +1,4 @@
-"""Peers that mean harm at a real server: it goes on, nobody honest loses anything, its memory stays bounded."""
+"""Hostile peers at a real server: it continues, honest peers lose nothing, and its memory stays bounded."""
 
 from __future__ import annotations
 

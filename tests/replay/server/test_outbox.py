@@ -1,4 +1,4 @@
-"""Replies that wait for the journal leave once it is durable, and those to one peer leave together."""
+"""Replies that wait for the journal leave once it is durable; those to one peer leave together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is there and who is not: peers that die, are replaced, are cut off, come late, or mean harm."""
+"""Peers that die, are replaced, are cut off, come late, or are hostile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whom the server takes for silent, and when: in time, and nobody who has said something."""
+"""When the server takes a peer for silent: in time, and never one that has sent something."""
 
 from __future__ import annotations
 

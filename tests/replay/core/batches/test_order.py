@@ -1,4 +1,4 @@
-"""Which waiting groups are trained, how often, and when a straggler's order goes to another."""
+"""Which waiting groups are trained, how often, and when a straggler's assignment goes to another worker."""
 
 from __future__ import annotations
 

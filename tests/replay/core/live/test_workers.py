@@ -1,4 +1,4 @@
-"""Who is live, and what is counted of them as they come, change and go."""
+"""Which workers are live, and what is counted of them as they come, change and leave."""
 
 from __future__ import annotations
 
