@@ -210,10 +210,10 @@ def test_what_is_typed_after_the_config_of_a_run_wins_groups_too(tmp_path: Path)
 
 
 def test_a_secret_that_was_blotted_out_is_not_repeated(tmp_path: Path) -> None:
-    secret = "api_key: abc, keys: [abc], judges: [{token: abc}], hub: {secret: abc, name: n}"
+    secret = "api_key: sesame, keys: [sesame], judges: [{token: sesame}], hub: {secret: sesame, name: n}"
     args = f"{{{secret}, url: u, stop: ['***'], key_env: JUDGE}}"
     file = finished_run(tmp_path / "x", "replay.keys=somewhere", f"reward.args={args}")
-    assert "abc" not in file.read_text()
+    assert "sesame" not in file.read_text()
     assert load_config(with_files([str(file)])).reward.args == {
         "url": "u",
         "hub": {"name": "n"},
