@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 from collections.abc import Iterator
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from asyncrl.checks.addresses import is_private, resolved
@@ -13,27 +14,41 @@ from asyncrl.schema import Config, EngineConfig
 SERVERS = ("server", "sglang")
 """Values of `engine.name` that use servers."""
 PROBE_TOKENS = 24
-"""Tokens of one of the canary's probes. A server must hold one more: none scores without generating a token."""
+"""Tokens of one of the canary's probes. A server must hold more: none scores without generating a token."""
 
 
-def too_short(url: str, held: int, config: Config, beside: int = 0) -> str:
-    """Why a server that holds `held` tokens cannot be used by a run of this config; empty where it can.
+class Holds(Protocol):
+    """What a server says of the lengths that it can hold; see `asyncrl.engines.server.link.Facts`."""
+
+    @property
+    def max_length(self) -> int: ...
+
+    @property
+    def spared(self) -> int: ...
+
+    def to_hold(self, tokens: int) -> str: ...
+
+
+def too_short(url: str, holds: Holds, config: Config, beside: int = 0) -> str:
+    """Why such a server cannot be used by a run of this config; empty where it can.
 
     Args:
         beside: what the servers hold that the run goes on with.
     """
     prompt, new = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    free, probe = prompt + holds.spared, PROBE_TOKENS + holds.spared
     wanted = {
         f"data.max_prompt_tokens={prompt} + rollout.max_new_tokens={new} = {prompt + new}": prompt + new,
-        f"the canary takes {PROBE_TOKENS + 1}": PROBE_TOKENS + 1,
+        f"the canary takes {probe}": probe,
         f"requests may have {beside}": beside,
+        f"a prompt of data.max_prompt_tokens={prompt} takes {free}": free,
     }
     what, most = max(wanted.items(), key=lambda item: item[1])
-    if held >= most:
+    if holds.max_length >= most:
         return ""
     return (
-        f"engine.urls: {url} cannot be used: it holds {held} tokens, and {what}. Start it with --max-model-len {most} "
-        "(SGLang: --context-length)"
+        f"engine.urls: {url} cannot be used: it holds {holds.max_length} tokens, and {what}. Start it with "
+        f"{holds.to_hold(most)}"
     )
 
 

@@ -224,7 +224,7 @@ class ServerEngine(ABC):
                 if time.monotonic() < server.not_before:
                     return
                 facts = await server.link.facts(self._dtype, self._shape)
-                if why := too_short(server.url, facts.max_length, self._config, self._max_length):
+                if why := too_short(server.url, facts, self._config, self._max_length):
                     raise ConfigError(why)
                 server.arrive(facts)
                 log.info("%s is there", server.url)

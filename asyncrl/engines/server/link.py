@@ -25,7 +25,18 @@ class Facts(Protocol):
     """Facts about one server."""
 
     @property
-    def max_length(self) -> int: ...
+    def max_length(self) -> int:
+        """Tokens of prompt and completion together."""
+        ...
+
+    @property
+    def spared(self) -> int:
+        """How many of `max_length` a prompt must leave free."""
+        ...
+
+    def to_hold(self, tokens: int) -> str:
+        """The option with which a server has this `max_length`."""
+        ...
 
     @property
     def width(self) -> int:

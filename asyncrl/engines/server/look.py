@@ -43,7 +43,7 @@ def look_at_servers(config: Config) -> None:
             return str(error)
         finally:
             await link.close()
-        if why := too_short(link.url, facts.max_length, config):
+        if why := too_short(link.url, facts, config):
             raise ConfigError(why)
         return ""
 

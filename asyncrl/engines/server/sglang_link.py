@@ -38,6 +38,9 @@ NONE_OF = ("quantization", "speculative_algorithm", "enable_lora", "preferred_sa
 AS_OURS = "Start it with the model of model.path"
 FLUSH_S, AGAIN_S = 20.0, 0.02
 """Longest time in seconds that a flush of a busy cache is retried, and the pause between two tries."""
+REPORTED_LESS, CONTEXT_MORE = 4, 2
+"""With a context of C tokens its scheduler takes prompts of fewer than C - 6 (`max_req_input_len`), and silently ends a
+sequence after C - 2 tokens, prompt included."""
 DTYPES = {"float": "float32", "half": "float16"}
 
 
@@ -50,7 +53,14 @@ class SglangFacts:
 
     @property
     def max_length(self) -> int:
-        return int(self.settings["max_req_input_len"])
+        return int(self.settings["max_req_input_len"]) + REPORTED_LESS
+
+    @property
+    def spared(self) -> int:
+        return REPORTED_LESS + 1
+
+    def to_hold(self, tokens: int) -> str:
+        return f"--context-length {tokens + CONTEXT_MORE}"
 
     @property
     def width(self) -> int:

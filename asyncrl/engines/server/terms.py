@@ -30,6 +30,13 @@ class VllmFacts:
         return int(self.settings["model_config"]["max_model_len"])
 
     @property
+    def spared(self) -> int:
+        return 1
+
+    def to_hold(self, tokens: int) -> str:
+        return f"--max-model-len {tokens}"
+
+    @property
     def width(self) -> int:
         """Number of processes that hold the model."""
         return int(self.settings["parallel_config"]["tensor_parallel_size"])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from asyncrl.checks.servers import too_short
 from asyncrl.engines.server import engine as server_engine
 from asyncrl.engines.server import sglang_servers
 from asyncrl.engines.server.answers import Answer, ServerGoneError
@@ -244,3 +245,20 @@ def test_one_that_cannot_be_used_is_told_why(settings, model, said):
     (why, *_) = problems(SglangFacts(settings=SETTINGS | settings), info, "float32", shape)
     assert said in why
     assert not list(problems(SglangFacts(settings=SETTINGS), {"weight_version": "default"} | shape, "float32", shape))
+
+
+def test_a_context_two_tokens_longer_than_prompt_and_completion_is_enough_and_one_shorter_would_cut_the_end():
+    """Of a context of C tokens SGLang reports C - 6, for prompts alone, and ends each sequence after C - 2."""
+
+    def said(context: int, prompt: int, new: int) -> str:
+        config = Config()
+        config.data.max_prompt_tokens, config.rollout.max_new_tokens = prompt, new
+        return too_short(
+            "http://127.0.0.1:1", SglangFacts(settings=SETTINGS | {"max_req_input_len": context - 6}), config
+        )
+
+    assert said(66, 24, 40) == ""
+    assert "it holds 63 tokens" in said(65, 24, 40) and "= 64. Start it with --context-length 66" in said(65, 24, 40)
+    # Its canary is 24 tokens, and a prompt has to be shorter than what it reports.
+    assert said(31, 1, 1) == "" and "the canary takes 29. Start it with --context-length 31" in said(30, 1, 1)
+    assert said(67, 60, 1) == "" and "=60 takes 65. Start it with --context-length 67" in said(66, 60, 1)
