@@ -275,6 +275,10 @@ class RunView:
     def _elapsed(self) -> str:
         return f"elapsed {clock(time.monotonic() - self._started)}"
 
+    def who_waits(self) -> str:
+        """Return which side waited in the last step; see `who_waits`."""
+        return who_waits(self._latest)
+
     def pressing(self) -> Sequence[Text]:
         """Texts above the table, where they are visible however long the table is."""
         return ()
@@ -317,7 +321,7 @@ class RunView:
                 ],
             ),
             ("rewards failed", [failed_rewards(row)]),
-            ("who waits", [who_waits(row)]),
+            ("who waits", [self.who_waits()]),
         ):
             shown = "  ".join(cell for cell in cells if cell)
             if shown:

@@ -18,7 +18,7 @@ from rich.text import Text
 from asyncrl.config import LOG_DIR
 from asyncrl.family import STOPPED, ProcessId, ancestors, descendants
 from asyncrl.plain_text import plain
-from asyncrl.standstill import NAMED_S, TORCHRUN, WORKER, Kind, Standstills, kind_of, who
+from asyncrl.standstill import NAMED_S, RANK, TORCHRUN, WORKER, Kind, Standstills, kind_of, who
 from asyncrl.storage.full_disk import BOARD_FILE, IS_FULL, SAY_S, read_board
 from asyncrl.storage.lines import TAIL_BYTES
 from asyncrl.storage.occupancy import living_in
@@ -199,6 +199,14 @@ class WatchView(RunView):
         self._said = [*others, text][-SAID:]
         if self._live is None:
             super().say(text)
+
+    def who_waits(self) -> str:
+        """As in the last step, unless one of the two sides was here and no process of it runs any more."""
+        for side, waits in ((WORKER, "learner waits for rollouts"), (RANK, "rollouts wait for learner")):
+            states = [seen.state for seen in self._seen.values() if seen.kind is side]
+            if states and "runs" not in states and not self._over:
+                return f"{waits}: no {side.name.partition(' ')[2]} runs on this machine"
+        return super().who_waits()
 
     def pressing(self) -> Sequence[Text]:
         return [Text(text, style="bold red") for text in self._waits.values()]

@@ -184,6 +184,30 @@ def test_lines_say_once_who_waits_for_whom_until_another_of_its_kind_comes(
         assert not any(waits in str(line) for line in view.pressing())
 
 
+def test_when_no_worker_is_left_the_share_of_the_last_step_is_no_answer_to_who_waits(
+    tmp_path: Path, role: subprocess.Popen
+) -> None:
+    """Of roles that were started one by one, it went on to say `nobody waits`."""
+    run = make_run(tmp_path / "run")
+    row = {"step": 3, "time": 1.0, "idle/learner": 0.0, "idle/rollout": 0.0}
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write(json.dumps(row) + "\n")
+    out = io.StringIO()
+    console = Console(file=out, width=160)
+    for like, waits in (("asyncrl.rollout --worker", "learner waits for"), ("asyncrl.learner", "rollouts wait for")):
+        with started(like) as other:
+            found = [ProcessId.of(role.pid), ProcessId.of(other.pid)]
+            living = [each for each in found if each is not None]
+            with WatchView(run, 4, console, living=lambda _, there=living: there) as view:
+                assert view.look() and view.who_waits() == "nobody waits"
+                del living[1:]
+                end(other)
+                assert view.look() and waits in view.who_waits() and "runs on this machine" in view.who_waits()
+                living.clear()
+                view.look()
+                assert view.who_waits() == "nobody waits"  # in the last step of a run that is over
+
+
 def test_torchrun_whose_ranks_have_died_is_there_and_the_run_goes_on(tmp_path: Path) -> None:
     """It holds no lock, and is found by its ranks."""
     out = io.StringIO()
