@@ -41,6 +41,8 @@ class WorkerExit:
     """The last line of its log, if the log may be on another machine; if empty, read it from the log."""
     log: tuple[str, ...] = ()
     """The last lines of a log on another machine."""
+    elsewhere: bool = False
+    """Whether it ran on another machine."""
 
 
 class HostLostError(AsyncRLError, ConnectionError):

@@ -1,5 +1,5 @@
-"""Queries the nodes of an existing Ray cluster: before the run whether each has what a worker needs, and later for the
-last log lines of a worker there.
+"""Queries the nodes of an existing Ray cluster: before the run whether each has what a worker needs, later for the last
+log lines of a worker there; and stops the workers there.
 
 waits for:    an answer of every node on which a worker may be placed
 unblocked by: the answers, or LOOK_S
@@ -7,6 +7,9 @@ unblocked by: the answers, or LOOK_S
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 from collections.abc import Mapping
 from typing import Any
 
@@ -71,6 +74,17 @@ def lines_on(node: str, log_path: str) -> list[str]:
         return ray.get(_on(node, last_lines).remote(log_path), timeout=TAIL_S)
     except RayError:
         return []
+
+
+def terminate_on(node: str, pids: list[int]) -> None:
+    """Send SIGTERM to these processes of a node, without waiting for it."""
+    _on(node, terminate).remote(pids)
+
+
+def terminate(pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
 
 
 def _on(node: str, function: Any) -> Any:

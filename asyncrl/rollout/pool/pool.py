@@ -36,7 +36,8 @@ from asyncrl.rollout.host import (
     WorkerSpec,
     late_import,
 )
-from asyncrl.rollout.pool.log_tail import last_line
+from asyncrl.rollout.pool.log_tail import last_line, log_size
+from asyncrl.rollout.pool.relay import Relay
 from asyncrl.rollout.pool.specs import worker_specs
 from asyncrl.schema import Config
 from asyncrl.standstill import Standstills, watched_supervisors
@@ -61,6 +62,8 @@ class _Slot:
     spec: WorkerSpec
     restarts: Restarts
     started_at: float = 0.0
+    log_size: int = 0
+    """Size of its log when its worker was started."""
 
 
 class RolloutPool:
@@ -72,6 +75,7 @@ class RolloutPool:
         self._signal = 0
         self.family = Family(os.getpid())
         self._standstills = Standstills()
+        self._relay = Relay(_say)
 
     def run(self) -> int:
         """Return the exit code: 0 if all workers stopped normally, 1 if one failed for good, 128 + a signal's number.
@@ -89,6 +93,7 @@ class RolloutPool:
                 self.family.look()
                 for said in self._standstills.look(self.family.members):
                     _say(said)
+                self._relay.look()
                 for ended in self._host.wait(TURN_S):
                     if ended.code == EXIT_STOPPED:
                         unfinished.discard(ended.name)
@@ -104,7 +109,8 @@ class RolloutPool:
 
     def _start(self, name: str) -> None:
         slot = self._slots[name]
-        slot.started_at = time.monotonic()
+        slot.started_at, slot.log_size = time.monotonic(), log_size(slot.spec.log_path)
+        self._relay.begin(name, slot.spec.log_path)
         self._host.start(slot.spec)
 
     def _start_due(self) -> None:
@@ -115,7 +121,8 @@ class RolloutPool:
         """Schedule the restart of a worker that died, or report why there is none."""
         slot = self._slots[ended.name]
         lived_s = time.monotonic() - slot.started_at
-        last = ended.said or last_line(slot.spec.log_path)
+        unread = "its log could not be read" if ended.elsewhere else last_line(slot.spec.log_path, slot.log_size)
+        last = ended.said or unread
         why = f"worker {ended.name} died after {lived_s:.0f} s ({ended.how}): {last}"
         if ended.log:
             why += "\nThe end of its log, there:" + "".join(f"\n    {line}" for line in ended.log)

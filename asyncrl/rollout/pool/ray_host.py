@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import secrets
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from asyncrl.family import die_with_parent
 from asyncrl.rollout.host import EXIT_FAILED, EXIT_REFUSED, HostLostError, WorkerExit, WorkerSpec, run_worker_here
 from asyncrl.rollout.luggage import Luggage, local_paths, pack, unpacked
 from asyncrl.rollout.pool.log_tail import last_lines
-from asyncrl.rollout.pool.nodes import lines_of, lines_on, refuse_lacking_nodes
+from asyncrl.rollout.pool.nodes import lines_of, lines_on, refuse_lacking_nodes, terminate, terminate_on
 from asyncrl.rollout.pool.ray_health import RayHealth
 from asyncrl.rollout.pool.specs import absolute_paths, worker_environment
 from asyncrl.rollout.rewards.service import start_service
@@ -197,14 +196,20 @@ class RayHost:
         ray.shutdown()
 
     def _end_in_order(self) -> None:
-        """Stop the workers on this machine: an engine that Ray kills leaves sockets and shared memory behind."""
-        ending = []
+        """Stop the workers: one that Ray kills returns no assignments, and its engine leaves sockets and shared memory
+        behind."""
+        ending: list[Any] = []
+        pids: dict[str, list[int]] = {}
         for run, started in self._running.items():
             self._note_place(started)
-            if started.node == self._here:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(started.pid, signal.SIGTERM)
-                    ending.append(run)
+            if started.node:
+                pids.setdefault(started.node, []).append(started.pid)
+                ending.append(run)
+        for node, found in pids.items():
+            if node == self._here:
+                terminate(found)
+            else:
+                terminate_on(node, found)
         if ending:
             ray.wait(ending, num_returns=len(ending), timeout=STOP_TIMEOUT_S)
 
@@ -229,8 +234,15 @@ class RayHost:
         except RayError as error:  # the actor's process died: killed, out of memory, node lost
             code, how = EXIT_FAILED, _summary(error)
             said = lines_on(started.node, started.log_path) if started.node not in ("", self._here) else []
-        elsewhere = tuple(said) if started.node != self._here else ()
-        return WorkerExit(name=started.name, code=code, how=how, said=said[-1].strip() if said else "", log=elsewhere)
+        elsewhere = started.node not in ("", self._here)
+        return WorkerExit(
+            name=started.name,
+            code=code,
+            how=how,
+            said=said[-1].strip() if said else "",
+            log=tuple(said) if elsewhere else (),
+            elsewhere=elsewhere,
+        )
 
     def _note_place(self, started: _Started) -> None:
         """Record where the worker's process is, if it has started."""

@@ -31,3 +31,4 @@ def test_a_worker_on_another_node_has_its_code_and_variables_and_its_last_lines_
     assert words == "from beside of the pool by name"
     assert file.endswith(f"{tmp_path}/code/mine.py") and not Path(file).is_relative_to(tmp_path)
     assert found["log"][-1] == found["said"] and "start 0" in found["log"][0]
+    assert found["whole_log"].endswith("waits\nasked to end\n"), "a pool that leaves asks its workers to end, there too"

@@ -35,14 +35,18 @@ class ScriptedHost:
         self.ended: list[WorkerExit] = []
         self.closed = False
 
-    said = ""
+    said, elsewhere = "", False
     log: tuple[str, ...] = ()
 
     def start(self, spec: WorkerSpec) -> None:
         self.starts.append((spec.name, spec.restart))
         if self.scripts[spec.name]:
             code = self.scripts[spec.name].pop(0)
-            self.ended.append(WorkerExit(name=spec.name, code=code, how="as scripted", said=self.said, log=self.log))
+            self.ended.append(
+                WorkerExit(
+                    name=spec.name, code=code, how="as scripted", said=self.said, log=self.log, elsewhere=self.elsewhere
+                )
+            )
 
     def wait(self, timeout_s: float) -> list[WorkerExit]:
         time.sleep(0.001)
@@ -110,8 +114,9 @@ def test_what_died_an_hour_ago_counts_no_more(monkeypatch, capfd):
 
 
 def test_what_a_worker_on_another_machine_said_last_is_told_here(capfd, monkeypatch):
+    monkeypatch.setattr(ScriptedHost, "elsewhere", True)
     run({"a": [EXIT_FAILED], "b": [EXIT_FAILED] * 9}, max_restarts=0)
-    assert "no log on this machine" in capfd.readouterr().err
+    assert "(as scripted): its log could not be read" in capfd.readouterr().err
     monkeypatch.setattr(ScriptedHost, "said", "ConfigError: model.path=/models/m is not here")
     run({"a": [EXIT_FAILED]}, max_restarts=0)
     assert "(as scripted): ConfigError: model.path=/models/m is not here" in capfd.readouterr().err
@@ -128,7 +133,19 @@ def test_the_last_line_of_a_log_is_the_last_that_says_something(tmp_path):
     log = tmp_path / "worker.log"
     log.write_bytes(b"first\nWireError: \xff broken\n\n  \n")
     assert last_line(str(log)).startswith("WireError:")
-    assert last_line("/nowhere/worker.log") == "no log on this machine"
+    assert last_line("/nowhere/worker.log") == "it ended before it opened its log"
+    assert last_line(str(log), log.stat().st_size) == "it ended before it wrote a line"
+    assert "cannot be read: Is a directory" in last_line(str(tmp_path))
+
+
+def test_a_worker_that_is_killed_before_its_log_opens_does_not_end_with_the_words_of_the_one_before(tmp_path, capfd):
+    """It read `no log on this machine`, or, after a restart, the error of its predecessor."""
+    log = tmp_path / "worker.log"
+    RolloutPool([spec("a", str(log))], ScriptedHost({"a": [EXIT_FAILED]}), max_restarts=0).run()
+    assert "(as scripted): it ended before it opened its log" in capfd.readouterr().err
+    log.write_text("WireError: of another worker\n")
+    RolloutPool([spec("a", str(log))], ScriptedHost({"a": [EXIT_FAILED]}), max_restarts=0).run()
+    assert "(as scripted): it ended before it wrote a line" in capfd.readouterr().err
 
 
 def test_the_end_of_a_log_on_another_machine_is_told_with_the_death(capfd):

@@ -28,18 +28,28 @@ from asyncrl.schema import Config
 
 WAIT_S = 300.0
 ENVIRONMENT = """
-import os, signal
+import os, signal, time
 from near import word
 
+
+def end(*_):
+    print("asked to end", flush=True)
+    os._exit(1)
+
+
 print(word, os.environ["NCCL_OURS"], os.environ["MY_OWN"], __file__, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
+if not os.path.exists({second!r}):
+    os.kill(os.getpid(), signal.SIGKILL)
+signal.signal(signal.SIGTERM, end)
+print("waits", flush=True)
+time.sleep(600)
 """
 
 
 def settings(folder: Path, address: str) -> Config:
     code = folder / "code"
     code.mkdir()
-    (code / "mine.py").write_text(ENVIRONMENT)
+    (code / "mine.py").write_text(ENVIRONMENT.format(second=str(folder / "second")))
     (code / "near.py").write_text("word = 'from beside'\n")
     (folder / "rows.jsonl").write_text(json.dumps({"prompt": "a", "answer": "b"}) + "\n")
     (folder / "model").mkdir()
@@ -74,10 +84,17 @@ def story(folder: Path, address: str) -> dict[str, object]:
     try:
         said = refused({str(folder / "rows.jsonl"): "data.path", "/not/here": "model.path"})
         shutil.rmtree(folder / "code")
-        host.start(worker_specs(config)[0])
-        return {"refused": said, **asdict(first_end(host))}
+        (spec,) = worker_specs(config)
+        host.start(spec)
+        ended = first_end(host)
+        (folder / "second").touch()
+        host.start(spec)
+        deadline = time.monotonic() + WAIT_S
+        while "waits\n" not in Path(spec.log_path).read_text():
+            assert time.monotonic() < deadline and not host.wait(0.5), "the second worker did not start"
     finally:
         host.close()
+    return {"refused": said, **asdict(ended), "whole_log": Path(spec.log_path).read_text()}
 
 
 def main() -> None:
