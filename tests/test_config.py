@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.config import config_dir, config_groups, config_keys, config_to_dict, load_config
+from asyncrl.config import config_dir, config_from_dict, config_groups, config_keys, config_to_dict, load_config
 from asyncrl.digests import learner_digest, run_digest
 from tests.refusals import REQUIRED
 
@@ -51,6 +51,16 @@ def test_every_shipped_config_composes_and_passes_the_checks(group: str, name: s
     """Experiments, which are made of these, in test_cli.py and test_recipes.py, as `--dry-run` does."""
     config = load_config([f"{group}={name}", *REQUIRED, *GOES_WITH.get(f"{group}={name}", [])])
     assert config.model.path == "m"
+
+
+def test_settings_of_one_run_are_not_those_of_the_next_that_is_read() -> None:
+    plain = config_to_dict(load_config(REQUIRED))
+    required = {"model": {"path": plain["model"]["path"]}, "data": {"path": plain["data"]["path"]}}
+    required |= {"reward": {"function": plain["reward"]["function"]}}
+    usual = config_to_dict(config_from_dict(required))
+    other = config_from_dict(required | {"seed": 5, "environment": {"args": {"a": 1}}, "engine": {"urls": ["a"]}})
+    other.environment.args["b"] = other.engine.urls[0] = "changed"
+    assert other.seed == 5 and config_to_dict(config_from_dict(required)) == usual
 
 
 @pytest.mark.parametrize("name", ["grpo", "grpo_std", "rloo", "opo", "reinforce_pp_baseline"])
