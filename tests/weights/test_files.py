@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from asyncrl.errors import WeightsError
+from asyncrl.weights.files import subscriber as subscribing
 from asyncrl.weights.files.sender import FilesSender
 from asyncrl.weights.files.subscriber import FilesSubscriber
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher
@@ -75,7 +76,8 @@ def test_only_the_newest_files_stay_and_a_late_joiner_finds_the_newest(cluster):
 
 
 @pytest.mark.parametrize("damage", ["torn", "flipped", "gone"])
-def test_a_damaged_file_leaves_the_old_version_until_a_good_one_comes(cluster, damage):
+def test_a_damaged_file_leaves_the_old_version_until_a_good_one_comes(cluster, damage, monkeypatch):
+    monkeypatch.setattr(subscribing, "_AGAIN_S", 0.01)
     cluster.publish(0)
     subscriber = cluster.subscribe()
     cluster.wait(lambda: subscriber.policy_version == 0)

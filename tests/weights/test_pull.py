@@ -17,7 +17,9 @@ import pytest
 import torch
 
 from asyncrl.errors import ConfigError, WeightsError
+from asyncrl.weights.files import server as files_server
 from asyncrl.weights.files import shelf as shelves
+from asyncrl.weights.files import subscriber as subscribing
 from asyncrl.weights.files.fetching import AlteredError, Fetcher, UnreachableError
 from asyncrl.weights.files.items import Item, way
 from asyncrl.weights.files.sender import LONGEST, FilesSender
@@ -215,6 +217,21 @@ def test_the_server_gives_published_files_to_whoever_has_the_token(served):
     assert not server.reads("another") and server.reads(item.name)
 
 
+def test_a_body_does_not_wait_until_its_head_has_arrived(served, monkeypatch):
+    server, item, _ = served
+    at_once: list[int] = []
+    said = files_server._Answers.send_response
+
+    def answer(self, code: int) -> None:
+        at_once.append(self.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        said(self, code)
+
+    monkeypatch.setattr(files_server._Answers, "send_response", answer)
+    key = {"Authorization": f"Bearer {server.token}"}
+    assert httpx.get(f"{server.url}/{item.name}", headers=key, trust_env=False).status_code == 200
+    assert len(at_once) == 1 and at_once[0]
+
+
 def test_who_sends_one_byte_at_a_time_holds_no_place(tmp_path):
     server = FilesServer(tmp_path, "127.0.0.1", idle_s=0.3)
     began = time.monotonic()
@@ -226,7 +243,7 @@ def test_who_sends_one_byte_at_a_time_holds_no_place(tmp_path):
 
 
 def test_workers_that_all_come_at_once_wait_for_no_second_try(tmp_path, monkeypatch):
-    monkeypatch.setattr(FilesServer, "serve_forever", lambda self: None)  # it is busy
+    monkeypatch.setattr(FilesServer, "serve_forever", lambda self, poll_interval: None)  # it is busy
     server = FilesServer(tmp_path, "127.0.0.1")
     with contextlib.ExitStack() as stack:
         for _ in range(64):
@@ -287,7 +304,10 @@ def test_a_disk_without_room_for_a_file_ends_no_worker_and_is_asked_again(size, 
     fetcher.close()
 
 
-def test_a_version_that_stays_altered_ends_the_worker_with_the_reason_and_one_that_is_gone_does_not(tmp_path):
+def test_a_version_that_stays_altered_ends_the_worker_with_the_reason_and_one_that_is_gone_does_not(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(subscribing, "_AGAIN_S", 0.01)
     board, weights = Board(), torch.arange(float(SIZE))
     learner = Learner(board, tmp_path / "weights", delta="never")
     learner.send(0, weights)

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -56,7 +57,8 @@ class FilesServer(HttpServer):
                 f"weights.host={host} weights.port={port}: the learner cannot serve its weights there: {error}. Name "
                 "an address of its machine and a free port; weights.port=0 takes any"
             ) from error
-        threading.Thread(target=self.serve_forever, name="weights-server", daemon=True).start()
+        serving = partial(self.serve_forever, poll_interval=0.05)  # how long `close` waits for it
+        threading.Thread(target=serving, name="weights-server", daemon=True).start()
 
     @property
     def url(self) -> str:
@@ -103,6 +105,7 @@ class FilesServer(HttpServer):
 class _Answers(BaseHTTPRequestHandler):
     server: FilesServer
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # head and body are two writes: a short body would wait for the ack of the head
     server_version, sys_version = "asyncrl", ""
 
     def setup(self) -> None:
