@@ -86,6 +86,7 @@ class ContractServer:
 class Handler(BaseHTTPRequestHandler):
     contract: ContractServer
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # head and body are two writes: the second would wait for the ack of the first
 
     def setup(self) -> None:
         super().setup()

@@ -18,6 +18,8 @@ from asyncrl.errors import ConfigError, GenerationError
 @contextmanager
 def answering(status: int, body: bytes = b"{}") -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
+        disable_nagle_algorithm = True
+
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length") or 0))
             self.send_response(status)
@@ -31,7 +33,7 @@ def answering(status: int, body: bytes = b"{}") -> Iterator[str]:
             """Silent."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"
