@@ -15,6 +15,7 @@ import pytest
 import zmq
 
 from asyncrl.errors import ConfigError, ReplayError
+from asyncrl.replay.client import connection
 from asyncrl.replay.client.client import LearnerClient, RolloutClient
 from asyncrl.replay.client.connection import Connection
 from asyncrl.replay.config import ReplayConfig
@@ -61,7 +62,10 @@ def came_by_door(client: LearnerClient | RolloutClient) -> bool:
     return client._connection._door is not None
 
 
-def test_whoever_is_there_before_the_server_too_comes_by_a_door_and_none_is_left_behind(config: ReplayConfig) -> None:
+def test_whoever_is_there_before_the_server_too_comes_by_a_door_and_none_is_left_behind(
+    config: ReplayConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "GOODBYE_S", 0.1)  # said to nobody: the server ends first
     with learner(config) as early:
         assert not came_by_door(early)
         with running_server(config, settings()):

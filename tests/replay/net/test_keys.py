@@ -63,7 +63,7 @@ def test_a_server_of_another_run_is_named_when_nobody_answers(tmp_path: Path) ->
     make_keys(tmp_path / "own")
     config = replay_config()
     with running_server(config, settings()):
-        lost = replace(config, keys=str(tmp_path / "own"), wait_timeout_s=2.0)
+        lost = replace(config, keys=str(tmp_path / "own"), wait_timeout_s=0.5)
         client = RolloutClient(config.address, worker="w", run_digest="d", config=lost)
 
         def named() -> bool:

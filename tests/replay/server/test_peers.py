@@ -21,6 +21,7 @@ from asyncrl.replay.client.client import LearnerClient, RolloutClient
 from asyncrl.replay.codec import wire
 from asyncrl.replay.codec.wire import Envelope
 from asyncrl.replay.net.keys import secure_client
+from asyncrl.replay.server import shutdown
 from asyncrl.replay.server.doorkeeper import MAX_MALFORMED
 from asyncrl.types import NO_VERSION
 from tests.addresses import free_address
@@ -313,7 +314,8 @@ def test_a_worker_has_no_learner_verbs(run) -> None:
         client._connection.request("finish").result(timeout=40)
 
 
-def test_the_server_leaves_when_the_run_is_finished_and_everybody_is_gone() -> None:
+def test_the_server_leaves_when_the_run_is_finished_and_everybody_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutdown, "GRACE_S", 0.1)
     config = replay_config()
     with running_server(config, settings()) as thread:
         run = Run(config)

@@ -13,6 +13,7 @@ import pytest
 import zmq
 
 from asyncrl.errors import ConfigError, FencedError, WireError
+from asyncrl.replay.client import connection
 from asyncrl.replay.client.viewer import Viewer
 from asyncrl.replay.codec import wire
 from asyncrl.replay.codec.reply import decode_replies
@@ -22,7 +23,7 @@ from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.net.keyring import make_keys, roles_by_key
 from asyncrl.replay.net.keys import secure_client
 from asyncrl.replay.protocol import View
-from asyncrl.replay.server import viewing
+from asyncrl.replay.server import shutdown, viewing
 from asyncrl.replay.server.doorkeeper import MAX_MALFORMED, STRANGER_BYTES
 from asyncrl.replay.server.handlers import Handlers
 from asyncrl.replay.server.sessions import Answer, Later, Session
@@ -34,6 +35,11 @@ from tests.replay.net.test_keys import copied, spoken
 from tests.replay.served import Run, ready
 
 pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def _views_come_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(viewing, "VIEW_S", 0.05)
 
 
 @contextlib.contextmanager
@@ -62,6 +68,7 @@ def hello(name: str = "eve", role: str = "viewer") -> list[object]:
     return [role, name, "", NO_VERSION, ""]
 
 
+@pytest.mark.usefixtures("_views_come_often")
 def test_a_viewer_sees_groups_versions_and_who_is_there_and_needs_the_public_key_of_the_server_alone(
     run: Run, tmp_path: Path
 ) -> None:
@@ -92,6 +99,7 @@ def test_a_viewer_sees_groups_versions_and_who_is_there_and_needs_the_public_key
         wait_until(lambda: seen(viewer).committed_steps == 1)
 
 
+@pytest.mark.usefixtures("_views_come_often")
 def test_it_sees_whom_the_learner_waits_for(run: Run) -> None:
     run.start()
     with watching(run.config) as viewer:
@@ -172,7 +180,10 @@ def test_large_messages_and_payloads_of_a_viewer_are_refused_and_end_its_connect
     asyncio.run(ready(run.worker("another")))
 
 
-def test_the_server_of_a_finished_run_waits_for_no_viewer() -> None:
+@pytest.mark.usefixtures("_views_come_often")
+def test_the_server_of_a_finished_run_waits_for_no_viewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutdown, "GRACE_S", 0.1)
+    monkeypatch.setattr(connection, "GOODBYE_S", 0.1)  # said by the viewer to nobody
     config = replay_config()
     with running_server(config, settings()) as thread, watching(config) as viewer:
         run = Run(config)
