@@ -73,6 +73,7 @@ def import_without() -> None:
         importlib.import_module(f"tests.gpu.{name}")
 
 
+@pytest.mark.slow
 def test_they_need_little_to_be_installed():
     process = forked_from("tests.learner.rank_process").Process(target=import_without)
     process.start()

@@ -110,16 +110,19 @@ def test_two_machines_without_a_shared_folder_are_refused_at_the_start_of_the_le
         assert "machine_1/ckpt" not in refusal and "must name one folder that all learner machines share" in refusal
 
 
+@pytest.mark.slow
 def test_a_folder_that_all_share_is_taken_and_nothing_is_left_in_it(told: dict[str, list[Any]]):
     assert told["start_shared"] == [None, None]
     assert told["left"] == [[], []]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_which_a_part_lies_on_another_machine_is_never_sealed(told: dict[str, list[Any]]):
     for refusal in told["save"]:
         assert refusal.startswith("CheckpointError: ") and "__1_0.distcp was written by another rank" in refusal
 
 
+@pytest.mark.slow
 def test_each_rank_hashes_what_it_wrote_and_nothing_else(told: dict[str, list[Any]]):
     assert told["save_shared"] == [["__0_0.distcp"], ["__1_0.distcp"]]
 
