@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from asyncrl.evaluation.orders import EvalAssignment, EvalSummary
 from asyncrl.replay.core.admission import AdmissionSettings
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.core.durable import events as ev
+from asyncrl.replay.core.durable.buffer import Buffer
 from asyncrl.types import NO_VERSION, DropReason, StalePolicy, StepPlan
 
 FINAL = (
@@ -58,6 +60,16 @@ class Oracle:
         self.members: dict[int, tuple[int, ...]] = {}
         """Step -> the members it was sealed with."""
         self.tally = {"in_flight": len(states), "inserted": 0, "leased": 0, "trained": trained, "dropped": dropped}
+
+    def begin_from(self, snapshot: dict[str, Any], version: int) -> None:
+        """Begin with what a checkpoint of `version` says, in a core without memory."""
+        open_groups = dict.fromkeys((row[0] for row in snapshot["open"]), "in_flight")
+        tries = {group_id: failures for group_id, _, _, failures in snapshot["open"]}
+        self.begin(open_groups, tries, snapshot["trained"], sum(snapshot["dropped"].values()))
+        self.siblings = {group_id: row for group_id, *row in snapshot["siblings"]}
+        self.places = {v: p for v, p in self.places.items() if v <= version}
+        # Versions after the checkpoint are forgotten, and so are the lines that began with them.
+        del self.forks[1 + max(line for line, _ in self.places.values()) :]
 
     def publish(self, version: int, parent: int, *, trained: bool, again: bool = False) -> None:
         if not self.places:
@@ -261,3 +273,21 @@ class Oracle:
         counted["dropped"] = sum(ledger.dropped.values())
         assert counted == tally, f"{counted} != {tally}"
         assert ledger.admitted == self.admitted == sum(tally.values())
+
+    def undo(self, buffer: Buffer, step: int, *, branch: bool) -> None:
+        """Set the state of the groups trained after `step`: planned again, or generated again if no
+        payload is left. On a branch nothing stays planned."""
+        steps = buffer.trained
+        moved = {entry for number, sealed in steps.items() if number > step for entry in sealed.members}
+        if branch:
+            moved |= {entry for sealed in buffer.untrained.values() for entry in sealed.members}
+        for entry in sorted(moved, key=lambda entry: entry.group_id):
+            before = [number for number in self.steps_of.get(entry.group_id, ()) if number <= step]
+            again = [number for number in entry.kept if number > step and not steps[number].evicted]
+            if not branch and (again or entry.planned):
+                state = "leased"
+            elif before:
+                state = "trained"
+            else:
+                state = "in_flight" if entry.payload is None else "inserted"
+            self.move(entry.group_id, state)

@@ -22,7 +22,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from tests.replay.simulator import Simulation, run_schedule
+from tests.replay.liveness import run_schedule
+from tests.replay.simulator import Simulation
 
 ADMISSIONS: dict[str, dict[str, Any]] = {"sample": {"by_sample": True}, "window": {"window": True}, "any": {}}
 CHUNK, ACTIONS = 1_000, 100

@@ -3,8 +3,8 @@
 A schedule has 1-3 workers and a learner with random settings. Workers load versions late, die with and without a
 successor, fail, and send groups twice and after they were replaced. The learner prefetches, crashes and goes back to a
 checkpoint, sometimes with other settings; sometimes the server loses its memory. Sets are evaluated alongside. A
-learner that restarts with the same settings must get the same batches again. At the end nothing fails for a while:
-steps must be trained again, every open group must be trained or dropped, and evaluations must end.
+learner that restarts with the same settings must get the same batches again. What has to happen once nothing fails any
+more is in `tests.replay.liveness`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from asyncrl.drawing.curriculum import Curriculum
 from asyncrl.errors import FencedError
 from asyncrl.evaluation.orders import EvalAssignment, EvalResult
-from asyncrl.replay.core.admission import SAMPLE_ORDERS, AdmissionSettings
-from asyncrl.replay.core.batches.order import SELECTORS
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.core.durable import events as ev
 from asyncrl.replay.core.requests.rollouts import UnknownPeer
 from asyncrl.types import NO_VERSION, Assignment, DropReason, GroupHeader, StalePolicy, StepPlan, TrajectoryHeader
+from tests.replay.drawn_settings import changed_settings, drawn_settings
 from tests.replay.oracle import Oracle
 
 FAILURES = (
@@ -37,7 +35,6 @@ FAILURES = (
 
 
 ROWS = (5, 3)
-CURRICULUM = Curriculum(low=0.1, high=0.9, explore=0.3, passes_at=0.5, weights=(1.0, 2.0), shuffle=True)
 
 
 class SimWorker:
@@ -64,27 +61,7 @@ class Simulation:
         """A generator of its own: drawing from `rng` would change the schedules of the seeds from before admission by
         sample."""
         self.by_sample = by_sample
-        max_staleness = rng.choice((0, 1, 2, 3))
-        group_size = rng.choice((1, 1, 2, 3))
-        self.settings = AdmissionSettings(
-            groups_per_step=rng.choice((1, 2, 3)),
-            group_size=group_size,
-            min_group_size=rng.choice((0, rng.randint(1, group_size))),
-            max_staleness=max_staleness,
-            pipeline_depth=rng.choice((max_staleness, rng.randint(0, max_staleness))),
-            max_in_flight=rng.choice((1, 3, 16, 16)),
-            stale_policy=policy or rng.choice(tuple(StalePolicy)[:2] if window else tuple(StalePolicy)),
-            readmit_dropped=rng.random() < 0.5,
-            max_attempts=rng.choice((1, 2, 3)),
-            group_timeout_s=rng.choice((0.0, 0.0, 9.0)),
-            curriculum=rng.choice((None, None, CURRICULUM)),
-        )
-        if self.settings.stale_policy is not StalePolicy.WAIT:
-            order, uses = rng.choice(("fifo", *SELECTORS)), rng.choice((1, 1, 2, 3))
-            self.settings = replace(self.settings, order=order, max_times_sampled=1 if window else uses)
-            if window or (window is None and self.settings.max_times_sampled == 1 and rng.random() < 0.4):
-                self.settings = replace(self.settings, window=self._a_window(self.settings))
-        self.settings = self._perhaps_by_sample(self.settings)
+        self.settings = drawn_settings(rng, self.lots, policy, window=window, by_sample=by_sample)
         self.rollbacks = rollbacks
         self.now = 0.0
         self.stragglers = rng.choice((0.0, 0.5, 0.95))
@@ -106,20 +83,6 @@ class Simulation:
         self._start_learner()
 
     # ---- parts
-
-    def _perhaps_by_sample(self, settings: AdmissionSettings) -> AdmissionSettings:
-        """Perhaps switch to admission by sample, if the settings allow it. With `self.by_sample`, always, adapting the
-        settings."""
-        if self.by_sample:
-            order = settings.order if settings.order in SAMPLE_ORDERS else "fifo"
-            return replace(settings, by_sample=True, window=0, max_times_sampled=1, order=order)
-        can = not settings.window and settings.max_times_sampled == 1 and settings.order in SAMPLE_ORDERS
-        return replace(settings, by_sample=can and self.by_sample is None and self.lots.random() < 0.4)
-
-    def _a_window(self, settings: AdmissionSettings) -> int:
-        """Draw a window size that the settings allow."""
-        spare = settings.max_staleness - settings.pipeline_depth
-        return self.random.randint(1, spare * settings.groups_per_step + 1)
 
     def _new_core(self) -> ReplayCore:
         self.events.clear()
@@ -404,23 +367,17 @@ class Simulation:
         if not self.rollbacks or self.random.random() < 0.5:
             return
         self.oracle.rolled_back = True
-        step, _, snapshot = self.checkpoint or (-1, 0, None)
+        step, version, snapshot = self.checkpoint or (-1, 0, None)
         other, by_hand = self.random.random() < 0.3, self.random.random() < 0.2
         if snapshot is not None and self.random.random() < 0.2:
             self.core = self._new_core()
             # The server refuses incarnations that worked for its predecessor (see sessions.py).
             self.workers = [self._new_worker(worker.name) for worker in self.workers]
-            open_groups = dict.fromkeys((row[0] for row in snapshot["open"]), "in_flight")
-            tries = {group_id: failures for group_id, _, _, failures in snapshot["open"]}
-            self.oracle.begin(open_groups, tries, snapshot["trained"], sum(snapshot["dropped"].values()))
-            self.oracle.siblings = {group_id: row for group_id, *row in snapshot["siblings"]}
-            self.oracle.places = {v: p for v, p in self.oracle.places.items() if v <= self.checkpoint[1]}
-            # Versions after the checkpoint are forgotten, and so are the lines that began with them.
-            del self.oracle.forks[1 + max(line for line, _ in self.oracle.places.values()) :]
+            self.oracle.begin_from(snapshot, version)
             self.zombies.clear()
             self.plans.clear()
         else:
-            self._undo(step, branch=other or by_hand)
+            self.oracle.undo(self.core.state.buffer, step, branch=other or by_hand)
         if other:
             self._change_settings()
         if other or by_hand:
@@ -433,103 +390,6 @@ class Simulation:
     def _change_settings(self) -> None:
         """Change the batch size and the staleness bound, as a resumed run may."""
         self.learner_settings += 1
-        bound = self.random.choice((0, 1, 2, 3))
-        windowed = self.settings.window > 0
-        once = windowed or self.settings.stale_policy is StalePolicy.WAIT
-        self.settings = replace(
-            self.settings,
-            max_times_sampled=1 if once else self.random.choice((1, 2, 3)),
-            groups_per_step=self.random.choice((1, 2, 3)),
-            max_staleness=bound,
-            pipeline_depth=self.random.randint(0, bound),
-            window=0,
-            by_sample=False,
-        )
-        if windowed:
-            self.settings = replace(self.settings, window=self._a_window(self.settings))
-        self.settings = self._perhaps_by_sample(self.settings)
+        self.settings = changed_settings(self.random, self.lots, self.settings, self.by_sample)
         self.oracle.settings = self.core.run.settings = self.settings
         self.core.configure(self.settings.plain())
-
-    def _undo(self, step: int, branch: bool) -> None:
-        """Tell the oracle the new state of the groups trained after `step`: planned again, or generated again if no
-        payload is left. On a branch nothing stays planned."""
-        buffer = self.core.state.buffer
-        steps = buffer.trained
-        moved = {entry for number, sealed in steps.items() if number > step for entry in sealed.members}
-        if branch:
-            moved |= {entry for sealed in buffer.untrained.values() for entry in sealed.members}
-        for entry in sorted(moved, key=lambda entry: entry.group_id):
-            before = [number for number in self.oracle.steps_of.get(entry.group_id, ()) if number <= step]
-            again = [number for number in entry.kept if number > step and not steps[number].evicted]
-            if not branch and (again or entry.planned):
-                state = "leased"
-            elif before:
-                state = "trained"
-            else:
-                state = "in_flight" if entry.payload is None else "inserted"
-            self.oracle.move(entry.group_id, state)
-
-    # ---- liveness
-
-    def must_progress(self, steps: int = 2, rounds: int = 40) -> None:
-        """Check that `steps` more steps are trained, each within `rounds` rounds, if nothing fails."""
-        goal = self.next_step + steps
-        for _ in range(rounds * steps):
-            for worker in self.workers:
-                self._load(worker)
-                self._acquire(worker, 2)
-                self._score(worker)
-                while worker.tasks:
-                    assignment, versions = worker.tasks.pop(0)
-                    following = self.core.state.buffer.untrained.get(self.core.state.trained_steps)
-                    assert self.core.credit() > 0 or following is not None
-                    header = self._header(worker, assignment, versions)
-                    self.core.insert(worker.name, worker.incarnation, header, b"payload")
-            self.learn()
-            self.learn()
-            self.oracle.check(self.core)
-            if self.next_step >= goal:
-                return
-        raise AssertionError(f"nobody moves: {self.settings}: {self.core.explain(self.next_step)}")
-
-    def nobody_starves(self) -> None:
-        """Check that, if nothing fails, every group open now is trained or dropped within a bounded number of steps:
-        the steps that the open groups fill, those that run ahead of them, and those until they exceed the staleness
-        bound."""
-        settings, states = self.settings, self.oracle.states
-        open_now = [group_id for group_id, state in states.items() if state != "trained"]
-        fills = -(-len(open_now) * settings.max_times_sampled // settings.groups_per_step)
-        for _ in range(fills + settings.max_staleness + settings.pipeline_depth + 2):
-            if all(states.get(group_id, "trained") == "trained" for group_id in open_now):
-                return
-            self.must_progress(steps=1)
-        left = {group_id: states[group_id] for group_id in open_now if states.get(group_id, "trained") != "trained"}
-        raise AssertionError(f"starved: {left}: {settings}: {self.core.explain(self.next_step)}")
-
-    def must_evaluate(self, rounds: int = 400) -> None:
-        """Check that, if nothing fails, every evaluation that was not superseded ends."""
-        for _ in range(rounds):
-            for worker in self.workers:
-                self._load(worker)
-                self._acquire(worker, 1)
-                self._score(worker)
-            done = self.core.finished_evaluations()
-            if done is not None:
-                self.oracle.evaluated(done)
-                assert not self.oracle.evaluations, f"evaluations without a result: {self.oracle.evaluations}"
-                return
-        raise AssertionError(f"evaluations do not end: {self.core.explain_evaluation()}")
-
-
-def run_schedule(seed: int, actions: int = 60, **options) -> Simulation:
-    simulation = Simulation(seed, **options)
-    try:
-        simulation.run(actions)
-        simulation.must_progress()
-        simulation.nobody_starves()
-        simulation.must_evaluate()
-    except BaseException as error:
-        error.add_note(f"schedule seed={seed} options={options} settings={simulation.settings}")
-        raise
-    return simulation

@@ -11,7 +11,7 @@ from asyncrl.replay.audit.report import Audit, audit, table
 from asyncrl.replay.core.durable import events as ev
 from asyncrl.replay.core.durable.state import ReplayState
 from asyncrl.types import NO_VERSION, DropReason, GroupHeader, TrajectoryHeader
-from tests.replay.simulator import run_schedule
+from tests.replay.liveness import run_schedule
 
 SETTINGS = {"max_staleness": 1, "groups_per_step": 2, "group_size": 2}
 

@@ -11,7 +11,8 @@ from asyncrl.replay.core.durable import events as ev
 from asyncrl.replay.core.durable.state import ReplayState
 from asyncrl.types import DropReason, StalePolicy
 from tests.replay import schedules
-from tests.replay.simulator import Simulation, run_schedule
+from tests.replay.liveness import run_schedule
+from tests.replay.simulator import Simulation
 from tests.seeds import run_seeds
 
 FAST, SLOW, LONG = 300, 3_000, 100_000
