@@ -9,6 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launchers/install.sh
 asyncrl_install "[dev,docs,gym,gymnasium,lora,wandb,math,judge,search,agents,verifiers]" vllm
 "$PYTHON" -m compileall -qq tests benchmarks || true # as in install.sh: tests start hundreds of processes
+unset PYTHONDONTWRITEBYTECODE # pytest keeps the tests as it rewrites them, or every lane does it again
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYRIGHT_PYTHON_IGNORE_WARNINGS=1
 
 echo "== ruff"

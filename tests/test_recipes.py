@@ -14,7 +14,7 @@ from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 
 VARIANTS = sorted(file.stem for file in config_dir().glob("experiment/smoke/*.yaml") if file.stem != "small")
 SLOW = {"verifiers", "reasoning_gym_mix"}
-"""Planning these imports their packages."""
+"""Planning these imports their packages; making rows of the second, too."""
 
 NAMED = {"verifiers": ["environment.args.taskset=numbers_v1", "model.renderer=default"]}
 """Settings that a recipe leaves to the user, beside its files."""
@@ -64,7 +64,13 @@ def test_a_recipe_and_its_smoke_variant_can_be_planned_with_rows_of_its_data_set
     assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow, pytest.mark.unhurried] if name == "reasoning_gym_mix" else ())
+        for name in VARIANTS
+    ],
+)
 def test_a_smoke_variant_changes_sizes_and_places_and_nothing_of_what_is_learned(name: str, fake_models: Path) -> None:
     *paths, _, _ = smoke.filled([f"experiment=smoke/{name}"])
     small, whole = (load_config([*paths, f"experiment={each}"]) for each in (f"smoke/{name}", name))
