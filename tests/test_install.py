@@ -46,7 +46,7 @@ def test_what_pip_calls_errors_of_vllms_own_pins_is_one_line_of_ours(tmp_path: P
     assert done.returncode == 0 and "goes on" in done.stdout
     retrying, ours = done.stderr.splitlines()
     assert retrying == "WARNING: Retrying"
-    assert "vLLM asks for 2 packages" in ours and "ERROR" not in ours
+    assert "vLLM requires 2 packages" in ours and "ERROR" not in ours
 
 
 def test_a_conflict_of_another_package_is_shown_as_pip_says_it(tmp_path: Path):
