@@ -181,8 +181,7 @@ def rose(before: Point, now: Point) -> bool:
 
 def disk(course: Course) -> str:
     free = course.last[-1].get(FREE_BYTES) if course.last else None
-    full = free is not None and free < LEAST_FREE
-    return f"only {free / 2**30:.1f} GiB are free on the disk of the run folder" if full else ""
+    return "" if free is None or free >= LEAST_FREE else f"the run folder's disk has only {free / 2**30:.1f} GiB free"
 
 
 def memory(course: Course) -> str:
