@@ -14,7 +14,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ from asyncrl.data.modes import LETTERS, REVERSE_SHARE, WORD_LENGTH, write_modes
 from asyncrl.data.quick_agents import AGENTS, write_rows
 from asyncrl.data.warmup_recipe import AgentRecipe, RewardRecipe, WarmupRecipe
 from asyncrl.errors import AsyncRLError
+from asyncrl.storage.held import held_folder
 from asyncrl.telemetry.reports.summary import QUICKSTART
 
 WARMUP_TIMEOUT_S = 900.0
@@ -110,15 +110,16 @@ def prepare(recipe: WarmupRecipe) -> Path:
 
 @contextmanager
 def scratch_beside(folder: Path) -> Iterator[Path]:
-    """Yield a folder that is renamed to `folder` at the end, when it is complete.
+    """Yield a folder that is renamed to `folder` at the end, when it is complete. What killed processes left of theirs
+    is removed.
 
     Raises:
         AsyncRLError: nothing can be written there.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix="making-") as scratch:
-            made = Path(scratch) / folder.name
+        with held_folder(str(folder.parent)) as scratch:
+            made = scratch / folder.name
             yield made
             try:
                 made.rename(folder)

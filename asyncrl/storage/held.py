@@ -23,12 +23,14 @@ MEMORY = Path("/dev/shm")
 @contextlib.contextmanager
 def held_folder(parent: str = "") -> Iterator[Path]:
     """Yield an empty folder in `parent`, or in the default place for temporary files; it is removed afterwards."""
-    clear_away()
+    clear_away(parent)
     with (
         tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent or None, ignore_cleanup_errors=True) as name,
         Path(name, f"{HELD}.new").open("w") as file,
     ):
-        fcntl.flock(file, fcntl.LOCK_EX)
+        # Some network file systems have no locks: there, what a killed process left stays.
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
         # Renamed only once it is locked: see `clear_away`.
         Path(file.name).rename(Path(name, HELD))
         try:
@@ -66,9 +68,10 @@ def _unlink_shared(folder: Path) -> None:
                     path.unlink()
 
 
-def clear_away() -> None:
-    """Remove what killed processes of this user left, in the default place for temporary files and that of sockets."""
-    places = {tempfile.gettempdir(), "/tmp"}
+def clear_away(parent: str = "") -> None:
+    """Remove what killed processes of this user left, in `parent`, the default place for temporary files and that of
+    sockets."""
+    places = {parent or "/tmp", tempfile.gettempdir(), "/tmp"}
     for mark in itertools.chain(*(Path(place).glob(f"{PREFIX}*/{HELD}") for place in places)):
         with contextlib.suppress(OSError):
             if mark.parent.lstat().st_uid != os.geteuid():  # opening another user's file may block for ever (a pipe)

@@ -373,6 +373,35 @@ def test_the_quickstart_makes_its_files_once_and_then_starts_with_them(
     assert first not in [quickstart.cache_folder(other) for other in others]
 
 
+MAKES = """
+import sys
+from pathlib import Path
+from asyncrl.cli.quickstart import scratch_beside
+with scratch_beside(Path(sys.argv[1])) as made:
+    made.mkdir()
+    print(made, flush=True)
+    input()
+"""
+
+
+def test_what_a_killed_quickstart_left_half_made_is_removed_by_the_next_that_makes_something(tmp_path: Path) -> None:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    makers = [subprocess.Popen([sys.executable, "-c", MAKES, str(tmp_path / name)], **pipes) for name in "ab"]
+    try:
+        killed, used = (Path(maker.stdout.readline().strip()) for maker in makers)
+        makers[0].kill()
+        makers[0].wait()
+        with quickstart.scratch_beside(tmp_path / "c") as made:
+            made.mkdir()
+        assert not killed.exists() and used.exists()
+        makers[1].communicate("\n")
+        assert {path.name for path in tmp_path.iterdir()} == {"b", "c"}
+    finally:
+        for maker in makers:
+            maker.kill()
+            maker.communicate()
+
+
 @pytest.mark.parametrize("cache", ["~nobody-of-this-name/x", "d.jsonl/x"])
 def test_a_cache_that_cannot_be_made_is_an_error_with_the_variable_to_set(
     cache: str, files: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
