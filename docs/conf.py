@@ -16,5 +16,5 @@ myst_enable_extensions = ["colon_fence", "deflist"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True, "show-inheritance": True, "exclude-members": "__init__, __new__"}
-# Pages link to files of the repository, which are no pages.
+# Pages link to files of the repository, which are no pages. tests/test_docs.py checks that files and headings exist.
 suppress_warnings = ["myst.xref_missing"]

@@ -13,7 +13,7 @@ from asyncrl.sft.rules import load_sft
 from asyncrl.sft.settings import SftConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCS = sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))
+DOCS = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("**/*.md") if "_build" not in page.parts)
 PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", *DOCS]
 OF_SFT = ("docs/sft.md", "docs/sft_settings.md", "CHANGELOG.md")
 """Pages that name settings of `asyncrl sft` too."""
@@ -32,6 +32,37 @@ def test_every_path_a_page_names_exists(page: str) -> None:
     }
     assert paths or page not in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
     assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+
+
+def prose(page: str) -> str:
+    """A page without its code."""
+    text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"`[^`\n]*`", "", text)
+
+
+def anchors(page: str) -> set[str]:
+    """Names of its headings, as GitHub and the site (`myst_heading_anchors`) give them."""
+    text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    found: set[str] = set()
+    for title in re.findall(r"^#{1,3} (.+)$", text, flags=re.MULTILINE):
+        name = re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-")
+        found.add(next(each for each in [name, *(f"{name}-{i}" for i in range(1, 9))] if each not in found))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_of_a_page_leads_to_a_file_and_a_heading_that_exist(page: str) -> None:
+    """The build of the site cannot tell: to it, files of the repository that are no pages are missing too."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", prose(page))
+    broken: list[str] = []
+    for target in targets:
+        if re.match(r"https?://|mailto:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = ((ROOT / page).parent / path).resolve() if path else ROOT / page
+        missing = not file.exists() or (anchor and anchor not in anchors(str(file.relative_to(ROOT))))
+        broken += [target] if missing else []
+    assert broken == []
 
 
 @pytest.mark.parametrize("page", PAGES)
