@@ -15,13 +15,18 @@ from pathlib import Path
 
 from rich.text import Text
 
+from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.cli.arguments.settings_file import with_files
+from asyncrl.cli.dry_run.fitting import fitting_lines
+from asyncrl.cli.dry_run.memory import learner_memory
+from asyncrl.cli.dry_run.placement import kind_to_plan
 from asyncrl.cli.lengths import histogram
 from asyncrl.cli.processes.commands import learner_command, with_absolute_run_dir
 from asyncrl.cli.processes.ending import Ended, best_line, how_to_go_on
 from asyncrl.cli.processes.supervision import supervise
 from asyncrl.cli.starting.preflight import refuse_unmeasured
 from asyncrl.plain_text import plain
+from asyncrl.schema import Config
 from asyncrl.sft.batches import Course, draws_before
 from asyncrl.sft.examples import Encoder, open_encoder
 from asyncrl.sft.look import Looked, lines, look, runs
@@ -112,10 +117,17 @@ def show(plan: Plan, console: PlainConsole) -> None:
         f"{by.max_tokens_per_microbatch:,}",
         f"learner.lr={by.lr:g}, {by.schedule}, {by.warmup_steps} steps of warm-up; checkpoints every {by.save_every} "
         f"steps in {Path(given.run.dir) / CHECKPOINT_DIR}, the model in {Path(given.run.dir) / EXPORT_DIR} at the end",
+        *memory_of(config),
         str(learner_command(config, plan.overrides, "RUN-ID", MODULE)),
         "dry run: nothing was started",
     ):
         console.print(line, markup=False)
+
+
+def memory_of(config: Config) -> list[str]:
+    """Estimate the memory of a rank, and say whether it fits its GPU. `auto` is resolved for the GPUs that are here."""
+    config = with_dtypes(config, learner=kind_to_plan(config, config.learner.device))
+    return [*learner_memory(config), *fitting_lines(config, "learner")]
 
 
 def rendered(looked: Looked, encoder: Encoder) -> Text:

@@ -17,6 +17,7 @@ from asyncrl.schema import (
     RolloutConfig,
     RunConfig,
     TelemetryConfig,
+    WeightsConfig,
 )
 
 
@@ -189,8 +190,9 @@ def learner_config(given: SftConfig, steps: int = 1) -> Config:
         model=given.model,
         # The longest possible sequence, which decides whether layers with sliding windows can be packed.
         data=DataConfig(path="", max_prompt_tokens=given.data.max_tokens),
-        rollout=RolloutConfig(max_new_tokens=0),
+        rollout=RolloutConfig(group_size=1, max_new_tokens=0),  # no sequence shares its prompt with another
         engine=EngineConfig(device="cpu"),  # there are no engines, so every GPU can be used by a rank
         learner=LearnerConfig(**learner),
+        weights=WeightsConfig(copies="none"),  # none are sent
         telemetry=TelemetryConfig(**asdict(given.telemetry)),
     )

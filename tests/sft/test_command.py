@@ -38,6 +38,8 @@ def test_a_dry_run_shows_a_row_with_its_loss_the_lengths_and_starts_nothing(
     assert "user: hi\nassistant: ▶hello<|eos|>◀" in said and "rows.jsonl:1" in said
     assert "2 rows, all of a form that can be used" in said and "tokens of 3 rows (data.max_tokens=64)" in said
     assert "1 steps of 6 rows" in said and "-m asyncrl.sft" in said and not (tmp_path / "run").exists()
+    assert "Adam moments" in said and "checkpoints are written from" in said, "the memory of a rank"
+    assert not any(what in said for what in ("replay", "rollout", "copies of its weights"))
 
 
 def test_a_dry_run_shows_the_space_that_a_completion_begins_with(

@@ -27,8 +27,12 @@ RULES: tuple[Callable[[Config], Problems], ...] = (
 )
 
 
+def problems_of_rules(config: Config) -> list[str]:
+    """Return all problems found by `RULES`."""
+    return [problem for rule in RULES for problem in rule(config)]
+
+
 def check_config(config: Config) -> None:
     """Raises ConfigError with all problems found by `RULES`."""
-    problems = [problem for rule in RULES for problem in rule(config)]
-    if problems:
+    if problems := problems_of_rules(config):
         raise ConfigError(join_problems(problems))

@@ -11,12 +11,11 @@ from asyncrl.checks.architecture import longest_sequence
 from asyncrl.checks.machine import model_settings, not_laid_out
 from asyncrl.checks.parallel import problem_of
 from asyncrl.checks.placement import placement_of
-from asyncrl.checks.rules.whole import check_config
+from asyncrl.checks.rules.whole import problems_of_rules
 from asyncrl.cli.dry_run.memory import copies_bytes, copies_on_gpu, copies_on_gpu_apart, policy_held, rank_bytes, size
 from asyncrl.cli.dry_run.model_size import ModelSize, model_size
 from asyncrl.cli.dry_run.placement import gpus_to_plan, kind_to_plan
 from asyncrl.cli.processes.told import smi_says
-from asyncrl.errors import ConfigError
 from asyncrl.learner.memory_plan import reduces_each
 from asyncrl.placement import WHOLE_SHARE
 from asyncrl.schema import Config
@@ -34,7 +33,7 @@ def fitting_lines(config: Config, command: str) -> list[str]:
     learner computes on a CPU, or if the size of its model is unknown.
 
     Args:
-        command: `local` or `learner`.
+        command: `local` or `learner`. `asyncrl sft`, which has no engines beside its learner, is like `learner`.
     """
     model = model_size(Path(config.model.path))
     if kind_to_plan(config, config.learner.device) != "cuda" or problem_of(config.learner, config.learner.ranks):
@@ -111,7 +110,7 @@ def candidates(config: Config) -> Iterator[Changes]:
     layouts += [{"learner.tensor_parallel": ranks} for ranks in NEIGHBOURS if config.learner.tensor_parallel == 1]
     layouts += [{"learner.offload": kind} for kind in ("optimizer", "all") if config.learner.offload == "none"]
     spread: list[Changes] = [{}]
-    if config.learner.ranks > 1 and config.weights.senders == "rank0":
+    if config.learner.ranks > 1 and config.weights.senders == "rank0" and config.weights.copies != "none":
         spread.append({"weights.senders": "all"})
     yield from spread[1:]
     for layout in layouts:
@@ -122,7 +121,7 @@ def candidates(config: Config) -> Iterator[Changes]:
 
 
 def changed(config: Config, changes: Changes) -> Config | None:
-    """Return `config` with changed settings; None if a start would refuse them."""
+    """Return `config` with changed settings; None if a start would refuse them, though it accepts `config`."""
     found = config
     for key, value in changes.items():
         room, _, name = key.partition(".")
@@ -130,8 +129,5 @@ def changed(config: Config, changes: Changes) -> Config | None:
     learner = found.learner
     if problem_of(learner, learner.ranks) or not_laid_out(model_settings(config.model.path), learner, trained=True):
         return None
-    try:
-        check_config(found)
-    except ConfigError:
-        return None
-    return found
+    # The rules are those of reinforcement learning, and some of them refuse every `sft.settings.learner_config`.
+    return None if set(problems_of_rules(found)) - set(problems_of_rules(config)) else found

@@ -68,20 +68,37 @@ def memory_lines(config: Config, command: str = "local") -> list[str]:
         f"replay store: {size(store_bytes_needed(config))} of tokens at most, limit {size(config.replay.max_bytes)} "
         f"(replay.max_bytes){f', in {config.replay.shards} shards' if config.replay.shards else ''}",
         journal_line(config),
+        *learner_memory(config),
     ]
+    model = model_size(Path(config.model.path))
+    if model is None or problem_of(config.learner, config.learner.ranks):
+        return lines
+    if config.weights.copies != "none":
+        lines.append(copies_line(config, copies_bytes(config, model), command))
+    count = model.trained(config.model.lora_rank, config.model.lora_targets)
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    running = sequences_per_engine(config)
+    width = BYTES[config.engine.dtype]
+    lines.append(
+        f"rollout worker: {size(width * (model.parameters + count))} weights and staging + "
+        f"{kv_cache(config, running * longest * model.kv_values_per_token * width)} ({running} sequences of {longest} "
+        "tokens)"
+    )
+    wire = BYTES[config.weights.wire_dtype] * count
+    lines.append(f"a weight update: {size(wire)} per worker over {config.weights.transport}")
+    return lines
+
+
+def learner_memory(config: Config) -> list[str]:
+    """Return the lines about a learner rank, or why its memory is not estimated."""
     model = model_size(Path(config.model.path))
     if model is None:
         return [
-            *lines,
-            f"model: {config.model.path} is not a local safetensors folder (a hub name?), so memory is not estimated",
+            f"model: {config.model.path} is not a local safetensors folder (a hub name?), so memory is not estimated"
         ]
     if problem_of(config.learner, config.learner.ranks):
-        return [
-            *lines,
-            "learner: memory is not estimated. Give learner.ranks, the number of ranks that you start",
-        ]
-    count = model.trained(config.model.lora_rank, config.model.lora_targets)
-    lines += learner_lines(config, model)
+        return ["learner: memory is not estimated. Give learner.ranks, the number of ranks that you start"]
+    lines = learner_lines(config, model)
     lines += [f"learner, per rank: {size(count)} {what}" for count, what in role_rows(config, model)]
     lines += [f"learner, per rank: {size(count)} of host memory: {what}" for count, what in host_rows(config, model)]
     dims = ParallelDims.of(config.learner, config.learner.ranks)
@@ -95,18 +112,6 @@ def memory_lines(config: Config, command: str = "local") -> list[str]:
             f"learner, per rank: {size(saved)} of host memory for the copy that "
             "checkpoints are written from (learner.async_save)"
         )
-    if config.weights.copies != "none":
-        lines.append(copies_line(config, copies_bytes(config, model), command))
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    running = sequences_per_engine(config)
-    width = BYTES[config.engine.dtype]
-    lines.append(
-        f"rollout worker: {size(width * (model.parameters + count))} weights and staging + "
-        f"{kv_cache(config, running * longest * model.kv_values_per_token * width)} ({running} sequences of {longest} "
-        "tokens)"
-    )
-    wire = BYTES[config.weights.wire_dtype] * count
-    lines.append(f"a weight update: {size(wire)} per worker over {config.weights.transport}")
     return lines
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from asyncrl.cli.dry_run.model_size import model_size
 from asyncrl.config import load_config
 from asyncrl.learner.step import accumulation
 from asyncrl.schema import Config
+from asyncrl.sft.rules import load_sft
+from asyncrl.sft.settings import learner_config
 
 QWEN = {"7b": (3584, 18944, 28, 28, 4), "72b": (8192, 29568, 80, 64, 8)}
 """Of Qwen2.5: hidden, inner, layers, heads, key-value heads."""
@@ -83,6 +86,19 @@ def test_what_does_not_fit_is_said_with_the_first_layout_that_does(name: str, ra
     before = tried[: tried.index(fits)]
     assert all(taken(each, model, "learner", ROOM) > ROOM for each in before if each is not None)
     assert fitting_lines(fits, "learner") == [line for line in fitting_lines(fits, "learner") if "which fits" in line]
+
+
+@pytest.mark.parametrize("ranks", [8, 1])
+def test_fine_tuning_is_told_a_layout_that_it_accepts(ranks: int, tmp_path: Path):
+    own = [f"model.path={checkpoint(tmp_path, '7b')}", "data.path=rows.jsonl", f"learner.ranks={ranks}"]
+    budget = "learner.max_tokens_per_microbatch=65536"
+    config = learner_config(load_sft([*own, budget]))
+    config = with_dtypes(replace(config, placement=replace(config.placement, gpus=8)), learner="cuda")
+    (line,) = fitting_lines(config, "learner")
+    _, found, said = line.partition("which does not fit. With ")
+    changes = re.findall(r"[a-z]+\.\w+=\w+", said)
+    assert found and changes
+    load_sft([*own, budget, *changes])
 
 
 def test_a_model_that_no_layout_of_its_ranks_holds_is_said_to_be_too_large(tmp_path: Path):
