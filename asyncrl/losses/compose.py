@@ -30,6 +30,10 @@ from asyncrl.losses.settings import KEYS, LossConfig
 from asyncrl.losses.surrogates import SURROGATES
 from asyncrl.losses.weights import behavior_weight
 
+ROUNDING = 1e-4
+"""Differences of log-probs up to this are rounding of float32 (1e-6 for a model of 149 k parameters), not pulled back:
+where no token has an advantage, they are the whole gradient, and Adam scales any gradient up to full steps."""
+
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
@@ -122,7 +126,9 @@ def kl_parts(tokens: Tokens, row: Preset, config: LossConfig, edge: str, factors
     if config.kl_coef:
         parts["loss/kl"] = config.kl_coef * add_up(reference_kl(tokens, row, config, edge), factors)
     if config.behavior_kl:
-        parts["loss/behavior_kl"] = config.behavior_kl * add_up((tokens.cur - tokens.mu).square(), factors)
+        apart = tokens.cur - tokens.mu
+        apart = apart * (apart.abs() > ROUNDING)  # NaN stays NaN
+        parts["loss/behavior_kl"] = config.behavior_kl * add_up(apart.square(), factors)
     if config.entropy_coef:
         parts["loss/entropy"] = -config.entropy_coef * add_up(entropy_of(tokens, config), factors)
     return parts

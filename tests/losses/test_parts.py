@@ -253,6 +253,19 @@ def test_behavior_kl_covers_rejected_tokens_too() -> None:
     agree(random_batch(16, proximal=False), preset("ppo", max_age=0, behavior_kl=0.01), reference)
 
 
+def test_differences_of_rounding_size_are_not_pulled_back() -> None:
+    """With equal rewards they were the whole gradient of the first step, which Adam made a full one."""
+    inputs = to_inputs(random_batch(16, proximal=False))
+    mask = inputs.loss_mask
+    for apart, pulled in ((1e-6, False), (1e-5, False), (1e-3, True), (float("nan"), True)):
+        cur = (inputs.behavior_logprobs + apart).detach().requires_grad_()
+        same = dataclasses.replace(inputs, learner_logprobs=cur, advantages=torch.zeros_like(inputs.advantages))
+        out = policy_loss(same, preset("ppo", behavior_kl=0.01))
+        (gradient,) = torch.autograd.grad(out.loss, cur)
+        assert bool((gradient[mask] != 0).all()) == pulled, apart
+        assert bool((gradient[mask] == 0).all()) != pulled, apart
+
+
 def test_a_prompt_mean_needs_group_ids() -> None:
     inputs = dataclasses.replace(to_inputs(random_batch(0)), group_ids=None)
     with pytest.raises(ConfigError, match="group_ids"):
