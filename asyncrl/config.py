@@ -279,7 +279,10 @@ def config_from_dict(values: dict[str, Any], source: str = "a config received fr
         node = OmegaConf.merge(_schema(), literal(values))
         return cast(Config, OmegaConf.to_object(node))
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{source} does not fit this version of asyncrl: {error}") from error
+        key, (said, *_) = error.full_key, str(error).splitlines()  # the other lines are about its classes
+        raise ConfigError(
+            f"{source} does not fit this version of asyncrl: {f'{key}: ' if key else ''}{said}"
+        ) from error
 
 
 @functools.cache

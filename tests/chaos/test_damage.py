@@ -152,3 +152,12 @@ def test_settings_that_were_cut_or_changed_by_hand_are_told(folder: Path, end: b
     path = folder / "config.yaml"
     path.write_bytes(path.read_bytes()[:146] + end)
     assert [note for note in examine(folder).notes if f"{path} was changed or truncated" in note]
+
+
+def test_a_run_folder_without_its_run_file_or_its_ledger_is_told_of(folder: Path) -> None:
+    """The audit of it said `balances`, and nothing else."""
+    (folder / "config.yaml").write_text("learner:\n  steps: 4\n")
+    (folder / "run.json").write_text("{")
+    (folder / "ledger.jsonl").unlink()
+    notes = "\n".join(examine(folder).notes)
+    assert "run.json is missing or damaged" in notes and "ledger.jsonl is missing: a resume writes" in notes

@@ -25,7 +25,7 @@ from asyncrl.replay.shards.store import SHARD, check_store
 from asyncrl.storage.checkpoints import BRANCH_FILE, CHECKPOINT_DIR, newest_proven, position_of
 from asyncrl.storage.lines import Lines, Row, read_parts
 from asyncrl.storage.sealed import MANIFEST, is_sealed, verify_export
-from asyncrl.telemetry.folder.run_folder import config_note
+from asyncrl.telemetry.folder.run_folder import RUN_FILE, config_note, owner_of
 from asyncrl.telemetry.metrics.log import EVAL_SAMPLES_FILE, HISTOGRAMS_FILE, METRICS_FILE, SAMPLES_FILE
 from asyncrl.telemetry.metrics.raised import ALARMS_FILE
 
@@ -76,6 +76,7 @@ def examine(folder: Path) -> Findings:
             found.notes.append(problem)
     if said := config_note(folder):
         found.notes.append(said)
+    found.notes += _gone(folder)
     metrics, ledger = lines[METRICS_FILE], lines[LEDGER_FILE]
     found.notes += _holes(folder, metrics, lines[SAMPLES_FILE], checkpoint)
     if journal is not None:
@@ -218,6 +219,19 @@ def _behind(folder: Path, journal: JournalEnd, ledger: Lines[Row], checkpoint: t
             f"{folder / LEDGER_FILE} ends at event {last}, but the journal begins with event {journal.first_event}. "
             "The lines between are lost"
         )
+
+
+def _gone(folder: Path) -> Iterator[str]:
+    """Yield what is missing of a folder that a run has prepared."""
+    if not (folder / CONFIG_FILE).exists():
+        return
+    if owner_of(folder) is None:
+        yield (
+            f"{folder / RUN_FILE} is missing or damaged: it says whose run this is, and no resume goes on without it. "
+            "Restore it from a copy"
+        )
+    if not (folder / LEDGER_FILE).exists():
+        yield f"{folder / LEDGER_FILE} is missing: a resume writes again what the journal still has"
 
 
 def _bare(folder: Path, journal: JournalEnd) -> str:

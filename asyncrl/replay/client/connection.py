@@ -158,7 +158,8 @@ class Connection:
             if self._handshakes.monitor in ready:
                 self._handshakes.hear()
                 if self._handshakes.refused:
-                    self._die(ReplayError(f"the {self._server} {self._handshakes.refused}"))
+                    kind = ReplayError if self._run else RefusedPeerError  # as below
+                    self._die(kind(f"the {self._server} {self._handshakes.refused}"))
             if self._socket in ready:
                 self._receive()
             if self._welcome:

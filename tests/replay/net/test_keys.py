@@ -13,7 +13,7 @@ import zmq
 from zmq.auth import create_certificates
 
 from asyncrl.config import load_config
-from asyncrl.errors import ConfigError, NoProgress, ReplayError, WireError
+from asyncrl.errors import ConfigError, NoProgress, RefusedPeerError, WireError
 from asyncrl.replay.client.client import LearnerClient, RolloutClient
 from asyncrl.replay.client.connection import Connection
 from asyncrl.replay.codec import wire
@@ -54,7 +54,7 @@ def test_a_key_of_another_run_is_refused_at_once_and_by_name(tmp_path: Path) -> 
     with running_server(config, settings()):
         stranger = replace(config, keys=str(tmp_path / "other"))
         client = LearnerClient(config.address, rank=0, run_digest="d", config=stranger)
-        with pytest.raises(ReplayError, match=rf"refused the learner's key in {tmp_path}/other.*replay\.keys"):
+        with pytest.raises(RefusedPeerError, match=rf"refused the learner's key in {tmp_path}/other.*replay\.keys"):
             client.members()
         client.close()
 
