@@ -96,7 +96,7 @@ def strangers(folder: Path) -> list[str]:
     """Names of files in `folder` that its manifest does not list; all files if there is no manifest."""
     try:
         known = {MANIFEST, *_read_manifest(folder / MANIFEST, "")}
-    except CheckpointDamagedError:
+    except (OSError, CheckpointDamagedError):
         known = set()
     return [
         name for path in folder.rglob("*") if not path.is_dir() and (name := str(path.relative_to(folder))) not in known
@@ -217,7 +217,7 @@ def _read_manifest(manifest: Path, way_out: str) -> Entries:
         raise CheckpointDamagedError(
             f"{manifest} is missing, so the files beside it cannot be verified; {way_out}"
         ) from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (IsADirectoryError, ValueError, KeyError, TypeError) as error:  # another OSError is no damage: it may pass
         raise CheckpointDamagedError(f"{manifest} is damaged ({error!r}); {way_out}") from error
     if not isinstance(entries, dict) or not entries or seal != _seal_of(entries):
         raise CheckpointDamagedError(

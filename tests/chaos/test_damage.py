@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -161,3 +162,24 @@ def test_a_run_folder_without_its_run_file_or_its_ledger_is_told_of(folder: Path
     (folder / "ledger.jsonl").unlink()
     notes = "\n".join(examine(folder).notes)
     assert "run.json is missing or damaged" in notes and "ledger.jsonl is missing: a resume writes" in notes
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "the largest"])
+def test_a_checkpoint_that_cannot_be_opened_is_not_damaged_and_no_resume_goes_back_behind_it(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was put aside, or the advice was `begin anew with overwrite=true`."""
+    newest, opened_as = (folder / "ckpt" / "latest").resolve(), Path.open
+    refused = newest / name if name == "manifest.json" else max(newest.iterdir(), key=lambda file: file.stat().st_size)
+
+    def not_for_this_user(path: Path, *given: Any, **more: Any) -> Any:
+        if path.resolve() == refused:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened_as(path, *given, **more)
+
+    monkeypatch.setattr(Path, "open", not_for_this_user)
+    monkeypatch.setattr(Path, "read_bytes", lambda path: path.open("rb").read())
+    monkeypatch.setattr(Path, "read_text", lambda path, *_: path.open().read())
+    found = examine(folder)
+    assert [said for said in found.refusals if "Permission denied" in said] and not found.bare
+    assert not [said for said in found.notes if "passes it over" in said or "goes back" in said]

@@ -67,7 +67,9 @@ def examine(folder: Path) -> Findings:
     journal = _attempt(found.refusals, lambda: journal_end(folder / JOURNAL_DIR, found.notes))
     for shard in sorted((folder / JOURNAL_DIR).glob(f"{SHARD}*")):
         _attempt(found.refusals, lambda shard=shard: check_shard(shard))
+    known = len(found.refusals)
     begins = found.checkpoint = _attempt(found.refusals, lambda: newest_proven(folder, found.notes.append))
+    unread = len(found.refusals) > known
     checkpoint = _attempt(found.refusals, lambda: position_of(begins)) if begins is not None else None
     lines: dict[str, Lines[Row]] = {}
     for name in (METRICS_FILE, SAMPLES_FILE, EVAL_SAMPLES_FILE, HISTOGRAMS_FILE, ALARMS_FILE, LEDGER_FILE):
@@ -82,7 +84,7 @@ def examine(folder: Path) -> Findings:
     if journal is not None:
         found.refusals += _lost(folder, journal, metrics, ledger, checkpoint)
         found.notes += _behind(folder, journal, ledger, checkpoint)
-        found.bare = _bare(folder, journal) if begins is None else ""
+        found.bare = _bare(folder, journal) if begins is None and not unread else ""
     elif checkpoint is not None and not found.refusals:
         found.notes.append(
             f"there is no journal in {folder / JOURNAL_DIR}. The steps before the checkpoint of step {checkpoint[0]} "
