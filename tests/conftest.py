@@ -72,7 +72,7 @@ def pytest_collection_finish() -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Ignore files without a selected test, so that they are not imported. With `-m "slow and unhurried and not gpu"`
     these are the files that lack one of the first two marks, or give all their tests the third."""
-    every = config.getoption("markexpr").split(" and ")
+    every = str(config.getoption("markexpr")).split(" and ")
     if not all(mark.removeprefix("not ").isidentifier() for mark in every):  # none, or one with an "or", say
         return None
     if not collection_path.name.startswith("test_") or collection_path.suffix != ".py":

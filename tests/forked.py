@@ -20,9 +20,10 @@ def forked_from(*modules: str) -> ForkServerContext:
     """Return a context whose processes are forked from one that has imported `modules` and done nothing else."""
     server = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
     preloaded = ["tests.collector_at_rest", *modules, "tests.collector_awake"]
-    if server._preload_modules != preloaded:
+    if server._preload_modules != preloaded:  # pyright: ignore[reportAttributeAccessIssue]
         _wait_for_children_of(server)
-        server._stop()  # It has imported other modules. Python's own tests stop it in this way too.
+        # It has imported other modules. Python's own tests stop it in this way too.
+        server._stop()  # pyright: ignore[reportAttributeAccessIssue]
     context = get_context("forkserver")
     context.set_forkserver_preload(preloaded)
     return context

@@ -122,8 +122,8 @@ def test_what_stands_beside_a_row_changes_none_of_its_bits():
         seen = (torch.arange(50) <= place)[None, None, None].expand(3, 1, 1, 50)
         step = kernels.attention(query[:, :, place : place + 1], key, value, 0.25, seen)
         assert torch.equal(step[:, :, 0], whole[:, :, place])
-        short = (part[1:2, :, : place + 1] for part in (query, key, value))
-        assert torch.equal(kernels.attention(*short, 0.25, None), whole[1:2, :, : place + 1])
+        asked, *known = (part[1:2, :, : place + 1] for part in (query, key, value))
+        assert torch.equal(kernels.attention(asked, known[0], known[1], 0.25, None), whole[1:2, :, : place + 1])
 
 
 def test_attention_in_pieces_is_attention_at_once(monkeypatch):

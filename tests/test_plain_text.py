@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TextIO, cast
 
 import pytest
 from rich.console import Console
@@ -37,7 +38,7 @@ def test_what_a_terminal_obeys_is_written_out_and_the_rest_is_left() -> None:
 def test_a_stream_is_plain_and_else_itself(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w") as file:
         stream = PlainStream(file)
-        print(HOSTILE, file=stream, flush=True)
+        print(HOSTILE, file=cast(TextIO, stream), flush=True)
         assert stream.fileno() == file.fileno() and not stream.isatty()
     assert (tmp_path / "log").read_text() == plain(HOSTILE) + "\n"
 

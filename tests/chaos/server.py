@@ -38,7 +38,7 @@ def early_manifest() -> None:
         else:
             answer(self, session, request, verb, reply)
 
-    Replies.answer = early
+    Replies.answer = early  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def no_dedup() -> None:

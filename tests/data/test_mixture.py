@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from asyncrl.cli.arguments.settings_file import with_files
 from asyncrl.config import config_to_dict, load_config
 from asyncrl.data.dataset import open_dataset
 from asyncrl.data.mixture import SourceNames
+from asyncrl.data.rows.view import PromptRows
 from asyncrl.digests import run_digest
 from asyncrl.drawing.order import DrawOrder, epoch_order
 from asyncrl.drawing.turns import LONGEST_ROUND, Turns, round_counts, spread
@@ -112,7 +113,7 @@ def test_a_mixture_draws_from_each_source_by_its_weight_under_its_name(files: di
     assert (data[19]["prompt"], data[20]["prompt"]) == ("e19", "h0")
     assert (data[0]["data_source"], data[20]["data_source"]) == ("easy", "own/name")
     assert data.where(21).endswith("hard.jsonl:2")
-    assert [list(part.check()) for part in data.parts] == [["easy"], ["own/name"]]
+    assert [list(cast(PromptRows, part).check()) for part in data.parts] == [["easy"], ["own/name"]]
     names = SourceNames({"easy": 3.0, "hard": 1.0})
     assert Counter(names[index] for index in range(64)) == {"easy": 48, "hard": 16}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 
 from asyncrl.learner.backends.fsdp2 import FSDP2
@@ -35,7 +36,7 @@ NOT_THERE = (
 
 @pytest.fixture(scope="module")
 def backend():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield FSDP2(init_device_mesh("cpu", (1,)))
     dist.destroy_process_group()
 

@@ -119,7 +119,8 @@ class Simulation:
             branch=branch,
         )
         self.next_step, self.version = restored.next_step, restored.next_version
-        self.oracle.publish(self.version, version, trained=False, again=self.events[-1].again)
+        (event,) = (event for event in self.events[-1:] if isinstance(event, ev.Restored))
+        self.oracle.publish(self.version, version, trained=False, again=event.again)
         self.core.publish(policy_version=self.version, parent=version)
         self.held: StepPlan | None = None
         self.said: StepPlan | None = None

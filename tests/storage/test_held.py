@@ -9,6 +9,7 @@ import subprocess
 import sys
 import uuid
 from pathlib import Path
+from typing import IO, cast
 
 import pytest
 
@@ -50,7 +51,7 @@ def test_what_a_killed_process_left_is_cleared_away_and_what_another_uses_is_not
     ]
     killed, lives = processes
     try:
-        left, used = (Path(process.stdout.readline().strip()) for process in processes)
+        left, used = (Path(cast(IO[str], process.stdout).readline().strip()) for process in processes)
         killed.send_signal(signal.SIGKILL)
         killed.wait()
         begun = temporary / f"{PREFIX}begun"
@@ -93,7 +94,7 @@ def test_the_memory_that_its_processes_shared_goes_with_it_and_none_of_another_s
         env=os.environ | {"TMPDIR": str(temporary)},
     )
     try:
-        folder = Path(process.stdout.readline().strip())
+        folder = Path(cast(IO[str], process.stdout).readline().strip())
         assert set(json.loads((folder / SHARED).read_text())) == {own.name, replaced.name}
         replaced.rename(f"{replaced}_")
         replaced.touch()

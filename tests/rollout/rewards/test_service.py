@@ -12,6 +12,7 @@ import pytest
 import ray
 
 from asyncrl.errors import ConfigError, RewardError
+from asyncrl.rewards.score import Outcome, RewardScore
 from asyncrl.rollout.pool.ray_host import RayHost
 from asyncrl.rollout.rewards.service import SharedRewards
 from asyncrl.schema import RewardConfig
@@ -32,6 +33,11 @@ def row(do: str) -> dict:
     return {"prompt": "p", "do": do}
 
 
+def parts(outcome: Outcome) -> dict[str, float]:
+    assert isinstance(outcome, RewardScore)
+    return outcome.parts
+
+
 def test_the_service_scores_fails_and_comes_back_like_processes_of_ones_own(host: RayHost) -> None:
     reward = RewardConfig(function=f"{FILE}:by_command", timeout_s=12.0, host="ray")  # of the good calls too
     host.serve_rewards(asdict(reward), {"OMP_NUM_THREADS": "1"})
@@ -39,7 +45,7 @@ def test_the_service_scores_fails_and_comes_back_like_processes_of_ones_own(host
     async def scenario() -> None:
         async with SharedRewards(wait_s=150) as one, SharedRewards(wait_s=150) as other:
             first, second = await asyncio.gather(one.score(["ab"], row("fine")), other.score(["abc"], row("fine")))
-            assert (first[0].parts, second[0].parts) == ({"letters": 2.0}, {"letters": 3.0})
+            assert (parts(first[0]), parts(second[0])) == ({"letters": 2.0}, {"letters": 3.0})
             with pytest.raises(RewardError, match="no such thing"):
                 await one.score(["a"], row("raise"))
             with pytest.raises(RewardError, match=r"longer than reward.timeout_s=12 s"):
@@ -47,7 +53,7 @@ def test_the_service_scores_fails_and_comes_back_like_processes_of_ones_own(host
             assert one.stats() == {"reward_calls": 3.0, "reward_failures": 2.0}
             ray.kill(host._services[0], no_restart=False)
             (after,) = await other.score(["abcd"], row("fine"))
-            assert after.parts == {"letters": 4.0}
+            assert parts(after) == {"letters": 4.0}
         impatient = SharedRewards(wait_s=0.2)
         async with impatient:
             with pytest.raises(RewardError, match=r"no answer in 0 s; raise reward.workers"):
