@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.errors import EpisodeError, LedgerError
-from asyncrl.learner.batch.packing import Packing, plan_packing
+from asyncrl.learner.batch.packing import Packing, Siblings, plan_packing
 from asyncrl.learner.batch.plan import Member
 from asyncrl.learner.batch.recorded import routing_of, topk_of
 from asyncrl.learner.batch.sending import sent
@@ -152,7 +152,7 @@ def pack(
     if topk:
         ids, logprobs = topk_of(plan, packed_members, chosen)
         per_token |= {"topk_ids": ids[loss_rows].astype(np.int64), "topk_logprobs": logprobs[loss_rows]}
-    packing = plan_packing(layout.rows, layout.lengths, len(layout.source), device)
+    packing = plan_packing(layout.rows, layout.lengths, len(layout.source), device, layout.siblings)
     if routers is not None:
         routed = packed(routing_of(plan, packed_members, chosen, routers))
         packing = replace(packing, routing=sent(torch.from_numpy(routed), device))
@@ -201,6 +201,7 @@ class _Layout:
     """[T] position within its sequence."""
     sequence: NDArray[np.int64]
     """[T] index of its sequence."""
+    siblings: Siblings
 
 
 def _lay_out(members: Sequence[Member], chosen: Sequence[Trajectory]) -> _Layout:
@@ -221,6 +222,7 @@ def _lay_out(members: Sequence[Member], chosen: Sequence[Trajectory]) -> _Layout
         rows=(np.cumsum(kept) - 1)[representative],
         position=position[source],
         sequence=sequence[source],
+        siblings=Siblings(leader=leader, prompts=prompts),
     )
 
 

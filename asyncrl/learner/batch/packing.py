@@ -24,6 +24,8 @@ SLACK_TOKENS = 16
 """A row at most this much shorter than the longest of a block joins it: another block costs more than the padding."""
 SLACK_RATIO = 0.8
 """So does a row at least this fraction as long."""
+BLOCK_PAIRS = 8192
+"""Pairs of a query and a key that take about as long as the overhead of another block."""
 
 
 class Exchange(Protocol):
@@ -45,6 +47,30 @@ class Gather:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Siblings:
+    """Which sequences of a pack share a prompt."""
+
+    leader: NDArray[np.int64]
+    """[B] the first sequence with the same prompt, for the first itself too."""
+    prompts: NDArray[np.int64]
+    """[B] tokens of the prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedBlocks:
+    """Padded blocks in which the queries of a shared prompt stand once. A completion is a row that has queries for its
+    own tokens only, and keys for those of its prompt too."""
+
+    shapes: tuple[tuple[int, int, int], ...]
+    """`(rows, queries, keys)` of each block. The queries of a row are the last of its keys."""
+    queries: Gather
+    keys: Int[Tensor, " slots"]
+    """Packed token of each slot of keys."""
+    real: int
+    """Number of them that are no padding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
     """Where the sequences of a micro-batch lie; the same for every layer."""
 
@@ -58,6 +84,10 @@ class Packing:
     blocks: tuple[tuple[int, int], ...]
     """`(rows, length)` of each padded block, in the order of the slots of `padded`."""
     padded: Gather
+    pairs: int
+    """Pairs of a query and a key that it sees, as attention computes them."""
+    shared: SharedBlocks | None = None
+    """In place of `blocks` and `padded`, where that is less work; on a CPU only."""
     routing: Int16[Tensor, "tokens layers k"] | None = None
     """Experts that the routers must choose (`model/routing.py`); -1 is their own choice. None: their own for all
     tokens."""
@@ -68,39 +98,128 @@ class Packing:
     copied: FSDP2 rebuilds every container that it passes to a layer."""
 
     def slots(self, *, any_length: bool) -> int:
-        """Number of tokens, with padding, for which attention holds queries, keys and values; see
-        `Kernel.any_length`."""
-        return len((self.rows if any_length else self.padded).index)
+        """Number of tokens, with padding, for which attention holds keys and values; see `Kernel.any_length`."""
+        if any_length or self.shared is None:
+            return len((self.rows if any_length else self.padded).index)
+        return len(self.shared.keys)
+
+    def real(self, *, any_length: bool) -> int:
+        """Number of `slots` that are no padding."""
+        return int(self.lengths.sum()) if any_length or self.shared is None else self.shared.real
 
 
 def plan_packing(
-    rows: NDArray[np.int64], lengths: NDArray[np.int64], tokens: int, device: torch.device | None = None
+    rows: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    tokens: int,
+    device: torch.device | None = None,
+    siblings: Siblings | None = None,
 ) -> Packing:
     """Plan attention for a pack of `tokens` tokens.
 
     Args:
         rows: [sum(lengths)] packed index of every token of every sequence, sequence after sequence.
         lengths: [B] tokens per sequence, each at least 1.
+        siblings: None if no prompt is shared.
     """
     starts = np.cumsum(lengths) - lengths
-    order = np.argsort(-lengths, kind="stable")
-    blocks: list[tuple[int, int]] = []
-    indices: list[NDArray[np.int64]] = []
-    for members in _blocks(lengths, order):
-        longest = int(lengths[members[0]])
-        column = np.arange(longest)
-        inside = column < lengths[members][:, None]
-        indices.append(rows[np.where(inside, starts[members][:, None] + column, starts[members][:, None])].ravel())
-        blocks.append((len(members), longest))
-    padded = np.concatenate(indices)
-    real = np.concatenate([np.arange(length) < lengths[order[i]] for i, length in enumerate(_row_lengths(blocks))])
+    whole = _Blocks.of(rows, starts, lengths, np.zeros_like(lengths))
+    shared, pairs = None, whole.pairs
+    if siblings is not None and (device or HOST).type == "cpu":
+        apart = _apart(rows, starts, lengths, siblings)
+        if apart is not None and apart.cost < whole.cost:
+            queries = _gather(apart.queries, apart.real, tokens, device)
+            keys = sent(torch.from_numpy(apart.keys), device or HOST)
+            shared = SharedBlocks(shapes=apart.shapes, queries=queries, keys=keys, real=apart.held)
+            pairs = apart.pairs
     return Packing(
         cu_seqlens=sent(torch.from_numpy(np.append(starts, lengths.sum()).astype(np.int32)), device or HOST),
         max_length=int(lengths.max()),
         lengths=lengths,
         rows=_gather(rows, np.ones(len(rows), dtype=bool), tokens, device),
-        blocks=tuple(blocks),
-        padded=_gather(padded, real, tokens, device),
+        blocks=tuple((count, length) for count, length, _ in whole.shapes),
+        padded=_gather(whole.queries, whole.real, tokens, device),
+        pairs=pairs,
+        shared=shared,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Blocks:
+    """Rows of similar length, padded, on the host."""
+
+    shapes: tuple[tuple[int, int, int], ...]
+    """See `SharedBlocks`."""
+    queries: NDArray[np.int64]
+    """Packed token of each slot of queries."""
+    real: NDArray[np.bool_]
+    """Whether it is no padding."""
+    keys: NDArray[np.int64]
+    held: int
+    """Number of keys that are no padding."""
+    pairs: int
+
+    @property
+    def cost(self) -> int:
+        return len(self.shapes) * BLOCK_PAIRS + sum(
+            count * (queries * keys if keys > queries else queries * keys // 2)  # a plain triangle skips its other half
+            for count, queries, keys in self.shapes
+        )
+
+    @classmethod
+    def of(
+        cls,
+        rows: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        skipped: NDArray[np.int64],
+    ) -> _Blocks:
+        """
+        Args:
+            starts, lengths: of each row, in `rows`.
+            skipped: number of its first tokens that are keys only; the same for all rows of a block.
+        """
+        shapes: list[tuple[int, int, int]] = []
+        queries: list[NDArray[np.int64]] = []
+        reals: list[NDArray[np.bool_]] = []
+        keys: list[NDArray[np.int64]] = []
+        for before in np.unique(skipped):
+            these = np.flatnonzero(skipped == before)
+            order = these[np.argsort(-lengths[these], kind="stable")]
+            for members in _blocks(lengths - before, order):
+                column = np.arange(lengths[members[0]])
+                real = column < lengths[members][:, None]
+                index = rows[np.where(real, starts[members][:, None] + column, starts[members][:, None])]
+                shapes.append((len(members), len(column) - int(before), len(column)))
+                queries.append(index[:, before:].ravel())
+                reals.append(real[:, before:].ravel())
+                keys.append(index.ravel())
+        return cls(
+            shapes=tuple(shapes),
+            queries=np.concatenate(queries),
+            real=np.concatenate(reals),
+            keys=np.concatenate(keys),
+            held=int(lengths.sum()),
+            pairs=int((lengths * (lengths + 1) // 2 - skipped * (skipped + 1) // 2).sum()),
+        )
+
+
+def _apart(
+    rows: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64], siblings: Siblings
+) -> _Blocks | None:
+    """Each shared prompt as a row of its own, beside the completions; None if no prompt is shared."""
+    leader, prompts = siblings.leader, siblings.prompts
+    several = (np.bincount(leader, minlength=len(leader))[leader] > 1) & (prompts > 0)
+    asked = np.flatnonzero(several & (leader == np.arange(len(leader))))
+    if not len(asked):
+        return None
+    skipped = np.where(several, prompts, 0)
+    answered = np.flatnonzero(lengths > skipped)
+    return _Blocks.of(
+        rows,
+        np.concatenate([starts[asked], starts[answered]]),
+        np.concatenate([prompts[asked], lengths[answered]]),
+        np.concatenate([np.zeros_like(asked), skipped[answered]]),
     )
 
 
@@ -113,10 +232,6 @@ def _blocks(lengths: NDArray[np.int64], order: NDArray[np.int64]) -> list[NDArra
             cuts.append(i)
             first = i
     return np.split(order, cuts)
-
-
-def _row_lengths(blocks: list[tuple[int, int]]) -> list[int]:
-    return [length for rows, length in blocks for _ in range(rows)]
 
 
 def _gather(index: NDArray[np.int64], real: NDArray[np.bool_], tokens: int, device: torch.device | None) -> Gather:

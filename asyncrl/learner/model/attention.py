@@ -5,17 +5,19 @@ Registered with transformers under `PACKED_ATTENTION`. The layout of the sequenc
 as the keyword argument `packing` (`batch.packing`).
 
 On a GPU in half precision all rows go to one variable-length flash call (`attention_kernel`). Otherwise rows of similar
-length form [B, H, L, D] blocks, so the cost is sum(L^2), not T^2.
+length form [B, H, L, D] blocks, so the cost is sum(L^2), not T^2. On a CPU the queries of a shared prompt are then
+computed once.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
@@ -76,10 +78,16 @@ def packed_attention(
     if packing.sequence is not None:
         query, key, value = packing.sequence.to_heads(query, key, value)
     flash = kernel_of(query.device, query.dtype, max(query.shape[-1], value.shape[-1])).any_length
-    gather = packing.rows if flash else packing.padded
-    q, k, v = (tensor[0].transpose(0, 1).index_select(0, gather.index) for tensor in (query, key, value))
-    attend = _flash if flash else partial(_blockwise, exact=exact)
-    out = attend(q, k, v, packing, scaling, sliding_window)
+    shared = None if flash or exact else packing.shared
+    gather = packing.rows if flash else packing.padded if shared is None else shared.queries
+    keys = gather.index if shared is None else shared.keys
+    places = ((query, gather.index), (key, keys), (value, keys))
+    q, k, v = (tensor[0].transpose(0, 1).index_select(0, index) for tensor, index in places)
+    if flash:
+        out = _flash(q, k, v, packing, scaling, sliding_window)
+    else:
+        shapes = [(rows, length, length) for rows, length in packing.blocks] if shared is None else shared.shapes
+        out = _blockwise(q, k, v, shapes, scaling, sliding_window, exact=exact)
     out = out.index_select(0, gather.owner)
     return (out if packing.sequence is None else packing.sequence.to_tokens(out))[None], None
 
@@ -111,22 +119,27 @@ def _flash(
 
 
 def _blockwise(
-    q: Float[Tensor, "slots heads head_dim"],
-    k: Float[Tensor, "slots kv_heads head_dim"],
-    v: Float[Tensor, "slots kv_heads value_dim"],
-    packing: Packing,
+    q: Float[Tensor, "queries heads head_dim"],
+    k: Float[Tensor, "keys kv_heads head_dim"],
+    v: Float[Tensor, "keys kv_heads value_dim"],
+    shapes: Sequence[tuple[int, int, int]],
     scaling: float | None,
     window: int | None,
     *,
     exact: bool,
-) -> Float[Tensor, "slots heads value_dim"]:
+) -> Float[Tensor, "queries heads value_dim"]:
+    """
+    Args:
+        shapes: see `SharedBlocks`.
+    """
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     outputs, grouped = [], q.shape[1] != k.shape[1]
-    sizes = [rows * length for rows, length in packing.blocks]
-    parts = zip(packing.blocks, q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
-    for (rows, length), *tensors in parts:
-        bq, bk, bv = (tensor.view(rows, length, *tensor.shape[1:]).transpose(1, 2) for tensor in tensors)
-        mask = None if window is None or window >= length else _band(length, window, q.device)
+    asked, held = ([shape[0] * shape[place] for shape in shapes] for place in (1, 2))
+    parts = zip(shapes, q.split(asked), k.split(held), v.split(held), strict=True)
+    for (rows, queries, length), *tensors in parts:
+        bq, bk, bv = (tensor.view(rows, -1, *tensor.shape[1:]).transpose(1, 2) for tensor in tensors)
+        plain_triangle = queries == length and (window is None or window >= length)
+        mask = None if plain_triangle else _band(queries, length, window, q.device)
         options: dict[str, Any] = {
             "attn_mask": mask,
             "is_causal": mask is None,
@@ -136,13 +149,14 @@ def _blockwise(
         plain = partial(functional.scaled_dot_product_attention, bq, bk, bv, **options)
         seen = None if mask is None else mask[None, None]
         out = valued(plain, partial(kernels.attention, bq, bk, bv, scale, seen)) if exact else plain()
-        outputs.append(out.transpose(1, 2).reshape(rows * length, q.shape[1], v.shape[2]))
+        outputs.append(out.transpose(1, 2).reshape(rows * queries, q.shape[1], v.shape[2]))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _band(length: int, window: int, device: torch.device) -> Tensor:
-    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
-    return (distance >= 0) & (distance < window)
+def _band(queries: int, keys: int, window: int | None, device: torch.device) -> Bool[Tensor, "queries keys"]:
+    """Which keys each of the last `queries` tokens sees."""
+    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
 
 # Without a mask function, so that transformers builds no mask at all for this implementation.

@@ -74,15 +74,14 @@ def operations(work: Work, batches: Iterable[MicroBatch], passes: int) -> float:
     """
     total = 0
     for batch in batches:
-        lengths = batch.packing.lengths
-        pairs = int((lengths * (lengths + 1) // 2).sum())
-        total += work.forward(tokens=len(batch.input_ids), scored=len(batch.loss_positions), pairs=pairs)
+        tokens, scored = len(batch.input_ids), len(batch.loss_positions)
+        total += work.forward(tokens=tokens, scored=scored, pairs=batch.packing.pairs)
     return float(passes * total)
 
 
 def padding(batches: Iterable[MicroBatch], *, in_rows: bool, compute: torch.dtype) -> dict[str, tuple[float, float]]:
     """Share of the computation that is padding and no token of a trajectory, as (padding, all) sums: in the layers, and
-    in attention, where a shared prompt counts once per completion.
+    in attention, where the keys of a shared prompt count once per completion.
 
     Args:
         in_rows: each trajectory runs in a row of its own (`layout.Layout.ROWS`).
@@ -92,8 +91,9 @@ def padding(batches: Iterable[MicroBatch], *, in_rows: bool, compute: torch.dtyp
     for batch in batches:
         packing, there = batch.packing, bool(batch.members)  # an empty batch is computed only to join collectives
         rows, tokens = len(packing.lengths) * packing.max_length, len(batch.input_ids)
-        real = int(packing.lengths.sum())
-        slots = rows if in_rows else packing.slots(any_length=kernel_of(batch.input_ids.device, compute).any_length)
+        any_length = in_rows or kernel_of(batch.input_ids.device, compute).any_length
+        real = packing.real(any_length=any_length)
+        slots = rows if in_rows else packing.slots(any_length=any_length)
         computed, useful = (rows, real) if in_rows else (tokens, tokens)
         of_layers = of_layers[0] + computed - useful * there, of_layers[1] + computed
         of_attention = of_attention[0] + slots - real * there, of_attention[1] + slots

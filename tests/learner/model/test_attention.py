@@ -6,7 +6,8 @@ import torch
 from torch.nn import functional
 
 from asyncrl.errors import ConfigError
-from asyncrl.learner.batch.packing import plan_packing
+from asyncrl.learner import batch
+from asyncrl.learner.batch.packing import Packing, Siblings, plan_packing
 from asyncrl.learner.model.attention import PACKED_ATTENTION, packed_attention
 from tests.learner.feed import FAMILIES, VOCABULARY, tiny_model
 
@@ -63,6 +64,78 @@ def test_a_shared_prompt_gives_every_sibling_the_attention_of_its_own_copy():
     theirs = torch.autograd.grad((twin * direction).sum(), (q, k, v))
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a, b, **EXACT)
+
+
+def family_pack() -> tuple[np.ndarray, np.ndarray, Siblings, int]:
+    """Rows, lengths, siblings and tokens of a pack: three completions of a prompt of 40 tokens, of which one is empty,
+    one sequence alone, two completions of another prompt of 40, and two of one of 60."""
+    groups = [(40, (5, 0, 23)), (30, (9,)), (40, (6, 6)), (60, (30, 1))]
+    rows, lengths, leader, prompts, tokens = [], [], [], [], 0
+    for prompt, completions in groups:
+        asked, first = np.arange(tokens, tokens + prompt), len(lengths)
+        tokens += prompt
+        for length in completions:
+            rows.append(np.concatenate([asked, np.arange(tokens, tokens + length)]))
+            lengths.append(prompt + length)
+            leader.append(first)
+            prompts.append(prompt)
+            tokens += length
+    siblings = Siblings(leader=np.array(leader), prompts=np.array(prompts))
+    return np.concatenate(rows), np.array(lengths), siblings, tokens
+
+
+@pytest.fixture
+def blocks_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch.packing, "BLOCK_PAIRS", 0)
+
+
+@pytest.mark.usefixtures("blocks_cost_nothing")
+@pytest.mark.parametrize("window", [None, 7, 50])
+def test_the_queries_of_a_shared_prompt_are_computed_once_with_the_values_and_gradients_of_whole_rows(
+    window: int | None,
+):
+    rows, lengths, siblings, tokens = family_pack()
+    whole = plan_packing(rows, lengths, tokens)
+    apart = plan_packing(rows, lengths, tokens, siblings=siblings)
+    assert whole.shared is None and apart.shared is not None
+    assert sorted((keys - queries, queries, count) for count, queries, keys in apart.shared.shapes) == [
+        *((0, 40, 3), (0, 60, 1), (40, 6, 3), (40, 23, 1), (60, 1, 1), (60, 30, 1))
+    ]
+    assert apart.real(any_length=False) == 2 * 40 + 60 + 39 + (45 + 63 + 46 + 46 + 90 + 61)
+    assert apart.slots(any_length=False) == 3 * 40 + 60 + 3 * 46 + 63 + 61 + 90
+    assert apart.pairs == whole.pairs - 3 * (40 * 41 // 2) - 60 * 61 // 2
+    q = torch.randn(1, 4, tokens, 8, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(1, 2, tokens, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    direction = torch.randn(1, tokens, 4, 8, dtype=torch.float64)
+
+    def computed(packing: Packing) -> tuple[torch.Tensor, ...]:
+        out, _ = packed_attention(torch.nn.Identity(), q, k, v, None, sliding_window=window, packing=packing)
+        return out, *torch.autograd.grad((out * direction).sum(), (q, k, v))
+
+    for mine, theirs in zip(computed(apart), computed(whole), strict=True):
+        torch.testing.assert_close(mine, theirs, **EXACT)
+
+
+def test_a_shared_prompt_is_computed_with_each_completion_where_that_is_less_work(monkeypatch: pytest.MonkeyPatch):
+    rows, lengths, siblings, tokens = family_pack()
+    assert plan_packing(rows, lengths, tokens, siblings=siblings).shared is None  # seven small blocks
+    monkeypatch.setattr(batch.packing, "BLOCK_PAIRS", 0)
+    assert plan_packing(rows, lengths, tokens, siblings=siblings).shared is not None
+    short = np.array([0, 1, 2, 3, 4, 5, 0, 6, 7, 8, 9, 10])
+    of_both = Siblings(leader=np.array([0, 0]), prompts=np.array([1, 1]))
+    assert plan_packing(short, np.array([6, 6]), 11, siblings=of_both).shared is None
+
+
+@pytest.mark.usefixtures("blocks_cost_nothing")
+def test_a_shared_prompt_is_computed_with_each_completion_on_other_devices_and_where_the_engine_computes_the_same():
+    rows, lengths, siblings, tokens = family_pack()
+    assert plan_packing(rows, lengths, tokens, torch.device("meta"), siblings).shared is None
+    q, k, v = (torch.randn(1, 2, tokens, 8) for _ in range(3))
+    packings = (plan_packing(rows, lengths, tokens, siblings=each) for each in (siblings, None))
+    one, other = (
+        packed_attention(torch.nn.Identity(), q, k, v, None, packing=each, exact=True)[0] for each in packings
+    )
+    assert torch.equal(one, other)
 
 
 def test_a_sliding_window_hides_what_is_further_back():
