@@ -1,7 +1,7 @@
 """What does the learner cost compared with transformers alone, padded or packed, on the same batches and as a whole
 system?
 
-    python -m benchmarks.learner [--rounds 3] [--quick 25] [--steps 60] [--pairs 3]
+    python -m benchmarks.learner [--rounds 3] [--quick 25] [--steps 60] [--pairs 3] [--against padded ...]
 
 `batches`: CPU seconds, on one thread, of an optimizer step on a batch of 32 log-normal completions (median 128, at most
 512 tokens) of a 20 M-parameter Qwen3 in float32, 4,096 tokens per micro-batch, for prompts of 64 and 1,024 tokens in
@@ -68,6 +68,8 @@ from benchmarks.parts.quickstart import run_quickstart
 SEQUENCES, BUDGET, VOCABULARY = 32, 4096, 4096
 QUICK_GROUPS, QUICK_SIZE, QUICK_PROMPT, QUICK_BUDGET = 32, 8, 7, 1024
 SHAPES = [(prompt, size) for prompt in (64, 1024) for size in (8, 16)]
+AGAINST = ("padded", "packed", "unshared", "compiled")
+RATIOS = (("padded", "ours"), ("packed", "ours"), ("packed", "unshared"), ("compiled", "ours"))
 WARM = 8
 """First steps of a whole run, left out of its speed."""
 
@@ -202,7 +204,7 @@ def medians(rounds: int, contenders: Mapping[str, Callable[[], object]]) -> dict
     return {name: statistics.median(each) for name, each in times.items()}
 
 
-def compare_batches(rounds: int, small: bool, folder: Path) -> dict[str, dict[str, float]]:
+def compare_batches(rounds: int, against: Sequence[str], small: bool, folder: Path) -> dict[str, dict[str, float]]:
     torch.set_num_threads(1)
     bare = model_of_20m(small)
     bare.save_pretrained(folder)
@@ -221,15 +223,11 @@ def compare_batches(rounds: int, small: bool, folder: Path) -> dict[str, dict[st
                 "compiled": lambda g=given: compiled.step(g),
                 "unshared": lambda g=unshared: ours.step(g),
             }
-            took = medians(rounds, contenders)
-            found[f"prompt={prompt} size={size}"] = {
-                "padded_over_ours": round(took["padded"] / took["ours"], 2),
-                "by_arithmetic": round(arithmetic_of_rows(ours, given) / arithmetic_of_packs(ours, given), 2),
-                "packed_over_ours": round(took["packed"] / took["ours"], 2),
-                "packed_over_unshared": round(took["packed"] / took["unshared"], 2),
-                "compiled_over_ours": round(took["compiled"] / took["ours"], 2),
-                "ours_cpu_s": round(took["ours"], 3),
-            }
+            took = medians(rounds, {name: work for name, work in contenders.items() if name in (*against, "ours")})
+            ratios = {f"{a}_over_{b}": round(took[a] / took[b], 2) for a, b in RATIOS if a in took and b in took}
+            arithmetic = round(arithmetic_of_rows(ours, given) / arithmetic_of_packs(ours, given), 2)
+            row = ratios | {"by_arithmetic": arithmetic, "ours_cpu_s": round(took["ours"], 3)}
+            found[f"prompt={prompt} size={size}"] = row
     return found
 
 
@@ -307,12 +305,13 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=3, help="of whole runs; 0 leaves them out")
     parser.add_argument("--steps", type=int, default=60, help="of a whole run")
     parser.add_argument("--quick", type=int, default=25, help="rounds of the quickstart's steps; 0 leaves them out")
+    parser.add_argument("--against", nargs="+", choices=AGAINST, default=AGAINST, help="the contenders on the batches")
     given = parse(parser, {"rounds": 1, "quick": 1, "pairs": 1, "steps": WARM + 4})
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         result: dict[str, object] = {}
         if given.rounds:
-            result["batches"] = compare_batches(given.rounds, given.smoke, folder / "model")
+            result["batches"] = compare_batches(given.rounds, given.against, given.smoke, folder / "model")
         if given.quick:
             result["quick"] = compare_quick(given.quick, given.smoke, folder / "quick")
         if given.pairs:
