@@ -258,8 +258,14 @@ def still_of(run_id: str, folder: Path) -> Iterator[None]:
 
 def said_of_gone(run_id: str, folder: Path) -> str:
     """Return a message if `folder` no longer belongs to the run `run_id`; empty if it does."""
-    if owner_of(folder) == run_id:
+    found = _run_file(folder)
+    if (owner := found.get("run_id")) == run_id:
         return ""
+    if owner and found.get("origin", owner) != owner:  # a resume keeps it
+        return (
+            f"run.dir={folder}: a later start with resume has taken this run over and continues it from its newest "
+            "checkpoint. Start one learner at a time"
+        )
     return (
         f"run.dir={folder} was moved, deleted or recreated during the run. If it was moved, move it back completely "
         "and continue with resume=auto"

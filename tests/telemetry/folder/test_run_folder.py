@@ -178,6 +178,19 @@ def test_secrets_are_blotted_out_and_numbers_of_tokens_are_not() -> None:
     }
 
 
+def test_a_run_that_a_later_start_has_resumed_was_taken_over_and_its_folder_not_moved(tmp_path: Path) -> None:
+    """A second learner of one folder ended the first with `was moved, deleted or recreated`."""
+    config = config_for(tmp_path / "a")
+    folder = prepare_run_folder(config, "one")
+    config.resume = "auto"
+    prepare_run_folder(config, "two")
+    with (
+        pytest.raises(RunFolderError, match="a later start with resume has taken this run over"),
+        still_of("one", folder),
+    ):
+        raise FileNotFoundError
+
+
 def test_whatever_ends_a_process_whose_folder_was_taken_away_it_ends_of_that(tmp_path: Path) -> None:
     folder = prepare_run_folder(config_for(tmp_path / "a"), "one")
     with pytest.raises(FileNotFoundError), still_of("one", folder):
