@@ -6,6 +6,7 @@ prints of user code, warnings and tracebacks. A log handler created earlier keep
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 from typing import Any, TextIO, cast
@@ -49,6 +50,9 @@ class PlainStream:
 def make_streams_plain() -> None:
     """Wrap stdout and stderr of this process for its lifetime: a final traceback is printed after everything else. A
     process started without a stream (`>&-`) keeps having none."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what its encoding lacks (Latin-1, ASCII) is written out, no error
+            stream.reconfigure(errors="backslashreplace")
     if sys.stdout is not None and not isinstance(sys.stdout, PlainStream):
         sys.stdout = cast(TextIO, PlainStream(sys.stdout))
     if sys.stderr is not None and not isinstance(sys.stderr, PlainStream):

@@ -103,3 +103,11 @@ def test_every_process_refuses_a_setting_in_plain_text(entry: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment)
     assert done.returncode != 0 and "owned" in done.stderr
     assert not obeyed(done.stdout + done.stderr)
+
+
+def test_a_character_that_the_terminal_s_encoding_lacks_is_written_out():
+    """`asyncrl sft --dry-run` ended with a UnicodeEncodeError at its histogram."""
+    code = "from asyncrl.plain_text import make_streams_plain; make_streams_plain(); print('\\u2588 \\u25b6 \\xfc')"
+    environment = os.environ | {"PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, timeout=60)
+    assert (done.returncode, done.stdout) == (0, b"\\u2588 \\u25b6 \xfc\n"), done.stderr
