@@ -388,7 +388,7 @@ def test_what_a_killed_quickstart_left_half_made_is_removed_by_the_next_that_mak
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     makers = [subprocess.Popen([sys.executable, "-c", MAKES, str(tmp_path / name)], **pipes) for name in "ab"]
     try:
-        killed, used = (Path(maker.stdout.readline().strip()) for maker in makers)
+        killed, used = (Path(maker.stdout.readline().strip()) for maker in makers if maker.stdout)
         makers[0].kill()
         makers[0].wait()
         with quickstart.scratch_beside(tmp_path / "c") as made:
