@@ -6,11 +6,11 @@
 
 One learner process sends to receivers in processes of their own, by gloo on loopback. Every round measures, one after
 another: the bare broadcast, in pieces as the group sends them; the copy into a snapshot alone; AdamW's step alone;
-updates while the learner has nothing to compute and steps at once, two with fingerprints and two without, in
-symmetric order; and one update while the learner computes forward and backward as the loop does, for at least
-`--compute` times the copy, before its step. An update sends what is copied already while the rest is being copied;
-`beyond_gather` is how much longer it takes than the copy alone. Ratios are medians over rounds of what was measured in
-one round.
+updates of an idle learner, two with fingerprints and two without, in symmetric order; two updates while the learner
+has nothing to compute and steps at once (`stepping_`: AdamW takes cores from the update); and one update while the
+learner computes forward and backward as the loop does, for at least `--compute` times the copy, before its step
+(`busy_`). An update sends what is copied already while the rest is being copied; `beyond_gather` is how much longer it
+takes than the copy alone. Ratios are medians over rounds of what was measured in one round.
 
 What the learner loses to an update is measured in two ways. `learner_stall` is how long it waits (in `publish`, and in
 the step for the copy). `learner_delay` is how much longer `publish` and the step take together than the step alone; it
@@ -53,6 +53,8 @@ from benchmarks.parts.crowd import IDLE_S, control_cost
 SMOKE = {"parameters": [100_000], "rounds": 1, "members": [2]}
 PATIENCE_S = 600.0
 """Timeout of the bare group, which stands idle while the rest of a round is measured."""
+
+STEPPING = ("learner_stall_s", "learner_delay_s", "step_alone_s", "update_s")
 
 
 class Switched(Fingerprint):
@@ -220,8 +222,9 @@ class Learner:
     def _published(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, parameter.detach()) for name, parameter in self._model.items()]
 
-    def update(self, compute_s: float) -> dict[str, float]:
-        """Publish one update, with a learner that computes for `compute_s` before its optimizer's step."""
+    def update(self, compute_s: float = 0.0, *, step: bool = True) -> dict[str, float]:
+        """Publish one update, with a learner that computes for `compute_s` before its optimizer's step, or does nothing
+        until it is served."""
         self._version += 1
         alone, waited = self.step_alone(), self._publisher.waited_s
         started, cpu, clock = time.time(), time.process_time(), time.perf_counter()
@@ -229,14 +232,14 @@ class Learner:
         called = time.perf_counter() - clock
         self._compute.for_seconds(compute_s)
         computed = time.perf_counter() - clock - called
-        step = self.step_alone()
+        stepped = self.step_alone() if step else alone
         served, load_s = self._served()
         stats = self._sent()
         if self._version == 2:  # both snapshots have been written to
             self.extra_memory = resident("VmHWM") - self._before
         return {
             "learner_stall_s": called + self._publisher.waited_s - waited,
-            "learner_delay_s": called + step - alone,
+            "learner_delay_s": called + stepped - alone,
             "step_alone_s": alone,
             "compute_s": computed,
             "gather_s": stats["weights/gather_s"],
@@ -266,6 +269,10 @@ class Learner:
         return self._publisher.stats()
 
 
+def means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: statistics.mean(row[name] for row in rows) for name in rows[0]}
+
+
 def one_round(learner: Learner, bare: BareBroadcast, on: Any, compute: float) -> dict[str, float]:
     """Measure everything once. What is compared is measured in symmetric order."""
     before = bare.seconds()
@@ -273,15 +280,16 @@ def one_round(learner: Learner, bare: BareBroadcast, on: Any, compute: float) ->
     updates: dict[bool, list[dict[str, float]]] = {True: [], False: []}
     for hashed in (True, False, False, True):
         on.value = hashed
-        updates[hashed].append(learner.update(0.0))
-    idle, plain = ({name: statistics.mean(row[name] for row in rows) for name in rows[0]} for rows in updates.values())
+        updates[hashed].append(learner.update(step=False))
+    idle, plain = map(means, updates.values())
     on.value = True
+    stepping = means([learner.update(), learner.update()])
     busy = learner.update(compute * alone)
     alone = (alone + learner.copy_alone()) / 2
     row = {"bare_broadcast_s": (before + bare.seconds()) / 2, "gather_alone_s": alone}
     row |= {name: idle[name] for name in ("gather_s", "wire_s", "engine_stall_s", "update_s")}
     row |= {f"busy_{name}": busy[name] for name in ("learner_stall_s", "compute_s", "gather_s", "update_s")}
-    row |= {f"idle_{name}": idle[name] for name in ("learner_stall_s", "learner_delay_s", "step_alone_s")}
+    row |= {f"stepping_{name}": stepping[name] for name in STEPPING}
     row["fingerprints_s"] = idle["update_s"] - plain["update_s"]
     row["fingerprints_learner_cpu_s"] = idle["learner_cpu_s"] - plain["learner_cpu_s"]
     return row | {
@@ -289,8 +297,9 @@ def one_round(learner: Learner, bare: BareBroadcast, on: Any, compute: float) ->
         "beyond_gather_over_bare": (row["update_s"] - alone) / row["bare_broadcast_s"],
         "engine_stall_over_update": idle["engine_stall_s"] / idle["update_s"],
         "learner_stall_over_update": busy["learner_stall_s"] / busy["update_s"],
-        "learner_stall_over_update_without_compute": idle["learner_stall_s"] / idle["update_s"],
-        "learner_delay_over_update_without_compute": idle["learner_delay_s"] / idle["update_s"],
+        "stepping_update_over_bare": stepping["update_s"] / row["bare_broadcast_s"],
+        "learner_stall_over_update_without_compute": stepping["learner_stall_s"] / stepping["update_s"],
+        "learner_delay_over_update_without_compute": stepping["learner_delay_s"] / stepping["update_s"],
         "fingerprints_over_transfer": row["fingerprints_s"] / plain["wire_s"],
     }
 

@@ -79,7 +79,6 @@ def pushed(store: dist.Store, key: str, wait_s: float, stop: threading.Event) ->
 
     Raises:
         dist.DistError: the store is gone.
-        dist.DistError: the store is gone.
     """
     deadline = time.monotonic() + wait_s
     while not stop.is_set() and (left := min(deadline - time.monotonic(), _SLICE_S)) > 0.0:
@@ -132,7 +131,6 @@ def collect(
 
     Raises:
         WeightsError: a peer is silent, or gone.
-        WeightsError: somebody is silent, or gone.
     """
     counter = f"{epoch}/acked/{event}"
     asked = [_ack_key(peer) for peer in peers] + [_beat_key(peer) for peer in peers]

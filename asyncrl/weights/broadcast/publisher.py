@@ -68,7 +68,8 @@ class BroadcastSender:
         timeout_s: timeout in seconds of the store, the group and the acknowledgements.
         backend: `gloo`, `nccl` or `ipc`; subscribers learn it from the board.
         interface: `weights.interface`, for this end.
-        poll_members_s: seconds between two looks for new members while nothing is sent.
+        poll_members_s: longest time without asking the server who the members are; one that says hello is seen at
+            once, and one that dies between two looks breaks the transfer, which is repeated without it.
         delta: `weights.delta`.
         senders: number of learner ranks that send, including this one.
     """
@@ -132,9 +133,11 @@ class BroadcastSender:
 
     def _send(self, snapshot: Snapshot, previous: Snapshot | None) -> None:
         self._others.take(snapshot.policy_version)
-        live = self._door.live()
-        if not set(self._members) <= set(live) or self._door.waiting(self._members, live):
-            self._dissolve()
+        if self._lanes is not None and (time.monotonic() >= self._next_look or self._door.rang):
+            self._next_look = time.monotonic() + self._poll_members_s
+            live = self._door.live()
+            if not set(self._members) <= set(live) or self._door.waiting(self._members, live):
+                self._dissolve()
         for attempt in range(_MAX_ATTEMPTS):
             if self._lanes is None and not self._form(snapshot):
                 self._stats["engines"] = 0.0

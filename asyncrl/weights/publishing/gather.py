@@ -16,8 +16,8 @@ from asyncrl.weights.fingerprint import Fingerprint
 from asyncrl.weights.manifest import Bucket, Entry, Manifest, build_manifest
 from asyncrl.weights.publishing.filling import Filling
 
-_BLOCK = 1 << 18
-"""Bytes copied at a time: they fit the cache of one core, where the fingerprint reads them."""
+_BLOCK = 1 << 20
+"""Bytes copied at a time: they are still in the cache when the fingerprint reads them."""
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
@@ -70,7 +70,6 @@ def choose_route(tensors: Sequence[tuple[str, torch.Tensor]], timeout_s: float) 
     Two threads enqueue collectives in an order that differs between ranks. gloo allows that in separate groups. nccl
     may deadlock, and a layout other than FSDP2 is gathered in the groups of its mesh: both gather on the calling
     thread.
-    deadlock, and a layout other than FSDP2 is gathered in the groups of its mesh: both stay with the caller.
     """
     spread = [tensor for _, tensor in tensors if isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1]
     if not spread:
@@ -146,7 +145,7 @@ def _gather_bucket(
             # Moved to the mesh's device type, since it may be in host memory.
             cast = tensor.to(tensor.device_mesh.device_type, entry.dtype)
             whole[entry.name] = cast.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
-    views = bucket.views(buffer) if buffer is not None else None
+    views = bucket.views(buffer) if buffer is not None and spread else None
     for dtype in dict.fromkeys(entry.dtype for entry in spread):
         if not _of_first_copy(tensors[spread[0].name]):
             break  # rank 0 needs nothing from the ranks of another replica
@@ -159,19 +158,36 @@ def _fill(bucket: Bucket, whole: dict[str, torch.Tensor], buffer: torch.Tensor) 
     of them."""
     memory = buffer.numpy().data
     done = 0
+    for end, targets, sources in _blocks(bucket, whole, buffer):
+        torch._foreach_copy_(targets, sources)  # one call, so that the interpreter lock is passed on once a block
+        yield end, memory[done:end]
+        done = end
+    yield len(buffer), memory[done:]
+
+
+def _blocks(
+    bucket: Bucket, whole: dict[str, torch.Tensor], buffer: torch.Tensor
+) -> Iterator[tuple[int, list[torch.Tensor], list[torch.Tensor]]]:
+    """Divide what has to be copied into blocks of about `_BLOCK` bytes: end in the buffer, targets, sources. A tensor
+    on a device is in one piece."""
+    targets, sources = list[torch.Tensor](), list[torch.Tensor]()
+    end = size = 0
     for entry in bucket.entries:
         if entry.name not in whole:
             continue  # already in place
         source = whole[entry.name].reshape(-1)
         target = buffer[entry.offset : entry.offset + entry.nbytes].view(entry.dtype)
-        block = _BLOCK // target.itemsize if source.device.type == "cpu" else max(1, target.numel())
+        step = _BLOCK // target.itemsize if source.device.type == "cpu" else max(1, target.numel())
         end = entry.offset
-        for here, there in zip(target.split(block), source.split(block), strict=True):
-            here.copy_(there)
-            end += here.nbytes
-            yield end, memory[done:end]
-            done = end
-    yield len(buffer), memory[done:]
+        for here, there in zip(target.split(step), source.split(step), strict=True):
+            targets.append(here)
+            sources.append(there)
+            end, size = end + here.nbytes, size + here.nbytes
+            if size >= _BLOCK:
+                yield end, targets, sources
+                targets, sources, size = [], [], 0
+    if targets:
+        yield end, targets, sources
 
 
 def _fill_on_device(bucket: Bucket, whole: dict[str, torch.Tensor], buffer: torch.Tensor) -> None:

@@ -161,8 +161,8 @@ class BackgroundPublisher:
         self._filling: Filling | None = None
         """Progress of the newest copy."""
         self._route = Route(background=False)
-        self._parts: list[tuple[int, Sequence[torch.Tensor]]] = []
-        """Parts of the newest copy: once that many bytes are final, those tensors are read no more."""
+        self._copied: dict[str, torch.Tensor] = {}
+        """What the newest copy reads."""
         self._stats = dict.fromkeys(("weights/gather_s", "weights/copy_wait_s"), 0.0)
         self._held_s = 0.0
         self._manifest: Manifest | None = None
@@ -209,7 +209,7 @@ class BackgroundPublisher:
             self._copy.start(policy_version, partial(self._fill, snapshot, named, buffers), device)
         else:
             self._fill(snapshot, named, buffers)
-        self._parts = list(_free_parts(manifest, dict(named)))
+        self._copied = dict(named)
         return PublishStats(wait_previous_s=waited, nbytes=snapshot.whole.nbytes)
 
     def wait_copied(self) -> float:
@@ -218,7 +218,8 @@ class BackgroundPublisher:
         return seconds
 
     def copied(self) -> Iterator[Sequence[torch.Tensor]]:
-        parts, filling = deque(self._parts), self._filling
+        manifest, filling = self._manifest, self._filling
+        parts = deque(_free_parts(manifest, self._copied) if manifest is not None and self._copy.running else ())
         while parts and self._copy.running and filling is not None:
             started = time.perf_counter()
             try:
