@@ -10,7 +10,8 @@ updates of an idle learner, two with fingerprints and two without, in symmetric 
 has nothing to compute and steps at once (`stepping_`: AdamW takes cores from the update); and one update while the
 learner computes forward and backward as the loop does, for at least `--compute` times the copy, before its step
 (`busy_`). An update sends what is copied already while the rest is being copied; `beyond_gather` is how much longer it
-takes than the copy alone. Ratios are medians over rounds of what was measured in one round.
+takes than the copy alone. `cpu_s` are the seconds of all processes: divided by the cores, they are the least that an
+update can take. Ratios are medians over rounds of what was measured in one round.
 
 What the learner loses to an update is measured in two ways. `learner_stall` is how long it waits (in `publish`, and in
 the step for the copy). `learner_delay` is how much longer `publish` and the step take together than the step alone; it
@@ -29,7 +30,7 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -117,6 +118,12 @@ def bare_receiver(port: int, rank: int, world: int, nbytes: int, rounds: int) ->
             group.wait(group.broadcast(piece))
 
 
+def cpu_of(pids: Iterable[int | None]) -> float:
+    """Return the CPU seconds of this process and of those `pids`."""
+    clocks = [(~pid << 3) | 2 for pid in pids if pid is not None]  # as clock_getcpuclockid computes it
+    return time.process_time() + sum(map(time.clock_gettime, clocks))
+
+
 class BareBroadcast:
     """Broadcasts the same bytes between as many processes, and does nothing else."""
 
@@ -124,19 +131,25 @@ class BareBroadcast:
         self._store, port = host_store("127.0.0.1", TIMEOUT_S)
         context = multiprocessing.get_context("spawn")
         world = receivers + 1
+        self._pids: list[int | None] = []
         for rank in range(1, world):
             args = (port, rank, world, nbytes, rounds)
-            context.Process(target=bare_receiver, args=args, daemon=True).start()
+            process = context.Process(target=bare_receiver, args=args, daemon=True)
+            process.start()
+            self._pids.append(process.pid)
         self._group = WeightGroup(
             self._store, backend="gloo", host="127.0.0.1", epoch=0, rank=0, world=world, timeout_s=PATIENCE_S
         )
         self._buffer = torch.zeros(nbytes, dtype=torch.uint8)
 
-    def seconds(self) -> float:
-        started = time.perf_counter()
+    def seconds(self) -> tuple[float, float]:
+        """Return the seconds of one broadcast, and the CPU seconds of all processes."""
+        started, cpu = time.perf_counter(), cpu_of(self._pids)
         for piece in self._group.pieces(self._buffer):
             self._group.wait(self._group.broadcast(piece))
-        return time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        time.sleep(0.001 + seconds / 10)  # until the receivers have it too
+        return seconds, cpu_of(self._pids) - cpu
 
 
 class Compute:
@@ -198,9 +211,10 @@ class Learner:
         hold_back(self._optimizer, self._publisher)
         self._version = -1
 
-    def begin(self) -> None:
-        """Publish the first version and wait until all receivers serve it. Without copies, a receiver that arrives
-        after the step would get the next version instead."""
+    def begin(self, receivers: Sequence[int | None]) -> None:
+        """Publish the first version and wait until all receivers (process ids) serve it. Without copies, a receiver
+        that arrives after the step would get the next version instead."""
+        self._pids = receivers
         self._before, self._version = resident("VmRSS"), 0
         self._publisher.publish(0, self._published())
         self._served()
@@ -228,6 +242,7 @@ class Learner:
         self._version += 1
         alone, waited = self.step_alone(), self._publisher.waited_s
         started, cpu, clock = time.time(), time.process_time(), time.perf_counter()
+        together = cpu_of(self._pids)
         self._publisher.publish(self._version, self._published())
         called = time.perf_counter() - clock
         self._compute.for_seconds(compute_s)
@@ -247,6 +262,7 @@ class Learner:
             "engine_stall_s": load_s,
             "update_s": served - started,
             "learner_cpu_s": time.process_time() - cpu,
+            "cpu_s": cpu_of(self._pids) - together,
         }
 
     def close(self) -> None:
@@ -275,7 +291,7 @@ def means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def one_round(learner: Learner, bare: BareBroadcast, on: Any, compute: float) -> dict[str, float]:
     """Measure everything once. What is compared is measured in symmetric order."""
-    before = bare.seconds()
+    before, before_cpu = bare.seconds()
     alone = learner.copy_alone()
     updates: dict[bool, list[dict[str, float]]] = {True: [], False: []}
     for hashed in (True, False, False, True):
@@ -286,13 +302,16 @@ def one_round(learner: Learner, bare: BareBroadcast, on: Any, compute: float) ->
     stepping = means([learner.update(), learner.update()])
     busy = learner.update(compute * alone)
     alone = (alone + learner.copy_alone()) / 2
-    row = {"bare_broadcast_s": (before + bare.seconds()) / 2, "gather_alone_s": alone}
-    row |= {name: idle[name] for name in ("gather_s", "wire_s", "engine_stall_s", "update_s")}
+    after, after_cpu = bare.seconds()
+    row = {"bare_broadcast_s": (before + after) / 2, "bare_cpu_s": (before_cpu + after_cpu) / 2}
+    row["gather_alone_s"] = alone
+    row |= {name: idle[name] for name in ("gather_s", "wire_s", "engine_stall_s", "update_s", "cpu_s")}
     row |= {f"busy_{name}": busy[name] for name in ("learner_stall_s", "compute_s", "gather_s", "update_s")}
     row |= {f"stepping_{name}": stepping[name] for name in STEPPING}
     row["fingerprints_s"] = idle["update_s"] - plain["update_s"]
     row["fingerprints_learner_cpu_s"] = idle["learner_cpu_s"] - plain["learner_cpu_s"]
     return row | {
+        "cpu_over_bare": row["cpu_s"] / row["bare_cpu_s"],
         "update_over_bare": row["update_s"] / row["bare_broadcast_s"],
         "beyond_gather_over_bare": (row["update_s"] - alone) / row["bare_broadcast_s"],
         "engine_stall_over_update": idle["engine_stall_s"] / idle["update_s"],
@@ -319,7 +338,7 @@ def measure(parameters: int, receivers: int, rounds: int, bucket: int, compute: 
         ]
         for process in others:
             process.start()
-        learner.begin()
+        learner.begin([process.pid for process in others])
         rows = [one_round(learner, bare, on, compute) for _ in range(rounds + 1)][1:]
         learner.close()
         for process in others:

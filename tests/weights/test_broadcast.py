@@ -221,6 +221,36 @@ def test_publishing_before_anyone_is_there_succeeds_and_two_subscribers_get_the_
     assert len({v for v, _ in prints}) == len(prints)
 
 
+class CountingRendezvous:
+    def __init__(self, board) -> None:
+        self._board, self.asked = board, 0
+
+    def announce(self, values) -> None:
+        self._board.announce(values)
+
+    def members(self):
+        self.asked += 1
+        return self._board.members()
+
+
+def test_the_server_is_not_asked_for_the_members_before_every_version_and_a_newcomer_is_served_all_the_same(cluster):
+    rendezvous, versions = CountingRendezvous(cluster.board), 10
+    sender = BroadcastSender(rendezvous, host="127.0.0.1", timeout_s=TIMEOUT_S, poll_members_s=100.0)
+    publisher = BackgroundPublisher(sender, wire_dtype=torch.float32, bucket_bytes=BUCKET, wait_s=120.0)
+    cluster.worker("a")
+    publisher.publish(0, weights(0).items())
+    cluster.wait_served("a", 0)
+    wait_stats(publisher, sent_version=0)
+    before = rendezvous.asked
+    for version in range(1, versions + 1):
+        publisher.publish(version, weights(version).items())
+        wait_stats(publisher, sent_version=version)
+    assert rendezvous.asked - before < 2 * versions, "once while it waits for the answers, and not before it sends"
+    cluster.worker("b")
+    cluster.wait_served("b", versions)
+    publisher.close()
+
+
 def test_a_damaged_bucket_is_never_loaded_and_the_version_is_sent_again(cluster):
     cluster.worker("a", group="corrupt")
     with publishing(cluster.board) as publisher:

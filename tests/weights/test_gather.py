@@ -13,7 +13,9 @@ from torch.distributed.fsdp import fully_shard
 
 from asyncrl.errors import WeightsError
 from asyncrl.learner.publishing.holding import hold_back
-from asyncrl.weights.publishing import snapshot
+from asyncrl.weights.fingerprint import bucket_fingerprint
+from asyncrl.weights.publishing import gather, snapshot
+from asyncrl.weights.publishing.filling import Filling
 from asyncrl.weights.publishing.gather import clean_name, gather_into, plan, unique_tensors
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher, Snapshot
 from tests.forked import run_ranks
@@ -60,6 +62,27 @@ def test_plain_tensors_are_cast_and_integers_are_not(wire_dtype):
     for name, parameter in unique_tensors(model.named_parameters()):
         expected = parameter.to(wire_dtype) if parameter.is_floating_point() else parameter
         assert torch.equal(views[name], expected)
+
+
+class CountingFilling(Filling):
+    def __init__(self) -> None:
+        super().__init__(1.0)
+        self.steps: list[int] = []
+
+    def reach(self, nbytes: int) -> None:
+        self.steps.append(nbytes)
+        super().reach(nbytes)
+
+
+@pytest.mark.parametrize("sizes", [[1000] * 200, [7, 0, 300_000, 3, 70_001]])
+def test_small_tensors_are_copied_many_at_a_time_and_large_ones_in_blocks_with_the_same_bytes_and_fingerprint(sizes):
+    named = [(f"w{i}", torch.randn(size)) for i, size in enumerate(sizes)]
+    manifest, filling = plan(named, torch.float32, 1 << 30), CountingFilling()
+    buffers = manifest.allocate()
+    assert gather_into(manifest, named, buffers, filling=filling) == [bucket_fingerprint(buffers[0])]
+    assert all(torch.equal(manifest.views(buffers)[name], tensor) for name, tensor in named)
+    assert filling.steps == sorted(filling.steps) and filling.steps[-1] == manifest.nbytes
+    assert len(filling.steps) <= manifest.nbytes // gather._BLOCK + 3
 
 
 class KeepingSender:

@@ -9,6 +9,7 @@ it can, and the next epoch brings it up to date.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 from collections.abc import Mapping
@@ -108,6 +109,8 @@ class BroadcastSender:
         self._seats: dict[Peer, int] = {}
         """Member -> its first rank. An engine with several processes takes as many ranks."""
         self._next_look = self._next_tick = 0.0
+        self._asked = -math.inf
+        """Time at which the server was last asked for the members, if nobody waits to join."""
         self._stats: dict[str, float] = dict.fromkeys(_STATS, 0.0) | {"sent_version": float(NO_VERSION)}
         self._announce()
 
@@ -133,9 +136,8 @@ class BroadcastSender:
 
     def _send(self, snapshot: Snapshot, previous: Snapshot | None) -> None:
         self._others.take(snapshot.policy_version)
-        if self._lanes is not None and (time.monotonic() >= self._next_look or self._door.rang):
-            self._next_look = time.monotonic() + self._poll_members_s
-            live = self._door.live()
+        if self._lanes is not None and (time.monotonic() >= self._asked + self._poll_members_s or self._door.rang):
+            live = self._live()
             if not set(self._members) <= set(live) or self._door.waiting(self._members, live):
                 self._dissolve()
         for attempt in range(_MAX_ATTEMPTS):
@@ -173,10 +175,15 @@ class BroadcastSender:
         if newest.reading is not None and newest.reading.gone:
             return  # the learner is about to write the next version, which goes to all
         self._next_look = time.monotonic() + self._poll_members_s
-        waiting = self._door.waiting(self._members, live := self._door.live())
+        waiting = self._door.waiting(self._members, live := self._live())
         self._absent.look(live)
         if waiting:
+            self._asked = -math.inf
             self.send(newest)
+
+    def _live(self) -> list[Peer]:
+        self._asked = time.monotonic()
+        return self._door.live()
 
     def stats(self) -> dict[str, float]:
         said = self._stats | {"refused": self._stats["refused"] + self._door.refused}

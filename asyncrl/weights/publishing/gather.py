@@ -16,8 +16,8 @@ from asyncrl.weights.fingerprint import Fingerprint
 from asyncrl.weights.manifest import Bucket, Entry, Manifest, build_manifest
 from asyncrl.weights.publishing.filling import Filling
 
-_BLOCK = 1 << 20
-"""Bytes copied at a time: they are still in the cache when the fingerprint reads them."""
+_BLOCK = 1 << 18
+"""Bytes copied at a time: with their source they fit the cache of one core, where the fingerprint reads them."""
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
