@@ -159,7 +159,8 @@ def _fill(bucket: Bucket, whole: dict[str, torch.Tensor], buffer: torch.Tensor) 
     memory = buffer.numpy().data
     done = 0
     for end, targets, sources in _blocks(bucket, whole, buffer):
-        torch._foreach_copy_(targets, sources)  # one call, so that the interpreter lock is passed on once a block
+        # One call, so that the interpreter lock is passed on once a block.
+        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
         yield end, memory[done:end]
         done = end
     yield len(buffer), memory[done:]
