@@ -107,8 +107,8 @@ def damaged(one: Trajectory, changes: dict[str, Any]) -> Trajectory:
     ("changes", "says"),
     [
         ({"name": "teacher"}, "extras has no 'ref_logprobs'"),
-        ({"dtype": np.float64}, r"must be float32\[\d+\]; float64"),
-        ({"length": 2}, r"must be float32\[\d+\]; float32\[2\] came"),
+        ({"dtype": np.float64}, r"must be float32\[\d+\]; got float64"),
+        ({"length": 2}, r"must be float32\[\d+\]; got float32\[2\]"),
         ({"value": np.nan}, "must be finite and not above 0"),
         ({"value": -np.inf}, "must be finite and not above 0"),
         ({"value": 0.1}, "must be finite and not above 0"),
