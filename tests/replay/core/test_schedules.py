@@ -39,7 +39,7 @@ def test_no_schedule_trains_a_token_over_the_bound_or_a_group_twice_or_gets_stuc
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("seeds", [range(FAST, SLOW), pytest.param(range(SLOW, LONG), marks=pytest.mark.long)], ids=len)
 def test_no_schedule_of_many_breaks_a_promise(seeds: range) -> None:
-    run_seeds("tests.replay.simulator:run_schedule", seeds, actions=100)
+    run_seeds("tests.replay.liveness:run_schedule", seeds, actions=100)
 
 
 @pytest.mark.slow
@@ -47,7 +47,7 @@ def test_no_schedule_of_many_breaks_a_promise(seeds: range) -> None:
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("rollbacks", [False, True])
 def test_no_schedule_of_many_with_a_window_breaks_a_promise(rollbacks: bool) -> None:
-    run_seeds("tests.replay.simulator:run_schedule", range(LONG), actions=100, window=True, rollbacks=rollbacks)
+    run_seeds("tests.replay.liveness:run_schedule", range(LONG), actions=100, window=True, rollbacks=rollbacks)
 
 
 @pytest.mark.slow
@@ -55,7 +55,7 @@ def test_no_schedule_of_many_with_a_window_breaks_a_promise(rollbacks: bool) -> 
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("rollbacks", [False, True])
 def test_no_schedule_of_many_by_sample_breaks_a_promise(rollbacks: bool) -> None:
-    run_seeds("tests.replay.simulator:run_schedule", range(LONG), actions=100, by_sample=True, rollbacks=rollbacks)
+    run_seeds("tests.replay.liveness:run_schedule", range(LONG), actions=100, by_sample=True, rollbacks=rollbacks)
 
 
 def test_the_schedules_reach_what_they_are_meant_to_test() -> None:
