@@ -29,7 +29,9 @@ TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-REWARD = "asyncrl.rewards.exact_match:exact_match"
+VARIED = "def score(completion, row):\n    return float(len(completion) % 2)\n"
+"""A reward file that gives a random model different rewards: with equal ones there is no gradient, and a test that
+compares weights would show nothing."""
 LEISURELY = (
     "import time\n\n\ndef score(completion, row):\n    time.sleep(0.02)\n    return float(len(completion) % 2)\n"
 )
@@ -135,10 +137,11 @@ def tiny_task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     model.save_pretrained(root / "model")
     save_byte_tokenizer(root / "model")
     train, _ = write_modes(root, seed=0, train_rows=512, eval_rows=64)
+    (root / "varied.py").write_text(VARIED)
     return {
         "model.path": str(root / "model"),
         "data.path": str(train),
-        "reward.function": REWARD,
+        "reward.function": f"{root / 'varied.py'}:score",
         "data.max_prompt_tokens": "32",
         "rollout.max_new_tokens": "12",
         "rollout.group_size": "4",
