@@ -9,7 +9,6 @@ it can, and the next epoch brings it up to date.
 from __future__ import annotations
 
 import logging
-import math
 import secrets
 import time
 from collections.abc import Mapping
@@ -109,8 +108,8 @@ class BroadcastSender:
         self._seats: dict[Peer, int] = {}
         """Member -> its first rank. An engine with several processes takes as many ranks."""
         self._next_look = self._next_tick = 0.0
-        self._asked = -math.inf
-        """Time at which the server was last asked for the members, if nobody waits to join."""
+        self._asked = 0.0
+        """Time at which the server was last asked for the members."""
         self._stats: dict[str, float] = dict.fromkeys(_STATS, 0.0) | {"sent_version": float(NO_VERSION)}
         self._announce()
 
@@ -178,7 +177,7 @@ class BroadcastSender:
         waiting = self._door.waiting(self._members, live := self._live())
         self._absent.look(live)
         if waiting:
-            self._asked = -math.inf
+            self._dissolve()
             self.send(newest)
 
     def _live(self) -> list[Peer]:
