@@ -34,17 +34,15 @@ def test_every_path_a_page_names_exists(page: str) -> None:
     assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
 
 
-def prose(page: str) -> str:
-    """A page without its code."""
-    text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
-    return re.sub(r"`[^`\n]*`", "", text)
+def without_blocks(page: str) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
 def anchors(page: str) -> set[str]:
     """Names of its headings, as GitHub and the site (`myst_heading_anchors`) give them."""
-    text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
     found: set[str] = set()
-    for title in re.findall(r"^#{1,3} (.+)$", text, flags=re.MULTILINE):
+    for title in re.findall(r"^#{1,3} (.+)$", without_blocks(page), flags=re.MULTILINE):
         name = re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-")
         found.add(next(each for each in [name, *(f"{name}-{i}" for i in range(1, 9))] if each not in found))
     return found
@@ -53,7 +51,7 @@ def anchors(page: str) -> set[str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_every_link_of_a_page_leads_to_a_file_and_a_heading_that_exist(page: str) -> None:
     """The build of the site cannot tell: to it, files of the repository that are no pages are missing too."""
-    targets = re.findall(r"\]\(([^)\s]+)\)", prose(page))
+    targets = re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", without_blocks(page)))
     broken: list[str] = []
     for target in targets:
         if re.match(r"https?://|mailto:", target):

@@ -18,15 +18,21 @@ PROBE_TOKENS = 24
 
 
 class Holds(Protocol):
-    """What a server says of the lengths that it can hold; see `asyncrl.engines.server.link.Facts`."""
+    """Facts about the lengths that a server can hold."""
 
     @property
-    def max_length(self) -> int: ...
+    def max_length(self) -> int:
+        """Tokens of prompt and completion together."""
+        ...
 
     @property
-    def spared(self) -> int: ...
+    def spared(self) -> int:
+        """How many of `max_length` a prompt must leave free."""
+        ...
 
-    def to_hold(self, tokens: int) -> str: ...
+    def to_hold(self, tokens: int) -> str:
+        """The option with which a server has this `max_length`."""
+        ...
 
 
 def too_short(url: str, holds: Holds, config: Config, beside: int = 0) -> str:

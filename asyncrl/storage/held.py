@@ -71,7 +71,7 @@ def _unlink_shared(folder: Path) -> None:
 def clear_away(parent: str = "") -> None:
     """Remove what killed processes of this user left, in `parent`, the default place for temporary files and that of
     sockets."""
-    places = {parent or "/tmp", tempfile.gettempdir(), "/tmp"}
+    places = {tempfile.gettempdir(), "/tmp"} | ({parent} if parent else set())
     for mark in itertools.chain(*(Path(place).glob(f"{PREFIX}*/{HELD}") for place in places)):
         with contextlib.suppress(OSError):
             if mark.parent.lstat().st_uid != os.geteuid():  # opening another user's file may block for ever (a pipe)

@@ -12,6 +12,7 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.checks.servers import Holds
 from asyncrl.engines.server.answers import Answer, ServerGoneError
 from asyncrl.engines.vllm.sibling import Sibling
 from asyncrl.errors import AsyncRLError, ConfigError, GenerationError
@@ -21,22 +22,8 @@ BROKEN = 500
 """Status codes from here on: servers answer with them when their engine process is gone."""
 
 
-class Facts(Protocol):
+class Facts(Holds, Protocol):
     """Facts about one server."""
-
-    @property
-    def max_length(self) -> int:
-        """Tokens of prompt and completion together."""
-        ...
-
-    @property
-    def spared(self) -> int:
-        """How many of `max_length` a prompt must leave free."""
-        ...
-
-    def to_hold(self, tokens: int) -> str:
-        """The option with which a server has this `max_length`."""
-        ...
 
     @property
     def width(self) -> int:
