@@ -3,7 +3,7 @@ line fitted through them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass, fields
 
 KINDS = ("decode", "prefill")
@@ -44,6 +44,13 @@ class Pace:
     def __sub__(self, other: Pace) -> Pace:
         return Pace(*(mine - its for mine, its in zip(astuple(self), astuple(other), strict=True)))
 
+    def slowed(self, factor: float) -> Pace:
+        """These sums, for the line that the steps would have if each took `factor` times as long as it says. Added up
+        over runs that were slowed by different factors, they give the line of least squares without the slowing."""
+        square = factor * factor
+        sums = self.steps * square, self.rows * square, self.rows_squared * square
+        return Pace(*sums, self.s * factor, self.rows_s * factor)
+
     def line(self) -> tuple[float, float]:
         """(fixed, each) of `seconds = fixed + each * rows`: least squares over the steps, both at least 0."""
         if not self.steps:
@@ -55,25 +62,11 @@ class Pace:
         slope = min(max(slope, 0.0), seconds / max(rows, 1.0))
         return seconds - slope * rows, slope
 
-
-APART = 1.5
-"""Ratio of mean rows between two runs from which on they determine a slope."""
-
-
-def line_of_runs(paces: Sequence[Pace]) -> tuple[float, float]:
-    """(fixed, each) as in `Pace.line`, from several runs.
-
-    If the runs differ enough in rows per step, this is the line through their means, with equal weight. Within one run
-    the slope comes out too flat, or 0: other processes on the same processor work most when sequences have just ended,
-    which is when batches are small.
-    """
-    means = Pace()
-    for pace in paces:
-        if pace.steps:
-            rows, seconds = pace.rows / pace.steps, pace.s / pace.steps
-            means += Pace(1.0, rows, rows * rows, seconds, rows * seconds)
-    rows = [pace.rows / pace.steps for pace in paces if pace.steps]
-    return means.line() if rows and max(rows) >= APART * min(rows) else sum(paces, Pace()).line()
+    def explained(self) -> float:
+        """What `line` takes off the sum of the squares of the steps' seconds."""
+        fixed, each = self.line()
+        sizes = fixed * fixed * self.steps + 2 * fixed * each * self.rows + each * each * self.rows_squared
+        return 2 * (fixed * self.s + each * self.rows_s) - sizes
 
 
 PACES = tuple(name for kind in KINDS for name in Pace().named(kind))

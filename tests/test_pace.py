@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from asyncrl.pace import PACES, Pace, line_of_runs
+from asyncrl.pace import PACES, Pace
 
 
 def of_steps(rows: np.ndarray, seconds: np.ndarray) -> Pace:
@@ -35,17 +35,28 @@ def test_neither_part_is_below_0_and_of_steps_that_are_alike_no_slope_is_made_up
     assert of_steps(np.array([1, 2, 9]), np.array([0.1, 0.1, 9.0])).line() == pytest.approx((0.0, 9.2 / 12))
 
 
-def test_runs_that_differ_in_rows_tell_a_slope_that_none_of_them_shows_alone() -> None:
-    random, runs = np.random.default_rng(1), []
-    for middle in (20, 100):
-        rows = random.integers(middle // 2, middle * 3 // 2, 400)
-        runs.append(of_steps(rows, 0.002 + 8e-5 * rows.mean() - 3e-5 * (rows - rows.mean())))
-    assert [run.line()[1] for run in runs] == [0.0, 0.0]
-    assert line_of_runs([*runs, Pace()]) == pytest.approx((0.002, 8e-5), rel=1e-6)
-    assert line_of_runs(runs[:1]) == runs[0].line()
-    alike = [runs[1], of_steps(np.array([80, 90]), np.array([0.01, 0.02]))]
-    assert line_of_runs(alike) == (alike[0] + alike[1]).line()
-    assert line_of_runs([]) == line_of_runs([Pace()]) == (0.0, 0.0)
+def test_runs_that_were_slowed_tell_together_how_long_steps_take_without() -> None:
+    random = np.random.default_rng(1)
+    runs = []
+    for factor in (1.0, 1.5):
+        rows = random.integers(1, 100, 400)
+        runs.append((factor, of_steps(rows, factor * (0.002 + 8e-5 * rows))))
+    told = sum((pace.slowed(factor) for factor, pace in runs), Pace())
+    assert told.line() == pytest.approx((0.002, 8e-5), rel=1e-6)
+    explained = {
+        each: sum((pace.slowed(1 + each * (f > 1)) for f, pace in runs), Pace()).explained() for each in (0.0, 0.5, 1.0)
+    }
+    assert max(explained, key=lambda each: explained[each]) == 0.5
+
+
+def test_what_a_line_explains_is_what_it_takes_off_the_squares() -> None:
+    random = np.random.default_rng(2)
+    rows = random.integers(1, 50, 200)
+    seconds = 0.01 + 1e-3 * rows + 0.01 * random.random(200)
+    pace = of_steps(rows, seconds)
+    fixed, each = pace.line()
+    left = ((seconds - fixed - each * rows) ** 2).sum()
+    assert pace.explained() == pytest.approx((seconds**2).sum() - left, rel=1e-9)
 
 
 def test_it_is_read_back_by_the_names_that_it_is_told_under() -> None:

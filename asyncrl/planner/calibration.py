@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.errors import RunFolderError
-from asyncrl.pace import KINDS, Pace, line_of_runs
+from asyncrl.pace import KINDS, Pace
 from asyncrl.planner.costs import Costs, Decode, Histogram
 from asyncrl.planner.outcome import Measured
 from asyncrl.planner.simulation import Setup, Simulation
@@ -30,6 +30,11 @@ ROUNDS, CLOSE = 4, 0.01
 DELIVERED, HANDLED = 0.2, 0.01
 """Of the time in which a mean completion is decoded: where the search for `deliver_s` and `handle_s` begins. From much
 less than they are the search would not find that they matter."""
+APART = 0.3
+"""Between the least and the greatest share of their steps that engines of different runs made beside a training
+learner: from there on they tell how much it slows them."""
+MOST_BESIDE, BESIDE_STEPS = 1.0, 101
+"""The largest `Costs.beside` that is tried, and how many are."""
 Row = dict[str, Any]
 
 
@@ -57,6 +62,12 @@ class RunMeasured:
     def grown(self, name: str) -> float:
         """By how much a sum grew over the rows."""
         return sum(growth(before, now, name) for before, now in self.pairs)
+
+    @property
+    def beside(self) -> float:
+        """Share of the time in which workers had groups that the learner was busy too, at least."""
+        found = self.found()
+        return max(0.0, 1 - found.learner_idle - found.rollout_idle) / max(1 - found.rollout_idle, 1e-9)
 
     def pace(self, kind: str) -> Pace:
         """Of its engines' steps; without any where they told nothing of them."""
@@ -176,11 +187,20 @@ def pace_of(runs: Sequence[RunMeasured], kind: str) -> Pace:
 
 
 def with_paces(costs: Costs, runs: Sequence[RunMeasured]) -> Costs:
-    """`decode` and `prompts` by what the engines told."""
-    decoded, prefilled = (line_of_runs([run.pace(kind) for run in runs]) for kind in KINDS)
+    """`decode`, `prompts` and `beside` by what the engines told: least squares over all their steps."""
+    shares = [run.beside for run in runs]
+    apart = max(shares) - min(shares) >= APART
+
+    def together(kind: str, beside: float) -> Pace:
+        paces = [run.pace(kind).slowed(1 + beside * share) for run, share in zip(runs, shares, strict=True)]
+        return sum(paces, Pace())
+
+    tried = np.linspace(0.0, MOST_BESIDE, BESIDE_STEPS).tolist() if apart else [0.0]
+    beside = max(tried, key=lambda each: together("decode", each).explained())
+    decoded, prefilled = (together(kind, beside).line() for kind in KINDS)
     most = max(run.setup.max_sequences for run in runs)
     prompts = Decode.of_line(*prefilled, most) if any(prefilled) else None
-    return replace(costs, decode=Decode.of_line(*decoded, most), prompts=prompts)
+    return replace(costs, decode=Decode.of_line(*decoded, most), prompts=prompts, beside=beside)
 
 
 def fit_host(runs: Sequence[RunMeasured], costs: Costs, steps: int) -> Costs:
@@ -235,14 +255,19 @@ def rate_of(run: RunMeasured, costs: Costs, steps: int) -> float:
 
 
 def train_costs(runs: Sequence[RunMeasured]) -> dict[str, float]:
-    """`step_s`, `token_s`, `step_sigma`: least squares over the steps, neither part below 0."""
-    seconds, tokens = [], []
+    """`step_s`, `token_s`, `step_sigma`: least squares over the steps, neither part below 0.
+
+    The slope is that of the training alone. What else is in a step (publishing, logging) takes as long whatever the
+    batch, but differs between runs that load the machine differently: a slope through it would mistake that for tokens.
+    """
+    trained, seconds, tokens = [], [], []
     for run in runs:
         for row in run.rows:
+            trained.append(row["time/train"])
             seconds.append(row["time/step"] - row["time/wait_batch"] - row.get("weights/wait_previous_s", 0.0))
             tokens.append(row["perf/trained_tokens_per_s"] * row["time/step"] / run.setup.ranks)
     y, x = np.array(seconds), np.array(tokens)
-    slope = float(np.cov(x, y, ddof=0)[0, 1] / x.var()) if x.std() > 0.02 * x.mean() else 0.0
+    slope = float(np.cov(x, np.array(trained), ddof=0)[0, 1] / x.var()) if x.std() > 0.02 * x.mean() else 0.0
     slope = min(max(slope, 0.0), float(y.mean() / x.mean()))
     fixed = float(y.mean() - slope * x.mean())
     left = np.log(np.maximum(y, 1e-6) / np.maximum(fixed + slope * x, 1e-6))

@@ -113,10 +113,14 @@ class Costs:
     prompts: Decode | None = None
     """For so long an engine decodes nothing, by the prompts that come at once; then their sequences have their first
     tokens. None: prompts cost it nothing, and first tokens are decoded like all others."""
+    beside: float = 0.0
+    """By this share of them an engine's steps are longer while the learner trains: the two share processors or
+    memory."""
     prefill_s: float = 0.0
-    """From a free place until the first token of a group: the order's way, rendering, prefill."""
+    """From an order until the first token of its group: rendering, prefill."""
     deliver_s: float = 0.0
-    """From the last reward of a group until it is inserted, whatever else its worker does."""
+    """Until a worker has the replay server's answer: to its request for groups, and to a group that it inserted, whose
+    place is free only then."""
     handle_s: float = 0.0
     """Before that, for which its worker handles it: one group after the other."""
     turns: int = 1

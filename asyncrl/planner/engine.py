@@ -54,7 +54,8 @@ class SimulatedEngine:
         self._first = 0 if prompts is None else 1
         """Tokens that a sequence has of its prefill."""
         self.most = len(pace) - 1
-        self.groups = 0
+        self.groups = self.ordered = 0
+        """Groups that its worker has, and those that are on their way to it."""
         self.asks, self.asked_at = 0, 0.0
         """Places for which its worker's request waits, and since when; 0: it has not asked."""
         self.turn = 0
@@ -66,6 +67,8 @@ class SimulatedEngine:
         self._held_since = 0.0
         self.generated = 0.0
         """Tokens sampled."""
+        self._slower = 1.0
+        """So many times longer steps take than `pace` says."""
         self._running: list[tuple[float, int, Member]] = []
         self._waiting: deque[Member] = deque()
         self._count = 0
@@ -74,7 +77,7 @@ class SimulatedEngine:
 
     @property
     def free(self) -> int:
-        return self.slots - self.groups
+        return self.slots - self.groups - self.ordered
 
     def hold(self, more: int, now: float) -> None:
         """Its worker has so many groups more."""
@@ -103,11 +106,16 @@ class SimulatedEngine:
         self._loaded.append(version)
         self._at = max(self._at, now) + stall_s
 
+    def slow(self, factor: float, now: float) -> None:
+        """From here on decode steps take `factor` times as long as `pace` says."""
+        self.advance(now)
+        self._slower = factor
+
     def advance(self, now: float) -> None:
         if now <= self._at:
             return
         if self._running:
-            steps = (now - self._at) / self._pace[len(self._running)]
+            steps = (now - self._at) / (self._pace[len(self._running)] * self._slower)
             self._steps += steps
             self.generated += steps * len(self._running)
         self._at = now
@@ -117,7 +125,7 @@ class SimulatedEngine:
         if not self._running:
             return None
         left = max(0.0, self._running[0][0] - self._steps)
-        return self._at + left * self._pace[len(self._running)]
+        return self._at + left * self._pace[len(self._running)] * self._slower
 
     def ended(self, now: float) -> list[Member]:
         """Those whose turn is over by now; their places are taken by those that wait."""

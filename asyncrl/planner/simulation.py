@@ -136,7 +136,9 @@ class Simulation:
 
     def _ask(self, engine: SimulatedEngine) -> None:
         """As a worker's loop does: not for each place alone, and one request at a time."""
-        if not engine.asks and engine.free and (engine.free >= engine.slots // 8 or not engine.groups):
+        if engine.asks or engine.ordered:
+            return
+        if engine.free and (engine.free >= engine.slots // 8 or not engine.groups):
             engine.asks, engine.asked_at = engine.free, self.now
             self._asking.append(engine)
 
@@ -165,14 +167,12 @@ class Simulation:
             if not orders:
                 self._full[engine.name] = engine
                 continue
-            engine.asks = 0
-            engine.hold(len(orders), self.now)
-            if self.costs.prefill_s:
-                begins = self.now + self.costs.prefill_s
-                self._later(begins, lambda orders=orders, engine=engine: self._begin(engine, orders))
+            engine.asks, engine.ordered = 0, engine.ordered + len(orders)
+            if self.costs.deliver_s:
+                arrive = self.now + self.costs.deliver_s
+                self._later(arrive, lambda orders=orders, engine=engine: self._arrived(engine, orders))
             else:
-                self._begin(engine, orders)
-            self._ask(engine)
+                self._arrived(engine, orders)
 
     def _lengths(self, group_id: int) -> list[int]:
         block, place = divmod(group_id, BLOCK)
@@ -181,6 +181,17 @@ class Simulation:
             members = self.setup.settings.group_size
             self._block = (block, self.costs.lengths.draw(random, BLOCK, members))
         return self._block[1][place].tolist()
+
+    def _arrived(self, engine: SimulatedEngine, orders: Sequence[Assignment]) -> None:
+        """The answer to its request is there."""
+        engine.ordered -= len(orders)
+        engine.hold(len(orders), self.now)
+        self._ask(engine)
+        self._changed = True
+        if self.costs.prefill_s:
+            self._later(self.now + self.costs.prefill_s, lambda: self._begin(engine, orders))
+        else:
+            self._begin(engine, orders)
 
     def _begin(self, engine: SimulatedEngine, orders: Sequence[Assignment]) -> None:
         engine.prefill(len(orders), self.now)
@@ -225,9 +236,9 @@ class Simulation:
         group.left -= 1
         if group.left:
             return
-        if self.costs.deliver_s or self.costs.handle_s:
+        if self.costs.handle_s:
             engine.handled = max(self.now, engine.handled) + self.costs.handle_s
-            self._later(engine.handled + self.costs.deliver_s, lambda: self._insert(engine, group))
+            self._later(engine.handled, lambda: self._insert(engine, group))
         else:
             self._insert(engine, group)
 
@@ -247,6 +258,14 @@ class Simulation:
             nbytes=1,
         )
         self.core.insert(engine.name, engine.name, header, b"")
+        self._changed = True
+        if self.costs.deliver_s:
+            self._later(self.now + self.costs.deliver_s, lambda: self._inserted(engine))
+        else:
+            self._inserted(engine)
+
+    def _inserted(self, engine: SimulatedEngine) -> None:
+        """Its worker knows, and has a free place."""
         self._ask_anew(engine)
         engine.hold(-1, self.now)
         self._ask(engine)
@@ -268,10 +287,18 @@ class Simulation:
         tokens = sum(t.loss_tokens for group in plan.groups for t in group.trajectories)
         seconds = self.costs.train_s(tokens, self.setup.ranks) * spread(self._random, self.costs.step_sigma)
         self._later(self.now + seconds, lambda: self._trained(plan, waited))
+        self._slow(1 + self.costs.beside)
         self._changed = True  # the next one may be leased by now
+
+    def _slow(self, factor: float) -> None:
+        """The engines, beside a learner that trains, or no longer."""
+        for engine in self.engines.values() if self.costs.beside else ():
+            engine.slow(factor, self.now)
+            self._foretell(engine)
 
     def _trained(self, plan: StepPlan, waited: float) -> None:
         step, settings = plan.step, self.core.run.settings
+        self._slow(1.0)
         if settings.most_in_flight:
             self._beat()
         self.core.trained(step=step, policy_version=step + 1)

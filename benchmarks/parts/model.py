@@ -20,10 +20,10 @@ def tiny_model(**changes: Any) -> PreTrainedModel:
         "intermediate_size": 256,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
+        "num_key_value_heads": 2,
     }
     config = Qwen2Config(
         vocab_size=264,
-        num_key_value_heads=2,
         max_position_embeddings=512,
         tie_word_embeddings=True,
         **(sizes | changes),
@@ -31,10 +31,10 @@ def tiny_model(**changes: Any) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def tiny_task(folder: Path) -> list[str]:
-    """Write a tiny model with the byte tokenizer, and rows like the quickstart's, to `folder`. Returns the settings
-    that name them."""
-    tiny_model().save_pretrained(folder / "model")  # pyright: ignore[reportCallIssue]
+def tiny_task(folder: Path, **changes: Any) -> list[str]:
+    """Write a tiny model (see `tiny_model`) with the byte tokenizer, and rows like the quickstart's, to `folder`.
+    Returns the settings that name them."""
+    tiny_model(**changes).save_pretrained(folder / "model")  # pyright: ignore[reportCallIssue]
     save_byte_tokenizer(folder / "model")
     train, _ = write_modes(folder, seed=0, train_rows=512, eval_rows=8)
     return [f"model.path={folder / 'model'}", f"data.path={train}"]

@@ -60,6 +60,7 @@ def write_run(folder: Path, given: Setup, steps: int = 30, true: Costs = TRUE) -
                 "step": number,
                 "time/step": seconds,
                 "time/wait_batch": step.waited,
+                "time/train": true.token_s * tokens / given.ranks,
                 "perf/trained_tokens_per_s": tokens / seconds,
                 "staleness/mean": ages,
                 "goodput/generated_tokens": simulation.generated,
