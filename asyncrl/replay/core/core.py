@@ -18,6 +18,7 @@ asks again after the next event. All durable changes go through `Run.record`, wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,7 @@ from asyncrl.replay.core.run import Run
 from asyncrl.replay.protocol import Board
 
 
-class ReplayCore:
+class ReplayCore(Rollouts, Steps):
     """`journal` is called with every event before it is applied. `clock` returns seconds from an arbitrary origin.
     `state` is the state recovered from a journal; without it the core starts empty."""
 
@@ -53,51 +54,9 @@ class ReplayCore:
         )
         self.workers, self.evaluations, self.meter, self.clock = run.workers, run.evaluations, run.meter, clock
         retries, self.space = Retries(run), Space(run, max_bytes)
-        self.rollouts = Rollouts(run, retries, self.space)
-        self.steps = Steps(run, retries, self.space)
-        rollouts, steps, space = self.rollouts, self.steps, self.space
-
-        # Requests of a worker, or about one.
-        self.hello = rollouts.hello
-        self.heartbeat = rollouts.heartbeat
-        self.goodbye = rollouts.goodbye
-        self.expel = rollouts.expel
-        self.expire = rollouts.expire
-        self.acquire = rollouts.acquire
-        self.has_work = rollouts.has_work
-        self.may_take = rollouts.may_take
-        self.survey = rollouts.survey
-        self.insert = rollouts.insert
-        self.fail = rollouts.fail
-        self.served = rollouts.served
-        self.report_evaluation = rollouts.report_evaluation
-        self.members = rollouts.members
-        self.take_over = rollouts.take_over
-        self.settle_s = rollouts.settle_s
-
-        # Requests of the learner.
-        self.hello_learner = steps.hello_learner
-        self.check_rank = steps.check_rank
-        self.check_learner = steps.check_learner
-        self.restore = steps.restore
-        self.publish = steps.publish
-        self.lease = steps.lease
-        self.is_sealed = steps.is_sealed
-        self.certain = steps.certain
-        self.patience_mark = steps.patience_mark
-        self.trained = steps.trained
-        self.commit = steps.commit
-        self.snapshot = steps.snapshot
-        self.announce = steps.announce
-        self.evaluate = steps.evaluate
-        self.evaluation_mark = steps.evaluation_mark
-        self.finished_evaluations = steps.finished_evaluations
-        self.explain = steps.explain
-        self.explain_evaluation = steps.explain_evaluation
-
-        # Requests of the host, on behalf of both.
-        self.credit = space.credit
-        self.bring_back = space.bring_back
+        Rollouts.__init__(self, run, retries, self.space)
+        Steps.__init__(self, run, retries, self.space)
+        self.credit, self.bring_back = self.space.credit, self.space.bring_back
 
     def configure(self, settings: dict[str, Any]) -> None:
         """Record new admission settings for a run that had others so far."""
@@ -118,5 +77,6 @@ class ReplayCore:
 
     def finish(self) -> None:
         """Drop open groups and tell workers to stop. Idempotent."""
-        self.rollouts.wait_for_no_resume()
-        self.steps.finish()
+        # Workers stop at once: the learner has just finished the run, it was not found finished at a restart.
+        self._resumed_by = -math.inf
+        super().finish()

@@ -21,23 +21,6 @@ MAX_AGE = 64
 """The largest age of `replay/inserted_age_<age>`, in versions; older groups are counted there."""
 
 
-class Flight:
-    """Accumulated seconds by the number of groups in flight."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}
-        self._count, self._since = 0, 0.0
-
-    def note(self, now: float, count: int) -> None:
-        """Record that `count` groups are in flight from `now` on."""
-        self._seconds[self._count] = self._seconds.get(self._count, 0.0) + now - self._since
-        self._count, self._since = count, now
-
-    def until(self, now: float) -> dict[int, float]:
-        self.note(now, self._count)
-        return dict(self._seconds)
-
-
 class Run:
     """Shared by the parts of `ReplayCore`. The durable state changes only through `record`."""
 
@@ -55,7 +38,6 @@ class Run:
         self.workers = Workers(heartbeat_timeout_s)
         self.evaluations = Evaluations(settings.max_attempts)
         self.meter = Meter(clock())
-        self.flight = Flight()
         self.paused = ""
         """The reason why no new group may be started at present, regardless of the gates; empty if there is none."""
         self.shards_paused = ""
@@ -74,7 +56,7 @@ class Run:
             self._journal(event)
         self.state.apply(event)
         if self.settings.most_in_flight:
-            self.flight.note(self.clock(), self.state.in_flight)
+            self.meter.flight.note(self.clock(), self.state.in_flight)
 
     def allow(self, *, pipeline_depth: int, max_in_flight: int) -> None:
         """Apply these bounds to admission from now on, and record them in the journal."""

@@ -75,7 +75,7 @@ class Viewing:
         """Build the view from the current state."""
         core, state = self._core, self._core.state
         peers = sorted((each for each in self._sessions if each.role != VIEWER), key=lambda each: each.seen)
-        waits = not state.finished and core.meter.idle.waits
+        waits = not state.finished and core.meter.idle.state is not None
         return View(
             run=self._run_id,
             clock=now,
@@ -86,7 +86,7 @@ class Viewing:
             waits=core.explain(state.trained_steps)[:MOST_WORDS] if waits else "",
             paused=core.run.why_paused[:MOST_WORDS],
             now=core.run.counts(),
-            last=dict(core.steps.last_metrics),
+            last=dict(core.last_metrics),
             peers=tuple(self._peer(each, now) for each in peers[:MOST_PEERS]),
             more_peers=max(0, len(peers) - MOST_PEERS),
         )

@@ -11,7 +11,7 @@ the weights of that one. Volatile: a restore cancels all jobs.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -26,36 +26,18 @@ _MEAN = ""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Chunk:
-    number: int
-    start: int
-    stop: int
-    attempt: int = 0
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
 class _Job:
     job_id: int
     step: int
     policy_version: int
     eval_set: str
-    waiting: deque[_Chunk]
+    waiting: deque[EvalAssignment]
     """Chunks that no worker holds."""
     open: int
     """Number of chunks without a result."""
     begun: bool = False
     results: dict[int, EvalResult] = field(default_factory=dict)
     """Results by chunk number."""
-
-    def assignment(self, chunk: _Chunk) -> EvalAssignment:
-        return EvalAssignment(
-            job_id=self.job_id,
-            chunk=chunk.number,
-            attempt=chunk.attempt,
-            eval_set=self.eval_set,
-            start=chunk.start,
-            stop=chunk.stop,
-        )
 
     def summary(self, superseded: int) -> EvalSummary:
         """Summarize all chunks, with their rows in the order of the file, whichever chunk finished first."""
@@ -92,7 +74,7 @@ class Evaluations:
         self.moves = 0
         """Increases with every result."""
         self._jobs: dict[int, _Job] = {}
-        self._held: dict[str, tuple[_Job, _Chunk]] = {}
+        self._held: dict[str, tuple[_Job, EvalAssignment]] = {}
         """Worker -> the chunk it scores: one at a time, or the first worker to ask would take all of them."""
         self._finished: list[EvalSummary] = []
         self._superseded: dict[str, int] = {}
@@ -121,8 +103,12 @@ class Evaluations:
         for number in superseded:
             del self._jobs[number]
         self._superseded[eval_set] = self._superseded.get(eval_set, 0) + len(superseded)
-        starts = range(0, rows, chunk)
-        waiting = deque(_Chunk(number=n, start=a, stop=min(a + chunk, rows)) for n, a in enumerate(starts))
+        waiting = deque(
+            EvalAssignment(
+                job_id=job_id, chunk=number, attempt=0, eval_set=eval_set, start=start, stop=min(start + chunk, rows)
+            )
+            for number, start in enumerate(range(0, rows, chunk))
+        )
         self._jobs[job_id] = _Job(
             job_id=job_id,
             step=step,
@@ -144,7 +130,7 @@ class Evaluations:
         chunk, job.begun = job.waiting.popleft(), True
         self._turns[job.eval_set] = max(self._turns.values(), default=0) + 1
         self._held[worker] = job, chunk
-        return job.assignment(chunk)
+        return chunk
 
     def report(self, worker: str, result: EvalResult) -> None:
         """Store the result of a chunk. Late or repeated reports have no effect.
@@ -156,7 +142,7 @@ class Evaluations:
         if worker not in self._held:
             return
         job, chunk = self._held[worker]
-        if (result.job_id, result.chunk, result.attempt) != (job.job_id, chunk.number, chunk.attempt):
+        if (result.job_id, result.chunk, result.attempt) != (chunk.job_id, chunk.chunk, chunk.attempt):
             return
         if len(result.scores) + result.failed + result.missing != chunk.stop - chunk.start:
             raise ReplayError(
@@ -183,11 +169,11 @@ class Evaluations:
         if worker not in self._held:
             return
         job, chunk = self._held.pop(worker)
-        chunk.attempt += 1
+        chunk = replace(chunk, attempt=chunk.attempt + 1)
         if chunk.attempt < self.max_attempts:
             job.waiting.appendleft(chunk)
         else:
-            self._close(job, EvalResult.all_failed(job.assignment(chunk)))
+            self._close(job, EvalResult.all_failed(chunk))
 
     def cancel(self) -> None:
         for keeper in (self._jobs, self._held, self._finished, self._superseded, self._turns):

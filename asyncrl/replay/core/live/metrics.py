@@ -4,39 +4,35 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
+from typing import Generic, TypeVar
 
 from asyncrl.replay.core.admission import stale_by_quartile
 from asyncrl.replay.core.live.workers import LOST, Workers
 from asyncrl.types import DropReason, GroupHeader, StepPlan
 
+State = TypeVar("State", str, int)
+
 QUARTILES = ("q1", "q2", "q3", "q4")
 MAX_FILTERS = 16
 """Limit on the filters counted by name: a worker that makes up names cannot fill the memory."""
-
-
 RECENT_GROUPS = 512
 """Number of recent groups over which `data/zero_variance` is computed."""
 
 
-class IdleClock:
-    """Seconds in which the learner could have trained but had no batch, by the reason at the time."""
+class Stopwatch(Generic[State]):
+    """Adds up the seconds spent in each state."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._reason: str | None = None
+        self.seconds: dict[State, float] = {}
+        self.state: State | None = None
+        """The present state; None: its time is not counted."""
         self._since = 0.0
 
-    @property
-    def waits(self) -> bool:
-        """Whether the learner has no batch at present."""
-        return self._reason is not None
-
-    def note(self, now: float, reason: str | None) -> None:
-        """Record that the learner waits for `reason` from `now` on (None: it does not wait); the time until now is
-        counted for the previous reason."""
-        if self._reason is not None:
-            self.seconds[self._reason] = self.seconds.get(self._reason, 0.0) + now - self._since
-        self._reason, self._since = reason, now
+    def note(self, now: float, state: State | None) -> None:
+        """Record the state from `now` on; the time until now is counted for the previous one."""
+        if self.state is not None:
+            self.seconds[self.state] = self.seconds.get(self.state, 0.0) + now - self._since
+        self.state, self._since = state, now
 
 
 class RolloutRates:
@@ -63,7 +59,10 @@ class Meter:
     """Cumulative counters, turned into one metrics row per trained step."""
 
     def __init__(self, now: float) -> None:
-        self.idle = IdleClock()
+        self.idle = Stopwatch[str]()
+        """Seconds in which the learner could have trained but had no batch, by the reason at the time."""
+        self.flight = Stopwatch[int]()
+        """Seconds by the number of groups in flight; kept only for `rollout.autotune`."""
         self.wasted = [0, 0, 0, 0]
         """`[4]` loss tokens not trained because of staleness, by quartile of their position in the trajectory."""
         self.masked_tokens = 0

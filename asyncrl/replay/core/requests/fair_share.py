@@ -42,13 +42,19 @@ def window_of(settings: AdmissionSettings) -> int:
     return groups * settings.orders_per_group
 
 
+def is_recent(version: int, state: ReplayState, settings: AdmissionSettings) -> bool:
+    """Return whether a worker that serves this version may get a new assignment."""
+    known = state.version != NO_VERSION and version in state.tree
+    return known and state.tree.distance(version, state.version) <= settings.max_lag
+
+
 def what_is_missing(state: ReplayState, settings: AdmissionSettings, workers: Workers) -> str:
     """Return why a step cannot be sealed, as a word for `idle/learner_s_<reason>`. Cheap: called after every change."""
     if state.version == NO_VERSION:
         return "publication"
     if not workers.live:
         return "no_workers"
-    if not state.held and not any(_is_ready(worker, state, settings) for worker in workers.live.values()):
+    if not state.held and not any(is_recent(worker.served, state, settings) for worker in workers.live.values()):
         return "weights"
     # Only these settings delay sealing while there are enough groups. Otherwise skip the count: to count whole groups
     # after each member takes as long as choosing a batch.
@@ -92,11 +98,6 @@ def why_no_batch(state: ReplayState, settings: AdmissionSettings, workers: Worke
             return f"{have}; {holder} holds the step for groups in flight: {who}"
         case _:
             return f"{have}; waiting for {who}"
-
-
-def _is_ready(worker: Worker, state: ReplayState, settings: AdmissionSettings) -> bool:
-    tree = state.tree
-    return worker.served in tree and tree.distance(worker.served, state.version) <= settings.max_lag
 
 
 def who_is_silent(workers: Workers, now: float) -> str:

@@ -14,7 +14,7 @@ from asyncrl.replay.core.admission import may_admit
 from asyncrl.replay.core.durable import events as ev
 from asyncrl.replay.core.durable.ledger import Entry, GroupState
 from asyncrl.replay.core.live.workers import Worker
-from asyncrl.replay.core.requests.fair_share import assignment_seed, fair_share, window_of
+from asyncrl.replay.core.requests.fair_share import assignment_seed, fair_share, is_recent, window_of
 from asyncrl.replay.core.requests.retries import Retries
 from asyncrl.replay.core.requests.space import Space
 from asyncrl.replay.core.run import Run
@@ -57,17 +57,16 @@ class Rollouts:
 
     def goodbye(self, worker: str, incarnation: str) -> None:
         """Remove a worker that leaves in order: its groups go to others, without counting as failed."""
-        member = self._run.workers.live.get(worker)
-        if member is not None and member.incarnation == incarnation:
-            self._run.workers.remove(worker)
-            self._retries.release(member, counted=False)
+        self._remove(self._run.workers.get(worker, incarnation), counted=False)
 
     def expel(self, worker: str, incarnation: str) -> None:
         """Remove a worker that is not to be trusted: its groups go to others, as if it had become silent."""
-        member = self._run.workers.live.get(worker)
-        if member is not None and member.incarnation == incarnation:
-            self._run.workers.remove(worker)
-            self._retries.release(member)
+        self._remove(self._run.workers.get(worker, incarnation))
+
+    def _remove(self, member: Worker | None, *, counted: bool = True) -> None:
+        if member is not None:
+            self._run.workers.remove(member.name)
+            self._retries.release(member, counted=counted)
 
     def expire(self) -> list[str]:
         """Remove silent workers and return their names. Assignments held for too long go to others too; a late result
@@ -75,8 +74,7 @@ class Rollouts:
         self._retries.reissue_overdue()
         gone = self._run.workers.silent(self._run.clock())
         for member in gone:
-            self._run.workers.remove(member.name)
-            self._retries.release(member)
+            self._remove(member)
         return [member.name for member in gone]
 
     def acquire(self, worker: str, incarnation: str, slots: int, request: int = -1) -> Acquired:
@@ -122,7 +120,7 @@ class Rollouts:
         member = self._run.workers.get(worker, incarnation)
         if member is None or self._state.finished or self._run.evaluations.wanted:
             return True
-        return self.may_serve(member) and len(member.held) < self._share(member)
+        return is_recent(member.served, self._state, self._run.settings) and len(member.held) < self._share(member)
 
     def insert(self, worker: str, incarnation: str, header: GroupHeader, payload: Any) -> InsertReply:
         """Store a finished group. Idempotent; `payload` is kept until commit or drop."""
@@ -244,10 +242,6 @@ class Rollouts:
             self._run.workers.hello(entry.worker, entry.incarnation, NO_VERSION, self._run.clock())
             self._run.workers.live[entry.worker].held.add(entry.group_id)
 
-    def wait_for_no_resume(self) -> None:
-        """Let workers stop at once: the learner has just finished the run, it was not found finished at a restart."""
-        self._resumed_by = -math.inf
-
     def settle_s(self) -> float:
         """Return the seconds until `members` is reliable after a restart."""
         return max(0.0, self._settled_at - self._run.clock())
@@ -271,18 +265,6 @@ class Rollouts:
         member.seen = self._run.clock()
         return member
 
-    def _lag(self, version: int) -> int:
-        if version == NO_VERSION or version not in self._state.tree:
-            return self._run.settings.max_staleness + 1
-        return self._state.tree.distance(version, self._state.version)
-
-    def may_serve(self, member: Worker) -> bool:
-        """Whether its weights are recent enough for a new assignment."""
-        return self._is_recent(member.served)
-
-    def _is_recent(self, version: int) -> bool:
-        return self._state.version != NO_VERSION and self._lag(version) <= self._run.settings.max_lag
-
     def _why_not(self, member: Worker) -> str:
         if self._run.why_paused:
             return self._run.why_paused
@@ -292,7 +274,7 @@ class Rollouts:
             return "a rollout worker: data.curriculum is set, and no worker has reported yet how many rows there are"
         if self._state.replays(self._run.settings.pipeline_depth):
             return "the learner: it repeats the steps after its checkpoint"
-        if not self.may_serve(member):
+        if not is_recent(member.served, self._state, self._run.settings):
             return f"weights: version {self._state.version} is published, but this worker serves {member.served}"
         if len(member.held) >= self._share(member):
             return "the other workers: this one already has its share of the groups in flight"
@@ -311,7 +293,7 @@ class Rollouts:
             window = window_of(self._run.settings)
             known = unknown = 0
             for (served, capacity), count in self._run.workers.claims.items():
-                if self._is_recent(served):
+                if is_recent(served, self._state, self._run.settings):
                     known += 0 if capacity is None else count * min(window, capacity)
                     unknown += count if capacity is None else 0
             self._ready = (key, known, unknown)

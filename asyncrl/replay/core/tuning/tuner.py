@@ -35,11 +35,12 @@ class Totals:
 
     @classmethod
     def of(cls, run: Run) -> Totals:
-        now = run.clock()
+        now, flight = run.clock(), run.meter.flight
+        flight.note(now, flight.state)
         return cls(
             clock=now,
             waited_s=sum(run.meter.idle.seconds.values()),
-            in_flight=run.flight.until(now),
+            in_flight=dict(flight.seconds),
             generated=run.workers.generated(now),
             wasted=sum(run.meter.wasted),
             workers=frozenset(worker.incarnation for worker in run.workers.live.values()),

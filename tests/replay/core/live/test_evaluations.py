@@ -215,7 +215,7 @@ def test_results_come_with_the_step_or_with_the_wait_but_never_with_both() -> No
     second = evaluate(stage.core, 1)
     waiting = stage.ask(learner(), 7)
     assert isinstance(waiting, Later)
-    assert [summary.job_id for summary in stage.core.steps._take_evaluations()] == [first]
+    assert [summary.job_id for summary in stage.core._take_evaluations()] == [first]
     stage.score()
     answer = waiting.retry()
     assert answer is not None and [row[0] for row in answer.body] == [second]
