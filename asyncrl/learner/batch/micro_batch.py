@@ -17,7 +17,7 @@ from asyncrl.learner.batch.plan import Member
 from asyncrl.learner.batch.recorded import routing_of, topk_of
 from asyncrl.learner.batch.sending import sent
 from asyncrl.learner.batch.support import Support, support_of
-from asyncrl.replay.codec.reference import reference_fault
+from asyncrl.replay.codec.recorded import reference_fault
 from asyncrl.replay.protocol import Lease
 from asyncrl.types import NO_VERSION, REF_LOGPROBS, Routers, StepPlan, Trajectory
 

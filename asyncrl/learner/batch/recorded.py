@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import EpisodeError
 from asyncrl.learner.batch.plan import Member
-from asyncrl.replay.codec.routing import routing_fault
-from asyncrl.replay.codec.topk import topk_fault
+from asyncrl.replay.codec.recorded import routing_fault, topk_fault
 from asyncrl.types import ROUTED_EXPERTS, TOPK_IDS, TOPK_LOGPROBS, Routers, StepPlan, Trajectory
 
 OWN_CHOICE = -1

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asyncrl.errors import LedgerError
 from asyncrl.learner.batch.sending import sent
-from asyncrl.replay.codec.support import NAMES, support_fault
+from asyncrl.replay.codec.recorded import SUPPORT, support_fault
 from asyncrl.types import SUPPORT_BITS, SUPPORT_COUNTS, SUPPORT_IDS, Trajectory
 
 
@@ -79,7 +79,7 @@ def support_of(chosen: Sequence[Trajectory], rows: NDArray[np.int64], device: to
     Raises:
         LedgerError: a trajectory has an invalid support.
     """
-    if not any(name in trajectory.extras for trajectory in chosen for name in NAMES):
+    if not any(name in trajectory.extras for trajectory in chosen for name in SUPPORT):
         return None
     parts = [_arrays_of(trajectory) for trajectory in chosen]
     counts = np.concatenate([part[0] for part in parts])
@@ -97,7 +97,7 @@ def support_of(chosen: Sequence[Trajectory], rows: NDArray[np.int64], device: to
 
 
 def _arrays_of(trajectory: Trajectory) -> tuple[NDArray, NDArray, NDArray]:
-    if not any(name in trajectory.extras for name in NAMES):
+    if not any(name in trajectory.extras for name in SUPPORT):
         sampled = int(trajectory.loss_mask.sum())
         return np.zeros(sampled, np.int32), np.zeros(0, np.int32), np.zeros((0, 0), np.uint8)
     fault = support_fault(trajectory)

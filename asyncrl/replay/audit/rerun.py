@@ -14,9 +14,8 @@ from typing import Any
 
 from asyncrl.errors import JournalError, ReplayError
 from asyncrl.evaluation.orders import EvalSummary
-from asyncrl.replay.codec.apart import join_texts
 from asyncrl.replay.codec.columns import decode
-from asyncrl.replay.codec.group import StoredGroup, decode_texts
+from asyncrl.replay.codec.group import StoredGroup, decode_texts, join_texts
 from asyncrl.replay.core.batches.balance import shard_step
 from asyncrl.replay.core.durable import events as ev
 from asyncrl.replay.core.durable.siblings import joined

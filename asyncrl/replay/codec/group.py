@@ -8,6 +8,7 @@ arrival, but of extras only the sizes (and the log-probs of a reference), and fo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,10 +20,7 @@ from asyncrl.errors import WireError
 from asyncrl.replay.codec import wire
 from asyncrl.replay.codec.columns import Columns, Frame, columns_of, decode, join, own_sizes, sizes_of
 from asyncrl.replay.codec.extras import SideFrames, decode_extras, describe_extras, join_extras, rows_of, side_frames_of
-from asyncrl.replay.codec.reference import brings_reference, reference_fault
-from asyncrl.replay.codec.routing import routing_fault
-from asyncrl.replay.codec.support import brings_support, support_fault
-from asyncrl.replay.codec.topk import brings_topk, topk_fault
+from asyncrl.replay.codec.recorded import is_checked, recorded_fault
 from asyncrl.types import MAX_LOGPROB, GroupHeader, Routers, Trajectory, TrajectoryGroup, TrajectoryHeader, turns_in
 
 MAX_VOCABULARY = 1 << 31
@@ -130,13 +128,9 @@ def check_stored(header: GroupHeader, stored: StoredGroup, vocabulary: int, rout
     check_columns(header.trajectories, stored.columns, vocabulary)
     if stored.side is None and routers is None:
         return
-    scored, narrowed, likeliest = brings_reference(header), brings_support(header), brings_topk(header)
-    read = any(scored) or any(narrowed) or any(likeliest) or routers is not None
+    read = routers is not None or is_checked(header)
     for place, trajectory in enumerate(stored.trajectories(header.trajectories) if read else ()):
-        fault = reference_fault(trajectory) if scored[place] else ""
-        fault = fault or (support_fault(trajectory, vocabulary) if narrowed[place] else "")
-        fault = fault or (topk_fault(trajectory, vocabulary=vocabulary) if likeliest[place] else "")
-        fault = fault or (routing_fault(trajectory, routers) if routers is not None else "")
+        fault = recorded_fault(trajectory, vocabulary, routers)
         if fault:
             raise WireError(f"trajectory {place} of group {header.group_id}: {fault}")
 
@@ -273,3 +267,12 @@ def decode_texts(frame: Frame) -> tuple[str, tuple[str, ...], float, float]:
         wire.number(started, "started_at"),
         wire.number(finished, "finished_at"),
     )
+
+
+def join_texts(frames: Sequence[Frame]) -> Frame:
+    """Return the texts frame of a group, from those of its members: the prompt once, every completion, the earliest
+    start and the latest end. Raises WireError."""
+    if len(frames) == 1:
+        return frames[0]
+    prompts, completions, started, finished = zip(*map(decode_texts, frames), strict=True)
+    return wire.pack([prompts[0], list(itertools.chain(*completions)), min(started), max(finished)])

@@ -10,15 +10,17 @@ they are the whole group. Small parts are joined in frame 0; large arrays keep t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 from asyncrl.errors import WireError
 from asyncrl.replay.codec import wire
 from asyncrl.replay.codec.columns import Frame, columns_of, decode
 from asyncrl.replay.codec.extras import ALIGNED, Extras, decode_extras, row_of, side_frames_of
-from asyncrl.replay.codec.group import StoredGroup, decode_texts
+from asyncrl.replay.codec.group import StoredGroup, decode_texts, join_texts
 from asyncrl.replay.protocol import Lease
 from asyncrl.types import StepPlan, Trajectory, TrajectoryGroup, TrajectoryHeader
 
@@ -29,22 +31,28 @@ Place = tuple[int, int]
 
 
 def pack_places(
-    stored: Mapping[int, StoredGroup], places: Iterable[Place], sampled: Sequence[int]
+    stored: Mapping[int, Sequence[StoredGroup]], places: Iterable[Place], sampled: Sequence[int]
 ) -> tuple[list[Any], list[Frame]]:
     """Return `([table, extras, text rows], frames)` for the trajectories at `places`, and for all of the `sampled`
-    groups, with texts and without extras, which nobody uses. Groups are numbered by the keys of `stored`."""
+    groups, with texts and without extras, which nobody uses.
+
+    Args:
+        stored: by group, what was inserted of it, in the order of its trajectories: the whole of it, or its members one
+            by one (`replay.admission=sample`). Only texts of members are copied.
+    """
     load, everything = _Load(), set(places)
-    sides = {group: kept.side for group, kept in stored.items() if kept.side is not None}
-    trained = [place for place in everything if place[0] in sides] if sides else []
-    everything.update((group, place) for group in sampled for place in range(len(stored[group].columns.rows)))
-    table, extras = [], []
-    for group, first, count in _neighbours(everything):
-        table.append([group, first, count, *load.add(*stored[group].columns.part(first, count))])
-    for group, first, count in _neighbours(trained):
-        extras.append([group, first, count, *load.add(*sides[group].part(first, count))])
+    with_extras = any(part.side for parts in stored.values() for part in parts)
+    trained = list(everything) if with_extras else []
+    for group in sampled:
+        everything.update((group, place) for place in range(sum(len(part.columns.rows) for part in stored[group])))
+    table = [[*row, *load.add(*part.columns.part(first, row[2]))] for row, part, first in _runs(everything, stored)]
+    extras = [
+        [*row, *load.add(*part.side.part(first, row[2]))] for row, part, first in _runs(trained, stored) if part.side
+    ]
     frames = [b"".join(load.small), *load.frames]
     texts = [[group, len(frames) + place] for place, group in enumerate(sampled)]
-    return [table, extras, texts], [*frames, *(stored[group].texts for group in sampled)]
+    whole = [join_texts([part.texts for part in stored[group]]) for group in sampled]
+    return [table, extras, texts], [*frames, *whole]
 
 
 @dataclass(slots=True)
@@ -73,14 +81,21 @@ class _Load:
         return [frame, offset, size, first, len(own)]
 
 
-def _neighbours(places: Iterable[Place]) -> list[list[int]]:
-    """Return runs of consecutive trajectories, `[group, first trajectory, how many]`."""
-    runs: list[list[int]] = []
-    for group, position in sorted(places):
-        if runs and runs[-1][0] == group and sum(runs[-1][1:]) == position:
-            runs[-1][2] += 1
-        else:
-            runs.append([group, position, 1])
+def _runs(
+    places: Iterable[Place], stored: Mapping[int, Sequence[StoredGroup]]
+) -> list[tuple[list[int], StoredGroup, int]]:
+    """Return runs of consecutive trajectories in one part: `[group, first trajectory, how many]`, the part, and the
+    position of the first trajectory in it."""
+    runs: list[tuple[list[int], StoredGroup, int]] = []
+    for group, of_group in itertools.groupby(sorted(places), key=itemgetter(0)):
+        part = begin = end = 0
+        for _, position in of_group:
+            if position < end and sum(runs[-1][0][1:]) == position:
+                runs[-1][0][2] += 1
+                continue
+            while position >= end:
+                part, begin, end = part + 1, end, end + len(stored[group][part].columns.rows)
+            runs.append(([group, position, 1], stored[group][part - 1], position - begin))
     return runs
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from asyncrl.errors import NoProgress
 from asyncrl.replay.codec import headers, wire
-from asyncrl.replay.codec.apart import Apart
 from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.core.batches.balance import EARLY, UPDATES, begin_step, shard_step
 from asyncrl.replay.core.core import ReplayCore
@@ -125,12 +124,7 @@ class Batches:
         entries = {group: together(plan.groups[group].group_id) for group in wanted}
         self._core.bring_back(entry for group in entries.values() for entry in group)
         kept = {group: [entry.payload for entry in parts] for group, parts in entries.items()}
-        if all(len(parts) == 1 for parts in kept.values()):
-            body, forwarded = self._payloads.hand_out({group: only for group, (only,) in kept.items()}, places, sampled)
-        else:
-            apart = Apart(kept)
-            body, forwarded = self._payloads.hand_out(apart.stored, apart.places(places), apart.parts(sampled))
-            body, forwarded = apart.joined(body, forwarded, sampled)
+        body, forwarded = self._payloads.hand_out(kept, places, sampled)
         return Answer([encoded, *body], forwarded)
 
     def _updates(self) -> int:

@@ -16,8 +16,7 @@ from asyncrl.replay.codec import headers, messages, wire
 from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.codec.dropped import decode_dropped, decode_lost, decode_reason
 from asyncrl.replay.codec.group import MAX_VOCABULARY
-from asyncrl.replay.codec.reference import FROM_ROLLOUT, REFERENCE, require_reference
-from asyncrl.replay.codec.routing import announced_routers
+from asyncrl.replay.codec.recorded import FROM_ROLLOUT, REFERENCE, announced_routers, require_reference
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.protocol import Acquired
 from asyncrl.replay.server.batches import Batches, announced

@@ -31,12 +31,12 @@ class Payloads(Protocol):
         ...
 
     def hand_out(
-        self, stored: Mapping[int, Any], places: Places, sampled: Sequence[int]
+        self, stored: Mapping[int, Sequence[Any]], places: Places, sampled: Sequence[int]
     ) -> tuple[list[Any], list[Frame]]:
         """Assemble a lease from what the core kept.
 
         Args:
-            stored: position of a group in the plan -> what `take` returned for it.
+            stored: position of a group in the plan -> what `take` returned for it, or for each of its members.
             places: trajectories to hand out.
             sampled: groups of which all trajectories are handed out, with texts and without extras.
 
@@ -59,7 +59,7 @@ class WithPlanner:
         return stored
 
     def hand_out(
-        self, stored: Mapping[int, Any], places: Places, sampled: Sequence[int]
+        self, stored: Mapping[int, Sequence[Any]], places: Places, sampled: Sequence[int]
     ) -> tuple[list[Any], list[Frame]]:
         parcel, frames = pack_places(stored, places, sampled)
         return [*parcel, []], frames

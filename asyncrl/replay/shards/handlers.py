@@ -7,7 +7,7 @@ from typing import Any
 
 from asyncrl.replay.codec import wire
 from asyncrl.replay.codec.columns import Frame
-from asyncrl.replay.codec.routing import row_of_routers
+from asyncrl.replay.codec.recorded import row_of_routers
 from asyncrl.replay.server.handlers import Handlers
 from asyncrl.replay.server.sessions import Answer, Reply, Session, now_or_later
 from asyncrl.replay.shards.payloads import InShards, free_of

@@ -20,7 +20,7 @@ from asyncrl.replay.codec import headers, wire
 from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.codec.group import MAX_VOCABULARY, StoredGroup, check_stored, shard_of, split_frames
 from asyncrl.replay.codec.lease import pack_places
-from asyncrl.replay.codec.routing import ROUTERS, announced_routers
+from asyncrl.replay.codec.recorded import ROUTERS, announced_routers
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.net.clock import awake_clock
 from asyncrl.replay.server.sessions import Answer, Reply, Session
@@ -239,20 +239,19 @@ class ShardDesk:
         return header.nbytes <= left
 
     def _get(self, body: Any) -> Answer:
-        stored: dict[int, StoredGroup] = {}
+        stored: dict[int, list[StoredGroup]] = {}
         places: list[tuple[int, int]] = []
         sampled: list[int] = []
         for row in wire.sequence(body, "get"):
             group, *key, positions, with_texts = wire.sequence(row, "get row", 6)
             wire.integer(group, "group", 0, wire.MAX_FRAMES)
-            stored[group] = self._find(key_of(key))
-            last = len(stored[group].columns.rows) - 1
+            found = self._find(key_of(key))
+            stored[group], last = [found], len(found.columns.rows) - 1
             for position in wire.sequence(positions, "positions"):
                 places.append((group, wire.integer(position, "position", 0, last)))
             if with_texts is True:
                 sampled.append(group)
-        parcel, found = pack_places(stored, places, sampled)
-        return Answer(parcel, found)
+        return Answer(*pack_places(stored, places, sampled))
 
     def _find(self, key: Key) -> StoredGroup:
         found = self._host.store.find(key)

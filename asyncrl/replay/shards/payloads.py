@@ -65,12 +65,12 @@ class InShards:
         return Elsewhere(shard, tag)
 
     def hand_out(
-        self, stored: Mapping[int, Any], places: Places, sampled: Sequence[int]
+        self, stored: Mapping[int, Sequence[Any]], places: Places, sampled: Sequence[int]
     ) -> tuple[list[Any], list[Frame]]:
         positions: dict[int, list[int]] = {group: [] for group in sorted({g for g, _ in places}.union(sampled))}
         for group, position in sorted(places):
             positions[group].append(position)
-        rows = [[group, *_where(stored[group]), at, group in sampled] for group, at in positions.items()]
+        rows = [[group, *_where(*stored[group]), at, group in sampled] for group, at in positions.items()]
         return [[], [], [], rows], []
 
     def enlist(self, shard: Any, address: Any, seal: Any, peer: Peer) -> int:

@@ -11,10 +11,7 @@ from dataclasses import dataclass, replace
 
 from asyncrl.environments.base import Episodes
 from asyncrl.errors import EpisodeError, RewardError
-from asyncrl.replay.codec.reference import reference_fault
-from asyncrl.replay.codec.routing import routing_fault
-from asyncrl.replay.codec.support import support_fault
-from asyncrl.replay.codec.topk import topk_fault
+from asyncrl.replay.codec.recorded import reference_fault, routing_fault, support_fault, topk_fault
 from asyncrl.schema import AdvantageConfig
 from asyncrl.types import GREEDY_REWARD, SamplingParams, Trajectory, turns_in
 

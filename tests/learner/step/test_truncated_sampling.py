@@ -21,7 +21,7 @@ from asyncrl.learner.step.scoring import score
 from asyncrl.replay.codec.columns import join
 from asyncrl.replay.codec.extras import join_extras
 from asyncrl.replay.codec.group import StoredGroup, group_header
-from asyncrl.replay.codec.support import NAMES, support_fault
+from asyncrl.replay.codec.recorded import SUPPORT, support_fault
 from asyncrl.replay.protocol import Lease
 from asyncrl.schema import Config, ModelConfig, RolloutConfig
 from asyncrl.types import Completion, SamplingParams, StepPlan, Trajectory, TrajectoryGroup
@@ -186,7 +186,7 @@ def test_a_row_of_the_whole_vocabulary_is_sampled_as_without_its_truncated_batch
     (alone,) = sampled(folder, {})
     for one, other in zip(mixed[0], alone, strict=True):
         assert np.array_equal(one.token_ids, other.token_ids) and not one.recorded
-    assert all(set(completion.recorded) == set(NAMES) for completion in mixed[1])
+    assert all(set(completion.recorded) == set(SUPPORT) for completion in mixed[1])
     assert all((completion.logprobs == 0).all() for completion in mixed[2])  # one token is all there is
 
 
@@ -197,7 +197,7 @@ def test_turns_are_joined_and_what_is_no_support_is_found(folder: Path) -> None:
     transcript.add_observation([7, 8])
     transcript.add_completion(few)
     good = transcript.trajectory(0.0, extras={"mine": np.zeros(3)})
-    assert set(good.extras) == {*NAMES, "mine"}
+    assert set(good.extras) == {*SUPPORT, "mine"}
     assert support_fault(good, VOCABULARY) == support_fault(good) == ""
     transcript.add_completion(whole)
     assert "has no support_counts" in support_fault(transcript.trajectory(0.0))
@@ -205,11 +205,11 @@ def test_turns_are_joined_and_what_is_no_support_is_found(folder: Path) -> None:
     def changed(name: str, array: np.ndarray) -> str:
         return support_fault(replace(good, extras={**good.extras, name: array}), VOCABULARY)
 
-    counts, ids, bits = (good.extras[name] for name in NAMES)
+    counts, ids, bits = (good.extras[name] for name in SUPPORT)
     assert (counts[:NEW] < 0).all() and (counts[NEW:] == 6).all()
-    assert "must be int32[32]" in changed(NAMES[0], counts[1:])
-    assert "must be int32[96]" in changed(NAMES[1], ids[:-1])
-    assert "ids of the vocabulary of 264" in changed(NAMES[1], ids + np.int32(VOCABULARY))
-    assert "must have 33 bytes" in changed(NAMES[2], np.pad(bits, ((0, 0), (0, 1))))
-    for name, array in ((NAMES[2], ~bits), (NAMES[1], (ids + 1) % VOCABULARY)):
+    assert "must be int32[32]" in changed(SUPPORT[0], counts[1:])
+    assert "must be int32[96]" in changed(SUPPORT[1], ids[:-1])
+    assert "ids of the vocabulary of 264" in changed(SUPPORT[1], ids + np.int32(VOCABULARY))
+    assert "must have 33 bytes" in changed(SUPPORT[2], np.pad(bits, ((0, 0), (0, 1))))
+    for name, array in ((SUPPORT[2], ~bits), (SUPPORT[1], (ids + 1) % VOCABULARY)):
         assert "not among the tokens" in changed(name, array)

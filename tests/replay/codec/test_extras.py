@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from asyncrl import types
 from asyncrl.errors import WireError
-from asyncrl.replay.codec import headers, support, wire
+from asyncrl.replay.codec import headers, recorded, wire
 from asyncrl.replay.codec.columns import LARGE_ARRAY
 from asyncrl.replay.codec.group import check_stored, encode_group, split_frames
 from asyncrl.replay.codec.lease import Unpacking, pack_places
@@ -60,7 +60,7 @@ def arrays(draw: st.DrawFn) -> np.ndarray:
     return {"plain": array, "transposed": array.T, "reversed": array[::-1] if shape else array}[how]
 
 
-OURS = {types.REF_LOGPROBS, *support.NAMES, types.TOPK_IDS, types.TOPK_LOGPROBS, types.ROUTED_EXPERTS}
+OURS = {types.REF_LOGPROBS, *recorded.SUPPORT, types.TOPK_IDS, types.TOPK_LOGPROBS, types.ROUTED_EXPERTS}
 """Looked at on the way. Hypothesis draws them too: it takes texts out of the modules that it runs."""
 NAMES = st.text(min_size=1, max_size=64).filter(lambda name: name.isprintable() and name not in OURS)
 EXTRAS = st.dictionaries(NAMES, arrays(), max_size=4)
@@ -84,7 +84,7 @@ def test_extras_arrive_byte_for_byte_by_wire_journal_and_lease(extras, tokens, d
     cut = data.draw(st.integers(0, len(places)))
     plan = plan_of(header, tuple(places[:cut]), tuple(places[cut:]))
     for rank, samples in ((0, [0]), (1, [])):
-        parcel, sent = pack_places({0: recovered.payload}, set(plan.shards[rank]), samples)
+        parcel, sent = pack_places({0: [recovered.payload]}, set(plan.shards[rank]), samples)
         unpacking = Unpacking(plan)
         # A message lies wherever the one before it in the socket's buffer ended.
         unpacking.open(wire.unpack(wire.pack(parcel)), [memoryview(b"x" + bytes(frame))[1:] for frame in sent])
@@ -108,7 +108,7 @@ def test_a_large_array_is_neither_copied_nor_joined() -> None:
     frames = [bytes(frame) for frame in encoded.frames]
     stored = split_frames(encoded.header, frames)
     assert stored.side is not None and stored.side.own[0] is frames[3]
-    _, sent = pack_places({0: stored}, [(0, 0), (0, 1)], [])
+    _, sent = pack_places({0: [stored]}, [(0, 0), (0, 1)], [])
     assert any(frame is frames[3] for frame in sent)
 
 
@@ -125,7 +125,7 @@ def test_an_array_is_not_copied_out_of_a_frame_that_lies_well() -> None:
     versions = np.where(mask, 0, NO_VERSION).astype(np.int32)
     odd = replace(trajectory([0, 0, 0]), loss_mask=mask, policy_versions=versions, extras={"x": np.arange(3.0)})
     header, frames = on_the_wire(replace(group(ORDER, [0]), trajectories=(odd,)))
-    parcel, sent = pack_places({0: split_frames(header, frames)}, [(0, 0)], [])
+    parcel, sent = pack_places({0: [split_frames(header, frames)]}, [(0, 0)], [])
     arrived = [np.frombuffer(bytes(frame), np.uint8) for frame in sent]
     unpacking = Unpacking(plan_of(header, ((0, 0),)))
     unpacking.open(parcel, [frame.data for frame in arrived])
@@ -207,7 +207,7 @@ def test_frames_of_other_sizes_than_the_header_announces_are_refused() -> None:
 def test_a_lease_without_the_extras_that_its_plan_announces_is_refused() -> None:
     header, frames = on_the_wire(with_extras({"x": np.arange(3)}, {}))
     stored = split_frames(header, frames)
-    parcel, sent = pack_places({0: stored}, [(0, 0), (0, 1)], [])
+    parcel, sent = pack_places({0: [stored]}, [(0, 0), (0, 1)], [])
     unpacking = Unpacking(plan_of(header, ((0, 0), (0, 1))))
     unpacking.open([parcel[0], [], parcel[2]], sent)
     with pytest.raises(WireError, match=r"lacks the trajectories \[\(0, 0\)\]"):

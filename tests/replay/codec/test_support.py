@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.errors import WireError
 from asyncrl.replay.codec.group import encode_group
-from asyncrl.replay.codec.support import NAMES
+from asyncrl.replay.codec.recorded import SUPPORT
 from asyncrl.types import SUPPORT_BITS, SUPPORT_COUNTS, SUPPORT_IDS
 from tests.replay.helpers import group
 from tests.replay.server.test_fuzz import Door
@@ -51,7 +51,7 @@ def test_one_that_holds_its_token_is_accepted_and_its_absence_too() -> None:
     ids=["short", "no bits", "elsewhere", "beyond the vocabulary", "negative", "int64", "bits of nobody"],
 )
 def test_what_is_no_support_is_refused(name: str, array: np.ndarray) -> None:
-    assert name in NAMES
+    assert name in SUPPORT
     door = Door()
     encoded = sent(door, {name: array})
     with pytest.raises(WireError, match=r"trajectory 0 of group .*support_"):
