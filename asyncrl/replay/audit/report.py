@@ -71,10 +71,9 @@ class Audit:
 
 def audit(events: Iterable[tuple[int, ev.Event]]) -> Audit:
     """Check a history of `(journal position, event)`, whole or from a snapshot on."""
-    auditor = Auditor()
+    books = Auditor()
     for position, event in events:
-        auditor.watch(position, event)
-    books = auditor.books
+        books.watch(position, event)
     books.close()
     states = books.counts()
     steps = [step for step in books.steps.values() if step.trained]

@@ -2,7 +2,7 @@
 
     record body:  u32 size of the head | head: [schema, kind, [field, ...]] | payload frames, one after the other
 
-A new event needs its dataclass and its place in `events.Event`, nothing here, as long as its fields have types that
+A new event needs its dataclass in `events.py`, nothing here, as long as its fields have types that
 `_FIELDS` knows. So does a new last field with a default, which records of before are read with.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
-from typing import Any, get_args
+from typing import Any
 
 from asyncrl.errors import WireError
 from asyncrl.replay.codec import headers, wire
@@ -21,7 +21,8 @@ from asyncrl.replay.core.durable import events as ev
 from asyncrl.types import DropReason
 
 SCHEMA = 7
-KINDS: dict[str, type] = {kind.__name__: kind for kind in get_args(ev.Event)}
+_EVENTS = (kind for kind in vars(ev).values() if isinstance(kind, type) and issubclass(kind, ev.Event))
+KINDS: dict[str, type] = {kind.__name__: kind for kind in _EVENTS if kind is not ev.Event}
 MAX_HEAD_BYTES = 1 << 30
 """The head of a snapshot lists every open group."""
 

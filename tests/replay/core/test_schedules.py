@@ -9,6 +9,7 @@ import pytest
 
 from asyncrl.replay.core.durable import events as ev
 from asyncrl.replay.core.durable.state import ReplayState
+from asyncrl.replay.journal.records import KINDS
 from asyncrl.types import DropReason, StalePolicy
 from tests.replay import schedules
 from tests.replay.liveness import run_schedule
@@ -18,7 +19,7 @@ from tests.seeds import run_seeds
 FAST, SLOW, LONG = 300, 3_000, 100_000
 OUTSIDE = {ev.Finished, ev.Snapshotted, ev.Announced}
 """Events that no schedule makes."""
-INSIDE = set(ev.Event.__args__) - OUTSIDE
+INSIDE = set(KINDS.values()) - OUTSIDE
 DROPPED = set(DropReason) - {DropReason.REJECTED, DropReason.SHUTDOWN}
 
 

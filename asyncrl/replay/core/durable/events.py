@@ -12,8 +12,14 @@ from typing import Any
 from asyncrl.types import DropReason, GroupHeader
 
 
+class Event:
+    """One of the changes below; the journal knows each by the name of its class."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class Published:
+class Published(Event):
     """A version that no step trained: initial weights, or restored weights under a new number."""
 
     policy_version: int
@@ -21,7 +27,7 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class Begun(Event):
     """A group was admitted by sample (`replay.admission=sample`): its members have consecutive ids from `first` on,
     separate life cycles, and wait to be issued. The other events about groups then refer to single members."""
 
@@ -31,7 +37,7 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True)
-class Issued:
+class Issued(Event):
     """A new group was admitted, or a returned one reissued (`group_id` is then known)."""
 
     group_id: int
@@ -48,7 +54,7 @@ class Issued:
 
 
 @dataclass(frozen=True, slots=True)
-class Returned:
+class Returned(Event):
     """An attempt ended without a result (failure, lost worker); the group waits to be issued again."""
 
     group_id: int
@@ -57,7 +63,7 @@ class Returned:
 
 
 @dataclass(frozen=True, slots=True)
-class Inserted:
+class Inserted(Event):
     header: GroupHeader
     payload: Any
     """Opaque; returned unchanged with the lease."""
@@ -66,7 +72,7 @@ class Inserted:
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped:
+class Dropped(Event):
     group_id: int
     reason: DropReason
     readmit: bool = False
@@ -78,7 +84,7 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True)
-class Sealed:
+class Sealed(Event):
     """The batch of `step`, in order."""
 
     step: int
@@ -91,21 +97,21 @@ class Sealed:
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class Trained(Event):
     step: int
     policy_version: int
     """The version published by this step; its parent is the version before."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reused:
+class Reused(Event):
     """Trained groups wait to be sealed into another step (`replay.max_times_sampled`)."""
 
     groups: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Weighed:
+class Weighed(Event):
     """The learner's measurements of the groups of a step that it has just trained (`replay.order=ess`)."""
 
     step: int
@@ -114,14 +120,14 @@ class Weighed:
 
 
 @dataclass(frozen=True, slots=True)
-class Retired:
+class Retired(Event):
     """A trained group that waits or is planned to be trained again is over-age or no longer needed."""
 
     group_id: int
 
 
 @dataclass(frozen=True, slots=True)
-class Evicted:
+class Evicted(Event):
     """The payloads of a trained, uncommitted step were released to free memory, and no journal has them. After a
     restore its groups are generated again."""
 
@@ -129,14 +135,14 @@ class Evicted:
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
+class Committed(Event):
     """All steps up to `step` are in a durable checkpoint."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
+class Restored(Event):
     """The learner resumes from the checkpoint of `step` (-1: from the start), whose weights are `policy_version`."""
 
     step: int
@@ -154,7 +160,7 @@ class Restored:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class Joined(Event):
     """A worker said hello with a new incarnation; earlier ones of this name are refused from now on."""
 
     worker: str
@@ -162,14 +168,14 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class Announced:
+class Announced(Event):
     """The learner posted something on the board."""
 
     values: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class EvaluationAsked:
+class EvaluationAsked(Event):
     """The learner requested an evaluation of a set. Its progress is not kept: after a restart it starts over."""
 
     job_id: int
@@ -181,21 +187,21 @@ class EvaluationAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class EvaluationClosed:
+class EvaluationClosed(Event):
     """The learner has the result, or the evaluation was superseded."""
 
     job_id: int
 
 
 @dataclass(frozen=True, slots=True)
-class Reloaded:
+class Reloaded(Event):
     """This server's state does not cover the learner's checkpoint: it is replaced by the checkpoint's snapshot."""
 
     snapshot: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshotted:
+class Snapshotted(Event):
     """The first record of every journal segment: all state before it except payloads, which stay where they are."""
 
     run: dict[str, Any]
@@ -209,7 +215,7 @@ class Snapshotted:
 
 
 @dataclass(frozen=True, slots=True)
-class Surveyed:
+class Surveyed(Event):
     """From now on prompts are drawn by the measured pass rates of groups, from these rows. Once per run."""
 
     rows: tuple[int, ...]
@@ -219,39 +225,12 @@ class Surveyed:
 
 
 @dataclass(frozen=True, slots=True)
-class Configured:
+class Configured(Event):
     """Other settings of admission are in force from now on."""
 
     settings: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(Event):
     """The run is finished: no step follows."""
-
-
-Event = (
-    Published
-    | Begun
-    | Issued
-    | Returned
-    | Inserted
-    | Dropped
-    | Sealed
-    | Trained
-    | Weighed
-    | Reused
-    | Retired
-    | Evicted
-    | Committed
-    | Restored
-    | Joined
-    | Announced
-    | EvaluationAsked
-    | EvaluationClosed
-    | Reloaded
-    | Snapshotted
-    | Surveyed
-    | Configured
-    | Finished
-)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from asyncrl.drawing.curriculum import Draws
@@ -15,33 +14,61 @@ from asyncrl.replay.core.durable.ledger import Entry, GroupState, Ledger
 from asyncrl.replay.core.durable.peers import Peers
 from asyncrl.replay.core.durable.siblings import headers_of
 from asyncrl.replay.core.durable.versions import VersionTree, tree_edges
-from asyncrl.types import DropReason, StepPlan
+from asyncrl.types import NO_VERSION, DropReason, StepPlan
 
 _APART = ("state", "ess", "header", "payload", "first", "siblings")
 _ENTRY = tuple(item.name for item in fields(Entry) if item.name not in _APART)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Parts:
-    """The parts of a `ReplayState`."""
+    """All that is durable of a run."""
 
-    plain: dict[str, Any]
-    """Attributes that are plain values, by name."""
-    tree: VersionTree
-    readmitted: deque[int]
-    ledger: Ledger
-    buffer: Buffer
-    pending: dict[int, Entry]
-    held: dict[int, Entry]
-    peers: Peers
-    draws: Draws | None
+    tree: VersionTree = field(default_factory=VersionTree)
+    ledger: Ledger = field(default_factory=Ledger)
+    buffer: Buffer = field(default_factory=Buffer)
+    pending: dict[int, Entry] = field(default_factory=dict)
+    """Groups in flight that no worker holds, in the order in which they were returned."""
+    held: dict[int, Entry] = field(default_factory=dict)
+    """Groups in flight that a worker holds."""
+    readmitted: deque[int] = field(default_factory=deque)
+    """Prompt indices to be used again before the cursor advances."""
+    draws: Draws | None = None
+    """If prompts are drawn by measured pass rate: the measurements, and the position in each source."""
+    peers: Peers = field(default_factory=Peers)
+    cursor: int = 0
+    """Number of new groups taken from the stream of prompts so far."""
+    next_group_id: int = 0
+    trained_steps: int = 0
+    """Steps trained in the surviving history; also the number of the next one."""
+    committed_step: int = -1
+    version: int = NO_VERSION
+    """The learner's policy version; NO_VERSION before the first publication and between a restore and its
+    publication."""
+    learner_settings: str = ""
+    """Digest of the settings of the running learner."""
+    again: bool = False
+    """Whether the learner repeats part of the newest lineage; otherwise it began a new branch."""
+    forking: bool = False
+    """Whether a branch was begun and none of its weights are published yet."""
+    finished: bool = False
+    applied: int = 0
+    """Number of events so far."""
+
+    def values(self) -> dict[str, Any]:
+        """Return all attributes by name."""
+        return {item.name: getattr(self, item.name) for item in fields(Parts)}
+
+
+_PLAIN = tuple(item.name for item in fields(Parts) if item.type in ("int", "str", "bool"))
+"""Attributes that are stored as they are."""
 
 
 def encode_image(parts: Parts) -> dict[str, Any]:
     """Return a msgpack-serializable image; `decode_image` restores the same parts from it, except payloads."""
     ledger, buffer = parts.ledger, parts.buffer
     return {
-        **parts.plain,
+        **{name: getattr(parts, name) for name in _PLAIN},
         "tree": parts.tree.snapshot(),
         "readmitted": list(parts.readmitted),
         "admitted": ledger.admitted,
@@ -64,14 +91,14 @@ def encode_image(parts: Parts) -> dict[str, Any]:
     }
 
 
-def decode_image(image: dict[str, Any], plain: Iterable[str]) -> Parts:
-    """Restore the parts from `image`. `plain`: names of the attributes that are plain values.
+def decode_image(image: dict[str, Any]) -> Parts:
+    """Restore the parts from `image`.
 
     Raises:
         JournalError: `image` is not an image made by `encode_image`.
     """
     try:
-        return _decode(image, plain)
+        return _decode(image)
     except (KeyError, TypeError, ValueError, AttributeError, WireError) as error:
         raise JournalError(f"a snapshot in the journal cannot be read ({error!r}): another version wrote it") from error
 
@@ -87,7 +114,7 @@ def _step_row(step: Step) -> list[Any]:
     return [step.step, [entry.group_id for entry in step.members], row, step.evicted]
 
 
-def _decode(image: dict[str, Any], plain: Iterable[str]) -> Parts:
+def _decode(image: dict[str, Any]) -> Parts:
     ledger = Ledger()
     ledger.entries = {entry.group_id: entry for entry in map(_entry, image["entries"])}
     for group, ess in image.get("ess", ()):  # images older than this measurement have none
@@ -107,7 +134,7 @@ def _decode(image: dict[str, Any], plain: Iterable[str]) -> Parts:
         buffer.trained[row[0]] = _step(row, ledger)
     buffer.nbytes = image["bytes"]
     return Parts(
-        plain={name: image[name] for name in plain},
+        **{name: image[name] for name in _PLAIN},
         tree=VersionTree.restore(tree_edges(image["tree"])),
         readmitted=deque(image["readmitted"]),
         ledger=ledger,

@@ -4,7 +4,6 @@ again from their prompts, so neither their payloads nor the plans of steps are k
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 from typing import Any
 
 from asyncrl.drawing.curriculum import Draws
@@ -30,11 +29,11 @@ def encode_snapshot(parts: Parts) -> dict[str, Any]:
     used = sum(1 for entry in entries if entry.trained and entry.state is not GroupState.TRAINED)
     return {
         "schema": SNAPSHOT_SCHEMA,
-        "step": parts.plain["trained_steps"] - 1,
-        "cursor": parts.plain["cursor"],
+        "step": parts.trained_steps - 1,
+        "cursor": parts.cursor,
         "readmitted": list(parts.readmitted),
         "draws": None if parts.draws is None else parts.draws.image(),
-        "next_group_id": parts.plain["next_group_id"],
+        "next_group_id": parts.next_group_id,
         "tree": parts.tree.snapshot(),
         "open": open_groups,
         "siblings": [[e.group_id, e.first, e.siblings] for e in entries if e.siblings and not e.trained],
@@ -65,24 +64,21 @@ def _rolled_back(now: Parts, snapshot: dict[str, Any]) -> Parts:
     ledger.dropped.update({DropReason(name): count for name, count in snapshot["dropped"].items()})
     ledger.admitted += ledger.committed + sum(ledger.dropped.values())
     step = snapshot["step"]
-    plain = {
+    back = {
         "cursor": snapshot["cursor"],
-        "next_group_id": max(snapshot["next_group_id"], now.plain["next_group_id"]),
+        "next_group_id": max(snapshot["next_group_id"], now.next_group_id),
         "trained_steps": step + 1,
         "committed_step": step,
-    }
-    return replace(
-        now,
-        plain=now.plain | plain,
         # A server that outlived the rolled-back learner has seen later versions; forgetting them would reuse numbers.
-        tree=tree if tree.newest >= now.tree.newest else now.tree,
-        readmitted=deque(snapshot["readmitted"]),
-        ledger=ledger,
-        buffer=Buffer(),
-        pending=pending,
-        held={},
-        draws=_draws(now.draws, snapshot),
-    )
+        "tree": tree if tree.newest >= now.tree.newest else now.tree,
+        "readmitted": deque(snapshot["readmitted"]),
+        "ledger": ledger,
+        "buffer": Buffer(),
+        "pending": pending,
+        "held": {},
+        "draws": _draws(now.draws, snapshot),
+    }
+    return Parts(**now.values() | back)
 
 
 def _open_groups(now: Parts, snapshot: dict[str, Any]) -> tuple[Ledger, dict[int, Entry]]:

@@ -7,62 +7,24 @@ No clock, no workers, no waiting: exactly the state that must survive a restart 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from asyncrl.drawing.curriculum import Curriculum, Draws
 from asyncrl.errors import LedgerError
 from asyncrl.replay.core.durable import events as ev
-from asyncrl.replay.core.durable.buffer import Buffer
 from asyncrl.replay.core.durable.image import Parts, decode_image, encode_image
-from asyncrl.replay.core.durable.ledger import Entry, GroupState, Ledger
-from asyncrl.replay.core.durable.peers import Peers
+from asyncrl.replay.core.durable.ledger import Entry, GroupState
 from asyncrl.replay.core.durable.siblings import headers_of
 from asyncrl.replay.core.durable.snapshot import encode_snapshot, rolled_back
-from asyncrl.replay.core.durable.versions import VersionTree
 from asyncrl.types import NO_VERSION, StepPlan
 
-_PLAIN = (
-    *("cursor", "next_group_id", "trained_steps", "committed_step", "version"),
-    *("learner_settings", "again", "forking", "finished", "applied"),
-)
-"""Attributes of the state that are plain values."""
 
-
-class ReplayState:
+class ReplayState(Parts):
     """See the module. Attributes are read-only for callers; only `apply` writes them."""
 
     def __init__(self) -> None:
-        self.tree = VersionTree()
-        self.ledger = Ledger()
-        self.buffer = Buffer()
-        self.pending: dict[int, Entry] = {}
-        """Groups in flight that no worker holds, in the order in which they were returned."""
-        self.held: dict[int, Entry] = {}
-        """Groups in flight that a worker holds."""
-        self.readmitted: deque[int] = deque()
-        """Prompt indices to be used again before the cursor advances."""
-        self.draws: Draws | None = None
-        """If prompts are drawn by measured pass rate: the measurements, and the position in each source."""
-        self.cursor = 0
-        """Number of new groups taken from the stream of prompts so far."""
-        self.next_group_id = 0
-        self.trained_steps = 0
-        """Steps trained in the surviving history; also the number of the next one."""
-        self.committed_step = -1
-        self.version = NO_VERSION
-        """The learner's policy version; NO_VERSION before the first publication and between a restore and its
-        publication."""
-        self.learner_settings = ""
-        """Digest of the settings of the running learner."""
-        self.again = False
-        """Whether the learner repeats part of the newest lineage; otherwise it began a new branch."""
-        self.forking = False
-        """Whether a branch was begun and none of its weights are published yet."""
-        self.finished = False
-        self.peers = Peers()
-        self.applied = 0
+        super().__init__()
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.Published: self._published,
             ev.Begun: self._begun,
@@ -82,7 +44,7 @@ class ReplayState:
             ev.Announced: lambda event: self.peers.announce(event.values),
             ev.EvaluationAsked: lambda event: self.peers.ask(event),
             ev.EvaluationClosed: lambda event: self.peers.close(event.job_id),
-            ev.Reloaded: lambda event: self._become(rolled_back(self._parts(), event.snapshot)),
+            ev.Reloaded: lambda event: self._become(rolled_back(self, event.snapshot)),
             ev.Snapshotted: lambda event: self.load(event.image),
             ev.Surveyed: self._surveyed,
             ev.Configured: lambda event: None,
@@ -302,7 +264,7 @@ class ReplayState:
 
     def image(self) -> dict[str, Any]:
         """Return a msgpack-serializable image; `load` restores the same state from it, except payloads."""
-        return encode_image(self._parts())
+        return encode_image(self)
 
     def load(self, image: dict[str, Any]) -> None:
         """Replace this state with the one in `image`.
@@ -310,30 +272,14 @@ class ReplayState:
         Raises:
             JournalError: `image` is not such an image.
         """
-        self._become(decode_image(image, _PLAIN))
+        self._become(decode_image(image))
         # Loading is not an event of the run, but `apply` is about to count it as one.
         self.applied -= 1
 
     def snapshot(self) -> dict[str, Any]:
         """See `asyncrl.replay.core.durable.snapshot`."""
-        return encode_snapshot(self._parts())
-
-    def _parts(self) -> Parts:
-        return Parts(
-            plain={name: getattr(self, name) for name in _PLAIN},
-            tree=self.tree,
-            readmitted=self.readmitted,
-            ledger=self.ledger,
-            buffer=self.buffer,
-            pending=self.pending,
-            held=self.held,
-            peers=self.peers,
-            draws=self.draws,
-        )
+        return encode_snapshot(self)
 
     def _become(self, parts: Parts) -> None:
-        for name, value in parts.plain.items():
+        for name, value in parts.values().items():
             setattr(self, name, value)
-        self.tree, self.readmitted, self.peers = parts.tree, parts.readmitted, parts.peers
-        self.draws = parts.draws
-        self.ledger, self.buffer, self.pending, self.held = parts.ledger, parts.buffer, parts.pending, parts.held
