@@ -21,8 +21,7 @@ from asyncrl.replay.core.durable import events as ev
 from asyncrl.replay.core.durable.siblings import joined
 from asyncrl.replay.core.durable.versions import VersionTree, tree_edges
 from asyncrl.replay.journal.disk import FolderDisk
-from asyncrl.replay.journal.recovery import decode_record, read_journal
-from asyncrl.replay.journal.segments import read_at
+from asyncrl.replay.journal.recovery import read_event, read_journal
 from asyncrl.replay.protocol import Lease, Member, Restored, TrainedReply
 from asyncrl.replay.shards.archive import ShardArchive
 from asyncrl.types import NO_VERSION, GroupHeader, StepPlan, Trajectory, TrajectoryGroup
@@ -173,8 +172,7 @@ class RetainedReplay:
         return plan, [[Part(event.header, self._shards.payload(event)) for event in group] for group in inserted]
 
     def _inserted(self, position: int) -> ev.Inserted:
-        record = read_at(self._disk, position)
-        event = None if record is None else decode_record(record)
+        event = read_event(self._disk, position)
         if not isinstance(event, ev.Inserted):
             raise JournalError(f"the group at journal position {position} is damaged. Run `asyncrl audit`")
         return event

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.errors import JournalError
 from asyncrl.replay.codec.group import Elsewhere
 from asyncrl.replay.core.admission import AdmissionSettings
 from asyncrl.replay.core.core import ReplayCore
@@ -18,17 +17,8 @@ from asyncrl.replay.core.durable.ledger import Entry
 from asyncrl.replay.core.durable.state import ReplayState
 from asyncrl.replay.journal.disk import Disk
 from asyncrl.replay.journal.log import Journal, JournalSettings
-from asyncrl.replay.journal.recovery import decode_record, segment_chain
-from asyncrl.replay.journal.segments import (
-    REPAIR,
-    left_out,
-    offset_of,
-    position_of,
-    read_at,
-    scan,
-    segment_name,
-    segment_of,
-)
+from asyncrl.replay.journal.recovery import decode_record, read_event, segment_chain
+from asyncrl.replay.journal.segments import damaged, left_out, offset_of, position_of, scan, segment_name, segment_of
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +62,7 @@ def recover(
     end, run = position_of(newest.number, 0), newest.snapshot.run
     for record in scan(disk, newest.number):
         end = record.end
-        event = decode_record(record) if record.body else None
+        event = decode_record(record)
         if event is not None:
             state.apply(event)
             if replayed is not None:
@@ -112,13 +102,9 @@ def _attach(disk: Disk, state: ReplayState, places: dict[int, int], max_bytes: i
 
 def read_payload(disk: Disk, entry: Entry, position: int) -> Any:
     """Raises JournalError where `position` has not the payload of `entry`."""
-    record = read_at(disk, position)
-    event = None if record is None else decode_record(record)
+    event = read_event(disk, position)
     if not isinstance(event, ev.Inserted) or event.header.group_id != entry.group_id:
-        raise JournalError(
-            f"the journal file {segment_name(segment_of(position))} is damaged at byte {offset_of(position)}: the "
-            f"payload of group {entry.group_id} is missing. {REPAIR}"
-        )
+        raise damaged(position, f"the payload of group {entry.group_id} is missing")
     return event.payload
 
 

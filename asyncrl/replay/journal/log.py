@@ -149,8 +149,10 @@ class SegmentLog:
             started = time.monotonic()
             self.disk.sync(segment_name(self._current))
             self.sync_s = time.monotonic() - started
-            self._note_head([item for item in items if isinstance(item, _Roll)])
-            self._release([item for item in items if isinstance(item, _Roll)])
+            if rolls := [item for item in items if isinstance(item, _Roll)]:
+                # Beside the segments, which is the newest: one that is gone would else pass for one that never was.
+                self.disk.put(HEAD_FILE, head_text(rolls[-1].number))
+                self._release(rolls)
         except OSError as error:
             where = f"the journal file {self.writing}"
             if error.errno in FULL:
@@ -266,11 +268,6 @@ class SegmentLog:
             self._live.append(self._current)
         self._current = roll.number
 
-    def _note_head(self, rolls: Sequence[_Roll]) -> None:
-        """Beside the segments, which is the newest: one that is gone would else pass for one that never was."""
-        if rolls:
-            self.disk.put(HEAD_FILE, head_text(rolls[-1].number))
-
     def _release(self, rolls: Sequence[_Roll]) -> None:
         """After a snapshot is durable: what lies before it and is not pinned is free."""
         if self.settings.retain == "all":
@@ -278,7 +275,6 @@ class SegmentLog:
             for roll in rolls:
                 if roll.end >= 0:
                     self.disk.truncate(segment_name(segment_of(roll.end)), offset_of(roll.end))
-        if not rolls or self.settings.retain == "all":
             return
         room = self.settings.window_bytes if self.settings.retain == "window" else 0
         kept: list[int] = []

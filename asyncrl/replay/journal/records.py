@@ -13,12 +13,12 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from asyncrl.errors import WireError
-from asyncrl.replay.codec import headers, wire
+from asyncrl.replay.codec import headers, messages, wire
 from asyncrl.replay.codec.columns import Columns, Frame, joined_sizes, own_sizes
+from asyncrl.replay.codec.dropped import decode_reason
 from asyncrl.replay.codec.extras import SideFrames, joined_size
 from asyncrl.replay.codec.group import Elsewhere, StoredGroup
 from asyncrl.replay.core.durable import events as ev
-from asyncrl.types import DropReason
 
 SCHEMA = 7
 _EVENTS = (kind for kind in vars(ev).values() if isinstance(kind, type) and issubclass(kind, ev.Event))
@@ -116,7 +116,7 @@ def _decode_payload(value: Any, name: str, tail: _Tail) -> Any:
         return Elsewhere(wire.integer(value[0], name, 0, wire.MAX_FRAMES), wire.text(value[1], name, wire.MAX_NAME))
     size, flat, extras = wire.sequence(value, name, 3)
     texts = tail.take(size)
-    sizes = _decode_sizes(flat, name, tail)
+    sizes = _decode_sizes(flat, tail)
     if not sizes or len(sizes) % 3:
         raise WireError(f"{name} has {len(sizes)} array sizes, not three for each trajectory")
     rows = tuple(zip(sizes[::3], sizes[1::3], sizes[2::3], strict=True))
@@ -128,7 +128,7 @@ def _decode_payload(value: Any, name: str, tail: _Tail) -> Any:
 
 def _decode_side(value: Any, name: str, tail: _Tail) -> SideFrames | None:
     """Not judged by a header: what the record holds was, when it came."""
-    rows = tuple(tuple(_decode_sizes(row, name, tail)) for row in wire.sequence(value, name, limit=wire.MAX_TOKENS))
+    rows = tuple(tuple(_decode_sizes(row, tail)) for row in wire.sequence(value, name, limit=wire.MAX_TOKENS))
     if not all(rows):
         raise WireError(f"{name} has a trajectory without the size of its extras")
     if not rows:
@@ -137,46 +137,26 @@ def _decode_side(value: Any, name: str, tail: _Tail) -> SideFrames | None:
     return SideFrames(rows, joined, tuple(tail.take(own) for own in own_sizes(rows)))
 
 
-def _decode_sizes(value: Any, name: str, tail: _Tail) -> list[int]:
-    items = wire.sequence(value, name, limit=wire.MAX_TOKENS)
-    return [wire.integer(item, "array size", 0, tail.left) for item in items]
-
-
-def _decode_reason(value: Any, name: str, tail: _Tail) -> DropReason:
-    try:
-        return DropReason(value)
-    except ValueError as error:
-        raise WireError(f"{wire.short(value)} is not a drop reason") from error
-
-
-def _decode_bool(value: Any, name: str, tail: _Tail) -> bool:
-    if type(value) is not bool:
-        raise WireError(f"{name} must be true or false, not {wire.short(value)}")
-    return value
-
-
-def _decode_integers(value: Any, name: str, tail: _Tail) -> tuple[int, ...]:
-    items = wire.sequence(value, name, limit=wire.MAX_TOKENS)
-    return tuple(wire.integer(item, name, -1, wire.MAX_ID) for item in items)
+def _decode_sizes(value: Any, tail: _Tail) -> list[int]:
+    return wire.integers(value, "array size", 0, tail.left)
 
 
 def _plain(value: Any, frames: list[Frame]) -> Any:
     return value
 
 
-def _decode_map(value: Any, name: str, tail: _Tail) -> dict[str, Any]:
-    return wire.mapping(value, name, wire.MAX_FRAMES)
-
-
 _FIELDS: dict[str, tuple[Encoder, Decoder]] = {
     "int": (_plain, lambda value, name, tail: wire.integer(value, name, -1, wire.MAX_ID)),
     "float": (_plain, lambda value, name, tail: wire.number(value, name)),
     "str": (_plain, lambda value, name, tail: wire.text(value, name)),
-    "bool": (_plain, _decode_bool),
-    "tuple[int, ...]": (lambda value, frames: list(value), _decode_integers),
-    "dict[str, Any]": (_plain, _decode_map),
+    "bool": (_plain, lambda value, name, tail: messages.boolean(value, name)),
+    "tuple[int, ...]": (
+        lambda value, frames: list(value),
+        lambda value, name, tail: tuple(wire.integers(value, name, -1, wire.MAX_ID)),
+    ),
+    "dict[str, Any]": (_plain, lambda value, name, tail: wire.mapping(value, name, wire.MAX_FRAMES)),
     "list[Any]": (_plain, lambda value, name, tail: wire.sequence(value, name, limit=wire.MAX_TOKENS)),
-    "DropReason": (lambda value, frames: value.value, _decode_reason),
+    "DropReason": (lambda value, frames: value.value, lambda value, name, tail: decode_reason(value)),
     "GroupHeader": (
         lambda value, frames: headers.encode_group_header(value),
         lambda value, name, tail: headers.decode_group_header(value),

@@ -8,19 +8,23 @@ history    snapshot of 41, then the events of all three
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from asyncrl.errors import JournalError, WireError
 from asyncrl.replay.core.durable import events as ev
 from asyncrl.replay.journal.disk import Disk, FolderDisk
-from asyncrl.replay.journal.records import decode_event
+from asyncrl.replay.journal.records import KINDS, decode_event
 from asyncrl.replay.journal.segments import (
     HEAD_FILE,
     REPAIR,
     Record,
+    damaged,
     position_of,
+    read_at,
     read_head,
     read_record,
     scan,
@@ -59,21 +63,26 @@ def read_history(disk: Disk) -> Iterator[tuple[int, ev.Event]]:
     if not chain:
         raise JournalError("the journal holds no finished record, so nothing was made durable yet")
     in_force = chain[0].snapshot.run.get("settings")
-    for place, segment in enumerate(chain):
-        last = place + 1 == len(chain)
-        end = None if last else chain[place + 1].snapshot.previous_end
+    for segment, record in records_of(disk, chain):
         head, told = position_of(segment.number, 0), segment.snapshot.run.get("settings")
+        if not record.body or (segment is not chain[0] and record.position == head):
+            continue
+        event = decode_record(record)
+        if isinstance(event, ev.Configured):
+            in_force = event.settings
+        elif told is not None and told != in_force:
+            # The server that changed them died when the head of its segment was durable, and its own word not.
+            in_force = told
+            yield head, ev.Configured(told)
+        yield record.position, event
+
+
+def records_of(disk: Disk, chain: Sequence[Begun]) -> Iterator[tuple[Begun, Record]]:
+    """The records of a chain of segments, each with its segment. Raises JournalError: a segment is damaged."""
+    for segment, following in itertools.zip_longest(chain, chain[1:]):
+        end = None if following is None else following.snapshot.previous_end
         for record in scan(disk, segment.number, end):
-            if not record.body or (place and record.position == head):
-                continue
-            event = decode_record(record)
-            if isinstance(event, ev.Configured):
-                in_force = event.settings
-            elif told is not None and told != in_force:
-                # The server that changed them died when the head of its segment was durable, and its own word not.
-                in_force = told
-                yield head, ev.Configured(told)
-            yield record.position, event
+            yield segment, record
 
 
 def segment_chain(disk: Disk) -> list[Begun]:
@@ -108,9 +117,7 @@ def chain_of(disk: Disk, whole: Iterable[Begun]) -> list[Begun]:
         before = segment_of(chain[0].snapshot.previous_end)
         if before not in begun:
             if before in numbers:
-                raise JournalError(
-                    f"the journal file {segment_name(before)} is damaged at byte 0: its snapshot is gone. {REPAIR}"
-                )
+                raise damaged(position_of(before, 0), "its snapshot is gone")
             break
         chain.insert(0, begun[before])
     return chain
@@ -140,7 +147,7 @@ def unfinished_run(disk: Disk) -> str | None:
     chain = chain_of(disk, begun)
     finished = False
     for record in scan(disk, chain[-1].number) if chain else ():
-        event = decode_record(record) if record.body else None
+        event = decode_record(record)
         if isinstance(event, ev.Snapshotted):
             finished = bool(event.image.get("finished"))
         elif isinstance(event, ev.Finished | ev.Restored):
@@ -178,13 +185,21 @@ def first_record(disk: Disk, number: int) -> Record | None:
         wanted = min(size, wanted * 16)
 
 
-def decode_record(record: Record) -> ev.Event:
-    """Raises JournalError where the bytes are whole but this program does not know them."""
+def decode_record(record: Record, kinds: Mapping[str, type] = KINDS) -> Any:
+    """Return the event of a record, one of `kinds` by name; None if it only marks how far all was durable. Raises
+    JournalError where the bytes are whole but this program does not know them."""
     try:
-        return decode_event(record.body)
+        return decode_event(record.body, kinds) if record.body else None
     except WireError as error:
         name = segment_name(segment_of(record.position))
         raise JournalError(
             f"the journal file {name} cannot be read at position {record.position}: {error}. It was written by "
             "another version of asyncrl. Use that version, or start with another run.dir"
         ) from error
+
+
+def read_event(disk: Disk, position: int, kinds: Mapping[str, type] = KINDS) -> Any:
+    """Return the event of the record at `position`; None if no record is there. Raises JournalError as
+    `decode_record`."""
+    record = read_at(disk, position)
+    return None if record is None else decode_record(record, kinds)

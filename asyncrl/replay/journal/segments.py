@@ -165,7 +165,7 @@ def scan(disk: Disk, segment: int, end: int | None = None) -> Iterator[Record]:
         last = record
         offset = offset_of(record.end)
     if end is not None and offset != stop:
-        raise _damaged(name, offset, f"according to the next segment, this one ends at byte {stop}")
+        raise damaged(position_of(segment, offset), f"according to the next segment, this one ends at byte {stop}")
     if end is None:
         _refuse_damage(data, segment, offset)
         _refuse_cut(data, segment, last)
@@ -179,7 +179,7 @@ def _refuse_damage(data: memoryview, segment: int, offset: int) -> None:
     while found >= 0:
         record = read_record(data, segment, found) if found % ALIGN == 0 else None
         if record is not None and record.synced > position_of(segment, offset):
-            raise _damaged(segment_name(segment), offset, f"the record at byte {found} shows that it was durable")
+            raise damaged(position_of(segment, offset), f"the record at byte {found} shows that it was durable")
         found = content.find(MAGIC, found + 1)
 
 
@@ -190,9 +190,7 @@ def _refuse_cut(data: memoryview, segment: int, last: Record | None) -> None:
     offset = offset_of(last.end)
     if len(data) - offset < HEADER.size or begins_record(data, segment, offset):
         made = last.blocks * BLOCK
-        raise _damaged(
-            segment_name(segment), offset, f"it was created with {made} bytes but has {len(data)}: it was truncated"
-        )
+        raise damaged(last.end, f"it was created with {made} bytes but has {len(data)}: it was truncated")
 
 
 def begins_record(data: memoryview, segment: int, offset: int) -> bool:
@@ -212,5 +210,7 @@ def left_out(disk: Disk, end: int) -> bool:
     return len(begin) == len(expected) and len(changed) <= 1
 
 
-def _damaged(name: str, offset: int, proof: str) -> JournalError:
+def damaged(position: int, proof: str) -> JournalError:
+    """Return the error for a file that is damaged at this position."""
+    name, offset = segment_name(segment_of(position)), offset_of(position)
     return JournalError(f"the journal file {name} is damaged at byte {offset}: {proof}. {REPAIR}")

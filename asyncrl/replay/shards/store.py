@@ -19,15 +19,15 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from asyncrl.errors import JournalError, WireError
+from asyncrl.errors import JournalError
 from asyncrl.replay.codec import headers, wire
 from asyncrl.replay.codec.group import StoredGroup
 from asyncrl.replay.core.durable import events as ev
 from asyncrl.replay.journal.disk import Disk
 from asyncrl.replay.journal.log import JournalSettings, Opening, SegmentLog
-from asyncrl.replay.journal.records import decode_event, encode_event
-from asyncrl.replay.journal.recovery import Begun, segment_chain
-from asyncrl.replay.journal.segments import REPAIR, Record, offset_of, read_at, scan, segment_name, segment_of
+from asyncrl.replay.journal.records import encode_event
+from asyncrl.replay.journal.recovery import Begun, decode_record, read_event, records_of, segment_chain
+from asyncrl.replay.journal.segments import damaged, scan, segment_name
 from asyncrl.types import GroupHeader
 
 SHARD = "shard-"
@@ -50,6 +50,10 @@ class Stored:
     tag: str
     header: GroupHeader
     payload: Any
+
+    @property
+    def key(self) -> Key:
+        return Key(self.header.group_id, self.header.attempt, self.tag)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +85,12 @@ def shard_folder(journal: Path, shard: int) -> Path:
 
 
 def key_for(header: GroupHeader, stored: StoredGroup) -> Key:
-    return Key(header.group_id, header.attempt, tag_of(header, stored))
-
-
-def tag_of(header: GroupHeader, stored: StoredGroup) -> str:
-    """128-bit hash over the header and every payload byte, in hex."""
+    """Return the key of a group; its tag is a 128-bit hash over the header and every payload byte, in hex."""
     # Frames are hashed without their layout, which follows from the header.
     digest = xxhash.xxh3_128(wire.pack([headers.packed_header(header), len(stored.texts)]))
     for frame in stored.frames:
         digest.update(frame)
-    return digest.hexdigest()
+    return Key(header.group_id, header.attempt, digest.hexdigest())
 
 
 def key_of(row: Any) -> Key:
@@ -226,13 +226,12 @@ def _recover(disk: Disk, newest: Begun) -> tuple[dict[Key, Held], int]:
     end = -1
     for record in scan(disk, newest.number):
         end = record.end
-        event = decode_record(record) if record.body else None
+        event = decode_record(record, KINDS)
         if isinstance(event, ev.Snapshotted):
             keys = [Key(*row[:3]) for row in event.image["keys"]]
             older = dict(zip(keys, event.places, strict=True))
         elif isinstance(event, Stored):
-            key = Key(event.header.group_id, event.header.attempt, event.tag)
-            held[key] = Held(record.position, event.header.nbytes, event.header.worker, event.payload)
+            held[event.key] = Held(record.position, event.header.nbytes, event.header.worker, event.payload)
         elif isinstance(event, Released):
             for key in map(key_of, event.keys):
                 older.pop(key, None)
@@ -243,18 +242,14 @@ def _recover(disk: Disk, newest: Begun) -> tuple[dict[Key, Held], int]:
 
 def _attach(disk: Disk, key: Key, position: int) -> Held:
     stored = read_stored(disk, position)
-    if stored is None or (stored.header.group_id, stored.header.attempt, stored.tag) != key:
-        raise JournalError(
-            f"the journal file {segment_name(segment_of(position))} is damaged at byte {offset_of(position)}: the "
-            f"payload of group {key.group_id} is missing. {REPAIR}"
-        )
+    if stored is None or stored.key != key:
+        raise damaged(position, f"the payload of group {key.group_id} is missing")
     return Held(position, stored.header.nbytes, stored.header.worker, stored.payload)
 
 
 def read_stored(disk: Disk, position: int) -> Stored | None:
     """Return the payload record at a journal position, or None if there is none."""
-    record = read_at(disk, position)
-    event = None if record is None else decode_record(record)
+    event = read_event(disk, position, KINDS)
     return event if isinstance(event, Stored) else None
 
 
@@ -267,24 +262,5 @@ def read_positions(disk: Disk) -> dict[Key, int]:
     chain = segment_chain(disk)
     if not chain:
         raise JournalError("the journal of this shard holds no finished record")
-    found: dict[Key, int] = {}
-    for place, segment in enumerate(chain):
-        last = place + 1 == len(chain)
-        end = None if last else chain[place + 1].snapshot.previous_end
-        for record in scan(disk, segment.number, end):
-            event = decode_record(record) if record.body else None
-            if isinstance(event, Stored):
-                found[Key(event.header.group_id, event.header.attempt, event.tag)] = record.position
-    return found
-
-
-def decode_record(record: Record) -> Stored | Released | ev.Snapshotted:
-    """Decode a record. Raises JournalError if its bytes are intact but of a kind this version does not know."""
-    try:
-        return decode_event(record.body, KINDS)
-    except WireError as error:
-        name = segment_name(segment_of(record.position))
-        raise JournalError(
-            f"the journal file {name} of a shard cannot be read at position {record.position}: {error}. It was "
-            "written by another version of asyncrl. Use that version, or start with another run.dir"
-        ) from error
+    events = ((record.position, decode_record(record, KINDS)) for _, record in records_of(disk, chain))
+    return {event.key: position for position, event in events if isinstance(event, Stored)}
