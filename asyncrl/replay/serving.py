@@ -7,9 +7,9 @@ import logging
 import signal
 import threading
 import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from asyncrl.errors import JournalError
 from asyncrl.replay.audit.ledger_file import LedgerFile
@@ -37,17 +37,6 @@ from asyncrl.spans import lap
 from asyncrl.storage.full_disk import Patience
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """The state that a server serves."""
-
-    core: ReplayCore
-    run_id: str
-    boot: str
-    sync: SyncThread | None
-    """The journal's thread; None if the run is kept only in memory."""
 
 
 def run_server(
@@ -91,9 +80,10 @@ def run_server(
         if fresh and disk is not None and not goes_on(disk, way_in, config, stopped):
             discard(disk)
         told = stack.enter_context(contextlib.closing(LedgerThread(ledger))) if ledger is not None else None
-        memory = stack.enter_context(opened(config, settings, run_id, run_digest, seed, told, disk, folder, patience))
-        server = server_of(memory, config, way_in, run_digest)
-        log.info("replay server of run %s listens on %s", memory.run_id, config.address)
+        run = {"run_id": run_id, "run_digest": run_digest, "boot": uuid.uuid4().hex}
+        core, run, sync = stack.enter_context(opened(config, settings, run, seed, told, disk, folder, patience))
+        server = server_of(core, run | {"run_digest": run_digest}, sync, config, way_in)
+        log.info("replay server of run %s listens on %s", run["run_id"], config.address)
         lap("start")
         server.serve(stopped)
 
@@ -107,29 +97,31 @@ def stopped_by_signals(stop: threading.Event | None) -> threading.Event:
     return stopped
 
 
-def server_of(memory: Memory, config: ReplayConfig, way_in: Entrance, run_digest: str) -> ReplayServer:
+def server_of(
+    core: ReplayCore, run: Mapping[str, str], sync: SyncThread | None, config: ReplayConfig, way_in: Entrance
+) -> ReplayServer:
     """Build the server. Raises JournalError if the payloads of its journal are not where `replay.shards` says."""
-    kept = (entry.payload for entry in memory.core.state.ledger.entries.values())
+    kept = (entry.payload for entry in core.state.ledger.entries.values())
     refuse_other_store(kept, config.shards)
-    silence_s, clock = silence_of(config), memory.core.clock
-    handlers = Handlers(memory.core)
+    silence_s, handlers = silence_of(config), Handlers(core)
     if config.shards:
-        payloads = InShards(config.shards, memory.run_id, Seals(config.keys, run_digest), silence_s, clock)
-        handlers = with_shards(Handlers(memory.core, payloads), payloads)
+        seals = Seals(config.keys, run["run_digest"])
+        payloads = InShards(config.shards, run["run_id"], seals, silence_s, core.clock)
+        handlers = with_shards(Handlers(core, payloads), payloads)
     server = ReplayServer(
-        memory.core,
+        core,
         handlers,
         way_in,
-        run_id=memory.run_id,
-        boot=memory.boot,
-        run_digest=run_digest,
+        run_id=run["run_id"],
+        boot=run["boot"],
+        run_digest=run["run_digest"],
         silence_s=silence_s,
         patience_s=config.wait_timeout_s,
-        sync=memory.sync,
-        clock=clock,
+        sync=sync,
+        clock=core.clock,
     )
     handlers.beside = server.measured
-    viewing = Viewing(memory.run_id, memory.core, server.sessions.values())
+    viewing = Viewing(run["run_id"], core, server.sessions.values())
     handlers.verbs_of["viewer"] = ({"view": viewing.view},)
     return server
 
@@ -138,24 +130,20 @@ def server_of(memory: Memory, config: ReplayConfig, way_in: Entrance, run_digest
 def opened(
     config: ReplayConfig,
     settings: AdmissionSettings,
-    run_id: str,
-    run_digest: str,
+    run: dict[str, Any],
     seed: int,
     ledger: LedgerThread | None,
     disk: Disk | None,
-    folder: Path | None = None,
-    patience: Patience | None = None,
-) -> Iterator[Memory]:
-    """Yield the core, recovered from the journal on `disk` if there is one. On exit the journal is written to the
-    end."""
-    boot = uuid.uuid4().hex
+    folder: Path | None,
+    patience: Patience | None,
+) -> Iterator[tuple[ReplayCore, dict[str, Any], SyncThread | None]]:
+    """Yield the core, recovered from the journal on `disk` if there is one, its run, and the journal's thread; None if
+    the run is kept only in memory. On exit the journal is written to the end."""
     clock = awake_clock(config)
     limits = {"seed": seed, "max_bytes": config.max_bytes, "heartbeat_timeout_s": silence_of(config)}
     if disk is None:
-        core = ReplayCore(settings, clock, journal=ledger, **limits)
-        yield Memory(core, run_id, boot, None)
+        yield ReplayCore(settings, clock, journal=ledger, **limits), run, None
         return
-    run = {"run_id": run_id, "run_digest": run_digest, "boot": boot}
     core, writer = open_core(
         disk,
         settings,
@@ -172,7 +160,7 @@ def opened(
         ledger.recovered()
     sync = SyncThread(writer, config.journal.fsync_ms / 1000, patience, folder)
     try:
-        yield Memory(core, writer.run["run_id"], writer.run["boot"], sync)
+        yield core, writer.run, sync
     finally:
         sync.stop()
 

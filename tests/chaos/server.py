@@ -12,8 +12,7 @@ from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.core.durable import events as ev
 from asyncrl.replay.core.requests.rollouts import Rollouts
 from asyncrl.replay.core.run import Run
-from asyncrl.replay.server.outbox import Outbox
-from asyncrl.replay.server.replies import Replies
+from asyncrl.replay.server.outbox import Outbox, Replies
 from asyncrl.replay.server.sessions import Session
 from asyncrl.replay.serving import run_server
 

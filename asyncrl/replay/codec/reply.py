@@ -20,8 +20,8 @@ ERRORS: dict[str, type[AsyncRLError]] = {
     "wire": WireError,
     "no_progress": NoProgress,
     "replay": ReplayError,
-    "refused": ReplayError,
 }
+"""Error by its name in a reply, the most specific ones first; other names are read as ReplayError."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,7 @@ from asyncrl.replay.net.keyring import VIEWER
 from asyncrl.replay.server.doorkeeper import MAX_MALFORMED, STRANGER_BYTES, Doorkeeper, hang_up
 from asyncrl.replay.server.handlers import QUIET
 from asyncrl.replay.server.idle import Idle
-from asyncrl.replay.server.outbox import Outbox
-from asyncrl.replay.server.replies import Replies
+from asyncrl.replay.server.outbox import Outbox, Replies
 from asyncrl.replay.server.router import Entrance
 from asyncrl.replay.server.served import Clerk, Host
 from asyncrl.replay.server.sessions import Answer, Session

@@ -5,18 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from asyncrl.errors import AsyncRLError, FencedError, NoProgress, ReplayError, WireError
 from asyncrl.replay.codec.columns import Frame
-from asyncrl.replay.core.requests.rollouts import UnknownPeer
 from asyncrl.replay.server.sessions import Reply, Session
-
-ERROR_KINDS: dict[type[AsyncRLError], str] = {
-    FencedError: "fenced",
-    UnknownPeer: "unknown_peer",
-    WireError: "wire",
-    NoProgress: "no_progress",
-    ReplayError: "replay",
-}
 
 
 class Progress(Protocol):

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from asyncrl.replay.server.router import entrance
 from asyncrl.replay.serving import discard, journal_settings, silence_of, stopped_by_signals
 from asyncrl.replay.shards.host import Heard, Place, Planner, PlannerLink, ShardDesk, ShardHost, heard
 from asyncrl.replay.shards.receipts import Seals
-from asyncrl.replay.shards.store import ShardStore, open_store
+from asyncrl.replay.shards.store import open_store
 from asyncrl.schema import Config
 from asyncrl.storage.full_disk import Patience
 
@@ -71,7 +71,12 @@ def run_shard(
         if first is None:
             return
         disk = disk or FolderDisk(folder or Path(), locked=True)
-        store, sync = stack.enter_context(opened(config, shard, first.run_id, disk, fresh, patience, folder))
+        # A restarted shard gets the settings it had, so also `fresh`; what it has acknowledged must be kept.
+        if fresh and run_of(disk) not in (None, first.run_id):
+            discard(disk)
+        store = open_store(disk, journal_settings(config), {"run_id": first.run_id, "shard": shard})
+        sync = SyncThread(store, config.journal.fsync_ms / 1000, patience, folder)
+        stack.callback(sync.stop)
         host = ShardHost(store, link, config, first)
         server = ReplayServer(
             host,
@@ -87,29 +92,6 @@ def run_shard(
         )
         log.info("shard %d of run %s listens on %s: %d groups", shard, first.run_id, place.address, len(store.held))
         server.serve(stopped)
-
-
-@contextlib.contextmanager
-def opened(
-    config: ReplayConfig,
-    shard: int,
-    run_id: str,
-    disk: Disk,
-    fresh: bool,
-    patience: Patience | None = None,
-    folder: Path | None = None,
-) -> Iterator[tuple[ShardStore, SyncThread]]:
-    """Yield the store, recovered from the journal on `disk` if there is one. On exit the journal is written
-    to the end."""
-    # A restarted shard gets the settings it had, so also `fresh`; its own payloads are acknowledged and must be kept.
-    if fresh and run_of(disk) not in (None, run_id):
-        discard(disk)
-    store = open_store(disk, journal_settings(config), {"run_id": run_id, "shard": shard})
-    sync = SyncThread(store, config.journal.fsync_ms / 1000, patience, folder)
-    try:
-        yield store, sync
-    finally:
-        sync.stop()
 
 
 def meet(link: Planner, stopped: threading.Event, patience_s: float) -> Heard | None:
