@@ -18,7 +18,7 @@ from rich.text import Text
 
 from asyncrl.checks.addresses import host_of, is_everywhere
 from asyncrl.errors import ConfigError, NoProgress
-from asyncrl.replay.client.viewer import Viewer
+from asyncrl.replay.client.client import Viewer
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.protocol import PeerSeen, View
 from asyncrl.standstill import NAMED_S

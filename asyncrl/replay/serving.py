@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import JournalError
-from asyncrl.replay.audit.ledger_file import LedgerFile
-from asyncrl.replay.audit.ledger_thread import LedgerThread
+from asyncrl.replay.audit.ledger_file import LedgerFile, LedgerThread
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.core.admission import AdmissionSettings
 from asyncrl.replay.core.core import ReplayCore
@@ -30,8 +29,7 @@ from asyncrl.replay.server.payloads import refuse_other_store
 from asyncrl.replay.server.router import Entrance, entrance
 from asyncrl.replay.server.survivors import learner_of
 from asyncrl.replay.server.viewing import Viewing
-from asyncrl.replay.shards.handlers import with_shards
-from asyncrl.replay.shards.payloads import InShards
+from asyncrl.replay.shards.payloads import InShards, with_shards
 from asyncrl.replay.shards.receipts import Seals
 from asyncrl.spans import lap
 from asyncrl.storage.full_disk import Patience

@@ -27,7 +27,6 @@ from asyncrl.evaluation.orders import EvalAssignment
 from asyncrl.replay.client.client import LearnerClient, RolloutClient
 from asyncrl.replay.codec import headers, messages, wire
 from asyncrl.replay.codec.columns import columns_of, decode
-from asyncrl.replay.codec.dropped import decode_lost, encode_dropped
 from asyncrl.replay.codec.group import (
     EncodedGroup,
     check_stored,
@@ -35,6 +34,7 @@ from asyncrl.replay.codec.group import (
     encode_group,
     split_frames,
 )
+from asyncrl.replay.codec.messages import decode_lost, encode_dropped
 from asyncrl.replay.codec.reply import decode_replies
 from asyncrl.replay.codec.together import SEVERAL, decode_requests
 from asyncrl.replay.codec.wire import Envelope

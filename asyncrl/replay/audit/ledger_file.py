@@ -7,8 +7,12 @@ a server that was killed goes on in the right place: what was not written is add
 from __future__ import annotations
 
 import json
+import logging
 import os
+import queue
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +20,13 @@ from asyncrl.replay.core.durable import events as ev
 from asyncrl.storage.full_disk import FULL, RETRY_S, FullDisk, Patience, append_whole
 from asyncrl.storage.lines import chained, last_checksum
 
+log = logging.getLogger(__name__)
+
 LEDGER_FILE = "ledger.jsonl"
 BLOCK = 1 << 20
 """Bytes read at once from the end of an existing file, to see how far it goes: all of it may not fit in memory."""
+LAST_WRITES_S = 60.0
+"""Seconds for what is left at the end: it is no journal, nothing is recovered from it."""
 
 
 class LedgerFile:
@@ -155,6 +163,53 @@ class LedgerFile:
                 return {"event": "finished"}
             case _:
                 return None
+
+
+class LedgerThread:
+    """The thread that writes the file, so that the server's loop never waits for its disk. Call it with every event of
+    the core. `replayed` and `recovered` are for the recovery, before the first one.
+
+    consumes:     events, in order
+    waits for:    the next of them, without a deadline: it lives as long as the server
+    unblocked by: it, `close`
+    """
+
+    def __init__(self, ledger: LedgerFile) -> None:
+        self.replayed, self.recovered = ledger.replayed, ledger.recovered
+        self._ledger = ledger
+        self._events: queue.SimpleQueue[ev.Event | None] = queue.SimpleQueue()
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._main, name="ledger", daemon=True)
+        self._thread.start()
+
+    def __call__(self, event: ev.Event) -> None:
+        """Raises what ended the thread: the server of a run whose ledger cannot be written must not go on silently."""
+        if self._failure is not None:
+            raise self._failure
+        # The payload is none of its business, and would stay in memory for as long as the disk is slow.
+        self._events.put(replace(event, payload=None) if isinstance(event, ev.Inserted) else event)
+
+    def close(self) -> None:
+        """Write what is left. Raises what ended the thread."""
+        self._events.put(None)
+        self._thread.join(LAST_WRITES_S)
+        if self._thread.is_alive():
+            log.error(
+                "the last lines of the ledger could not be written to its disk within %.0f s: they are missing",
+                LAST_WRITES_S,
+            )
+        elif self._failure is not None:
+            raise self._failure
+
+    def _main(self) -> None:
+        while (event := self._events.get()) is not None:
+            try:
+                self._ledger(event)
+            # The boundary of the thread: what ends it must reach the loop, or lines would be missing without a word.
+            except Exception as error:
+                log.exception("the ledger could not be written")
+                self._failure = error
+                return
 
 
 def lines_from_the_end(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -23,7 +23,7 @@ from asyncrl.replay.core.durable.versions import VersionTree, tree_edges
 from asyncrl.replay.journal.disk import FolderDisk
 from asyncrl.replay.journal.recovery import read_event, read_journal
 from asyncrl.replay.protocol import Lease, Member, Restored, TrainedReply
-from asyncrl.replay.shards.archive import ShardArchive
+from asyncrl.replay.shards.store import ShardArchive
 from asyncrl.types import NO_VERSION, GroupHeader, StepPlan, Trajectory, TrajectoryGroup
 
 SAMPLE_GROUPS = 4

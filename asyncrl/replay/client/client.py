@@ -1,14 +1,17 @@
-"""The two clients of the replay server: `RolloutClient` for a worker's asyncio loop, `LearnerClient` for a rank.
+"""The clients of the replay server: `RolloutClient` for a worker's asyncio loop, `LearnerClient` for a rank, `Viewer`
+for `asyncrl watch ADDRESS`.
 
-Both are thin: they encode arguments, call `Connection.request`, and decode and check the reply.
+All are thin: they encode arguments, call `Connection.request`, and decode and check the reply.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import platform
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any
 
@@ -21,11 +24,21 @@ from asyncrl.replay.client.requests import Response
 from asyncrl.replay.client.shard_links import ShardLinks
 from asyncrl.replay.codec import headers, messages, wire
 from asyncrl.replay.codec.columns import Frame
-from asyncrl.replay.codec.dropped import encode_dropped
 from asyncrl.replay.codec.group import EncodedGroup, encode_group
 from asyncrl.replay.codec.lease import Unpacking
 from asyncrl.replay.config import ReplayConfig
-from asyncrl.replay.protocol import Acquired, Board, DroppedSample, InsertReply, Lease, Member, Restored, TrainedReply
+from asyncrl.replay.net.keyring import VIEWER
+from asyncrl.replay.protocol import (
+    Acquired,
+    Board,
+    DroppedSample,
+    InsertReply,
+    Lease,
+    Member,
+    Restored,
+    TrainedReply,
+    View,
+)
 from asyncrl.types import Assignment, DropReason, StepPlan, TrajectoryGroup
 
 SAMPLE_GROUPS = 4
@@ -109,7 +122,7 @@ class RolloutClient:
     async def _insert(
         self, encoded: EncodedGroup, receipt: Any, frames: Sequence[Frame], lost: DroppedSample | None = None
     ) -> Response:
-        body = [headers.encode_group_header(encoded.header), receipt, encode_dropped(lost)]
+        body = [headers.encode_group_header(encoded.header), receipt, messages.encode_dropped(lost)]
         request = self._connection.request("insert", body, frames, encoded.header.nbytes)
         return await self._futures.of(request)
 
@@ -134,7 +147,7 @@ class RolloutClient:
         rewards: Sequence[float] = (),
         sample: DroppedSample | None = None,
     ) -> Future[Response]:
-        kept = encode_dropped(sample)
+        kept = messages.encode_dropped(sample)
         body = [messages.encode_record(assignment), reason.value, detail[: wire.MAX_TEXT], list(rewards), kept]
         return self._connection.request("fail", body)
 
@@ -231,6 +244,33 @@ class LearnerClient:
     def close(self) -> None:
         if self._shards is not None:
             self._shards.close()
+        self._connection.close()
+
+
+class Viewer:
+    """The client of a role that can change nothing. `config`: its `address` and `keys` are used. Raises ConfigError if
+    the viewer's key is missing."""
+
+    def __init__(self, config: ReplayConfig) -> None:
+        name = f"{platform.node()[:64]} {os.getpid()}"
+        self._connection = Connection(config.address, role=VIEWER, name=name, run_digest="", config=config)
+        self._asked: Future[Response] | None = None
+
+    def view(self, wait_s: float) -> View | None:
+        """Return the next view; None if it does not arrive within `wait_s` seconds, and then the next call waits for
+        the same one.
+
+        Raises:
+            AsyncRLError: the server refuses, or has not answered for `wait_timeout_s`.
+        """
+        asked = self._asked = self._asked or self._connection.request("view")
+        wait([asked], wait_s)
+        if not asked.done():
+            return None
+        self._asked = None
+        return messages.decode_record(View, asked.result().body)
+
+    def close(self) -> None:
         self._connection.close()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from asyncrl.errors import WireError
 from asyncrl.replay.codec.columns import Frame
-from asyncrl.replay.codec.together import MOST, MOST_BYTES
+from asyncrl.replay.codec.together import MOST, MOST_BYTES, Asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +23,7 @@ class Response:
 
 
 @dataclass(slots=True, eq=False)
-class Request:
-    number: int
-    verb: str
-    body: Any
-    frames: Sequence[Frame]
+class Request(Asked):
     nbytes: int
     """Bytes counted against the byte credit while unanswered; 0 for requests that store nothing."""
     future: Future[Response]

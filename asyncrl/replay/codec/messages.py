@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from asyncrl.errors import WireError
 from asyncrl.evaluation.orders import EvalAssignment, EvalSummary
-from asyncrl.evaluation.samples import MOST_SAMPLES, Sample
+from asyncrl.evaluation.samples import MOST_SAMPLES, MOST_WORD, Sample, parts_for_the_wire, without_middle
 from asyncrl.replay.codec import wire
 from asyncrl.replay.protocol import Acquired, DroppedSample, Member, PeerSeen, TrainedReply
-from asyncrl.types import Assignment
+from asyncrl.types import Assignment, DropReason
 
 Record = TypeVar("Record")
+
+MOST_CHARACTERS = 2048
+"""Limit on the characters of a prompt, a completion or a reason."""
 
 _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "int": lambda value, name: wire.integer(value, name, -1, wire.MAX_ID),
@@ -115,3 +119,41 @@ def decode_trained(value: Any) -> TrainedReply:
 
 def decode_members(value: Any) -> list[Member]:
     return list(decode_records(Member, value))
+
+
+def shortened(sample: DroppedSample) -> DroppedSample:
+    """Return a sample of a dropped group, or of a member that a group lacks, within the limits: it is sent along with
+    training traffic. A text that was cut says where, and how much is missing."""
+    return replace(
+        sample,
+        prompt=without_middle(sample.prompt, MOST_CHARACTERS),
+        completion=without_middle(sample.completion, MOST_CHARACTERS),
+        detail=without_middle(sample.detail, MOST_CHARACTERS),
+        finish_reason=without_middle(sample.finish_reason, MOST_WORD),
+        dropped=without_middle(sample.dropped, MOST_WORD),
+        reward=sample.reward if sample.reward is not None and math.isfinite(sample.reward) else None,
+        rewards=parts_for_the_wire(sample.rewards),
+    )
+
+
+def encode_dropped(sample: DroppedSample | None) -> list[Any] | None:
+    return None if sample is None else encode_record(shortened(sample))
+
+
+def decode_dropped(value: Any) -> DroppedSample | None:
+    """Raises WireError."""
+    return None if value is None else decode_record(DroppedSample, value)
+
+
+def decode_lost(value: Any) -> DroppedSample | None:
+    """Decode a member that a group was closed without. Raises WireError."""
+    sample = decode_dropped(value)
+    return None if sample is None else replace(sample, dropped=decode_reason(sample.dropped).value)
+
+
+def decode_reason(value: Any) -> DropReason:
+    """Raises WireError: `value` is not a drop reason."""
+    try:
+        return DropReason(wire.text(value, "reason"))
+    except ValueError as error:
+        raise WireError(f"{wire.short(value)} is not a drop reason") from error

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from asyncrl.errors import WireError
 from asyncrl.replay.codec import wire
@@ -27,22 +27,9 @@ MOST_BYTES = 256 << 10
 groups in it, the first would no longer be in the processor's cache when the server reads it."""
 
 
-class Asking(Protocol):
-    """A request on the client's side."""
-
-    @property
-    def number(self) -> int: ...
-    @property
-    def verb(self) -> str: ...
-    @property
-    def body(self) -> Any: ...
-    @property
-    def frames(self) -> Sequence[Frame]: ...
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Asked:
-    """A request as received; its body is not checked yet."""
+    """A request; as received, its body is not checked yet."""
 
     number: int
     verb: str
@@ -50,7 +37,7 @@ class Asked:
     frames: Sequence[Frame]
 
 
-def encode_requests(requests: Sequence[Asking], acknowledged: int) -> tuple[str, int, list[Any], list[Frame]]:
+def encode_requests(requests: Sequence[Asked], acknowledged: int) -> tuple[str, int, list[Any], list[Frame]]:
     """Return `(verb, number, body, frames)` of the message; its number is that of the first request."""
     first = requests[0]
     if len(requests) == 1:

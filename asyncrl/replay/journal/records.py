@@ -15,7 +15,6 @@ from typing import Any
 from asyncrl.errors import WireError
 from asyncrl.replay.codec import headers, messages, wire
 from asyncrl.replay.codec.columns import Columns, Frame, joined_sizes, own_sizes
-from asyncrl.replay.codec.dropped import decode_reason
 from asyncrl.replay.codec.extras import SideFrames, joined_size
 from asyncrl.replay.codec.group import Elsewhere, StoredGroup
 from asyncrl.replay.core.durable import events as ev
@@ -156,7 +155,7 @@ _FIELDS: dict[str, tuple[Encoder, Decoder]] = {
     ),
     "dict[str, Any]": (_plain, lambda value, name, tail: wire.mapping(value, name, wire.MAX_FRAMES)),
     "list[Any]": (_plain, lambda value, name, tail: wire.sequence(value, name, limit=wire.MAX_TOKENS)),
-    "DropReason": (lambda value, frames: value.value, lambda value, name, tail: decode_reason(value)),
+    "DropReason": (lambda value, frames: value.value, lambda value, name, tail: messages.decode_reason(value)),
     "GroupHeader": (
         lambda value, frames: headers.encode_group_header(value),
         lambda value, name, tail: headers.decode_group_header(value),

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from asyncrl.replay.codec.dropped import shortened
 from asyncrl.replay.codec.group import StoredGroup, decode_texts
+from asyncrl.replay.codec.messages import shortened
 from asyncrl.replay.core.durable.ledger import Entry
 from asyncrl.replay.core.run import Run
 from asyncrl.replay.protocol import MEMBER, MOST_DROPPED, DroppedSample

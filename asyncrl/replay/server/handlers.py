@@ -14,7 +14,6 @@ from asyncrl.errors import NoProgress, WireError
 from asyncrl.evaluation.orders import EvalResult
 from asyncrl.replay.codec import headers, messages, wire
 from asyncrl.replay.codec.columns import Frame
-from asyncrl.replay.codec.dropped import decode_dropped, decode_lost, decode_reason
 from asyncrl.replay.codec.group import MAX_VOCABULARY
 from asyncrl.replay.codec.recorded import FROM_ROLLOUT, REFERENCE, announced_routers, require_reference
 from asyncrl.replay.core.core import ReplayCore
@@ -136,7 +135,7 @@ class Handlers:
         row, receipt, sample = wire.sequence(body, "insert", 3)
         header = headers.decode_group_header(row, session.name)
         try:
-            lost = decode_lost(sample)
+            lost = messages.decode_lost(sample)
             if self.core.board.values.get(REFERENCE) == FROM_ROLLOUT:
                 require_reference(header)
             stored = self.payloads.take(header, receipt, frames, *self.limits())
@@ -153,11 +152,11 @@ class Handlers:
     def _fail(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
         row, reason, detail, rewards, sample = wire.sequence(body, "fail", 5)
         assignment = messages.decode_record(Assignment, row)
-        said, why = wire.text(detail, "detail"), decode_reason(reason)
+        said, why = wire.text(detail, "detail"), messages.decode_reason(reason)
         several = wire.sequence(rewards, "rewards", limit=wire.MAX_TRAJECTORIES)
         numbers = [wire.number(each, "reward") for each in several]
         whose = (session.name, session.incarnation, group := assignment.group_id, assignment.attempt)
-        told = decode_dropped(sample)
+        told = messages.decode_dropped(sample)
         held = group in (entries := self.core.state.ledger.entries)
         self.core.fail(*whose, why, said, numbers)
         if held and told is not None and group not in entries:  # otherwise it is retried

@@ -1,28 +1,24 @@
-"""`Payloads` in shards: the planner records which shard has which payload, and verifies what shards report."""
+"""`Payloads` in shards, and the planner's handlers for shards: it records which shard has which payload, and verifies
+what shards report."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from asyncrl.errors import FencedError, LedgerError, NoProgress, WireError
 from asyncrl.replay.codec import wire
 from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.codec.group import Elsewhere, shard_of
+from asyncrl.replay.codec.recorded import row_of_routers
 from asyncrl.replay.core.durable.ledger import Entry, GroupState
+from asyncrl.replay.server.handlers import Handlers
 from asyncrl.replay.server.payloads import Places
+from asyncrl.replay.server.sessions import Answer, Reply, Session, now_or_later
 from asyncrl.replay.shards.receipts import Seals
-from asyncrl.replay.shards.store import Key
+from asyncrl.replay.shards.store import Key, question_of
 from asyncrl.types import GroupHeader, Routers
-
-
-class Peer(Protocol):
-    """One incarnation of a connected process."""
-
-    incarnation: str
-    seen: float
-    """When it was last heard, in seconds of the server's clock."""
 
 
 class InShards:
@@ -32,7 +28,7 @@ class InShards:
     Args:
         count: number of shards.
         silence_s: seconds of silence after which a shard counts as dead, and another process may take its number.
-        clock: the clock of `Peer.seen`.
+        clock: the clock of `Session.seen`.
     """
 
     def __init__(
@@ -46,7 +42,7 @@ class InShards:
         self.count, self.run_id = count, run_id
         self._seals, self._silence_s, self._clock = seals, silence_s, clock
         self._addresses: dict[int, str] = {}
-        self._peers: dict[int, Peer] = {}
+        self._peers: dict[int, Session] = {}
 
     def take(
         self, header: GroupHeader, body: Any, frames: Sequence[Frame], vocabulary: int, routers: Routers | None
@@ -73,7 +69,7 @@ class InShards:
         rows = [[group, *_where(*stored[group]), at, group in sampled] for group, at in positions.items()]
         return [[], [], [], rows], []
 
-    def enlist(self, shard: Any, address: Any, seal: Any, peer: Peer) -> int:
+    def enlist(self, shard: Any, address: Any, seal: Any, peer: Session) -> int:
         """Record where a shard listens. Returns its number.
 
         Raises:
@@ -127,3 +123,50 @@ def free_of(asked: Sequence[tuple[Key, str]], entries: Mapping[int, Entry], shar
                 yield position
         elif entry.payload != Elsewhere(shard, key.tag):
             yield position
+
+
+def with_shards(handlers: Handlers, payloads: InShards) -> Handlers:
+    """Add the verbs `shards` and `collect` to `handlers`, and return it."""
+    shards = ShardHandlers(handlers, payloads)
+    handlers.shared_verbs["shards"] = shards.addresses
+    handlers.shard_verbs["collect"] = shards.collect
+    return handlers
+
+
+class ShardHandlers:
+    """Handlers of the verbs `shards` and `collect`."""
+
+    def __init__(self, handlers: Handlers, payloads: InShards) -> None:
+        self._handlers, self._payloads = handlers, payloads
+        self._paused: dict[int, str] = {}
+        """Shard -> why it cannot accept payloads; empty if it can."""
+
+    def addresses(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        """Return where each shard listens, once all shards are known."""
+
+        def retry() -> Answer | None:
+            found = self._payloads.addresses()
+            return None if found is None else Answer(found)
+
+        def give_up() -> Answer:
+            raise self._payloads.missing()
+
+        def are_known() -> bool:
+            return self._payloads.addresses() is not None
+
+        return now_or_later(retry, give_up, body, "addresses", are_known)
+
+    def collect(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        """Take the address of a shard and keys that it holds; return which of them are free. A shard asks again and
+        again, so neither side has to remember anything and a lost answer does no harm."""
+        number, address, seal, paused, rows = wire.sequence(body, "collect", 5)
+        asked = [question_of(row) for row in wire.sequence(rows, "questions")]
+        why = wire.text(paused, "paused")
+        shard = self._payloads.enlist(number, address, seal, session)
+        self._paused[shard] = why
+        self._handlers.core.run.shards_paused = "; ".join(
+            f"shard {which}: {why}" for which, why in sorted(self._paused.items()) if why
+        )
+        free = list(free_of(asked, self._handlers.core.state.ledger.entries, shard))
+        vocabulary, routers = self._handlers.limits()
+        return Answer([self._payloads.run_id, free, vocabulary, row_of_routers(routers), self._handlers.over])

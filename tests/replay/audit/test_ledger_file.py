@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.replay.audit.ledger_file import BLOCK, LEDGER_FILE, LedgerFile, lines_from_the_end
-from asyncrl.replay.audit.ledger_thread import LedgerThread
+from asyncrl.replay.audit.ledger_file import BLOCK, LEDGER_FILE, LedgerFile, LedgerThread, lines_from_the_end
 from asyncrl.replay.core.durable import events as ev
 
 

@@ -9,8 +9,8 @@ import pytest
 from asyncrl.errors import GenerationError, RewardError, WireError
 from asyncrl.evaluation.samples import MOST_PARTS
 from asyncrl.replay.codec import headers, messages, wire
-from asyncrl.replay.codec.dropped import MOST_CHARACTERS, shortened
 from asyncrl.replay.codec.group import StoredGroup, encode_group, group_header, split_frames
+from asyncrl.replay.codec.messages import MOST_CHARACTERS, shortened
 from asyncrl.replay.core.durable.ledger import Entry
 from asyncrl.replay.protocol import MOST_DROPPED, DroppedSample
 from asyncrl.replay.server.dropped import Dropped

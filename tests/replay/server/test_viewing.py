@@ -14,7 +14,7 @@ import zmq
 
 from asyncrl.errors import ConfigError, FencedError, WireError
 from asyncrl.replay.client import connection
-from asyncrl.replay.client.viewer import Viewer
+from asyncrl.replay.client.client import Viewer
 from asyncrl.replay.codec import wire
 from asyncrl.replay.codec.reply import decode_replies
 from asyncrl.replay.codec.wire import Envelope

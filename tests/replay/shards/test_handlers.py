@@ -16,9 +16,8 @@ from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.journal.log import JournalSettings
 from asyncrl.replay.server.handlers import Handlers
 from asyncrl.replay.server.sessions import Answer, Session
-from asyncrl.replay.shards.handlers import with_shards
 from asyncrl.replay.shards.host import MOST, SPARE, Heard, Place, ShardDesk, ShardHost
-from asyncrl.replay.shards.payloads import InShards
+from asyncrl.replay.shards.payloads import InShards, with_shards
 from asyncrl.replay.shards.receipts import Seals
 from asyncrl.replay.shards.store import Held, Key, ShardStore
 from asyncrl.types import NO_VERSION, Assignment

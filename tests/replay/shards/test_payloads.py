@@ -24,11 +24,10 @@ from asyncrl.replay.journal.records import decode_event, encode_event
 from asyncrl.replay.net.keyring import make_keys
 from asyncrl.replay.server.payloads import refuse_other_store
 from asyncrl.replay.server.sessions import Session
-from asyncrl.replay.shards.archive import ShardArchive
 from asyncrl.replay.shards.host import Heard, Place, ShardDesk, ShardHost
 from asyncrl.replay.shards.payloads import InShards, free_of
 from asyncrl.replay.shards.receipts import Seals
-from asyncrl.replay.shards.store import Held, Key, ShardStore
+from asyncrl.replay.shards.store import Held, Key, ShardArchive, ShardStore
 from asyncrl.types import Assignment
 from benchmarks.parts.keys import some_keys
 from tests.replay.helpers import group, replay_config
