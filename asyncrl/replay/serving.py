@@ -198,14 +198,11 @@ def goes_on(disk: Disk, way_in: Entrance, config: ReplayConfig, stopped: threadi
     peer = learner_of(run_id, way_in, wait_s, stopped, awake_clock(config))
     if peer is None:
         return stopped.is_set()
+    hello, envelope = peer
     log.warning(
         "overwrite=true, but %s %r (incarnation %s) of run %s is still alive, so the journal is kept. Stop it to "
-        "begin a new run, or start with resume=auto",
-        peer.role,
-        peer.name,
-        peer.incarnation,
-        peer.run,
-    )
+        "begin a new run, or start with resume=auto", hello.role, hello.name, envelope.incarnation, envelope.run
+    )  # fmt: skip
     if damage is not None:
         raise damage
     return True

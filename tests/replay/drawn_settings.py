@@ -7,7 +7,7 @@ from random import Random
 
 from asyncrl.drawing.curriculum import Curriculum
 from asyncrl.replay.core.admission import SAMPLE_ORDERS, AdmissionSettings
-from asyncrl.replay.core.batches.order import SELECTORS
+from asyncrl.replay.core.batches.order import ORDERS
 from asyncrl.types import StalePolicy
 
 CURRICULUM = Curriculum(low=0.1, high=0.9, explore=0.3, passes_at=0.5, weights=(1.0, 2.0), shuffle=True)
@@ -33,7 +33,7 @@ def drawn_settings(
         curriculum=rng.choice((None, None, CURRICULUM)),
     )
     if settings.stale_policy is not StalePolicy.WAIT:
-        order, uses = rng.choice(("fifo", *SELECTORS)), rng.choice((1, 1, 2, 3))
+        order, uses = rng.choice(("fifo", *ORDERS)), rng.choice((1, 1, 2, 3))
         settings = replace(settings, order=order, max_times_sampled=1 if window else uses)
         if window or (window is None and settings.max_times_sampled == 1 and rng.random() < 0.4):
             settings = replace(settings, window=a_window(rng, settings))

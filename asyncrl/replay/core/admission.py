@@ -6,6 +6,7 @@ guarantee. Everything here is a pure function of numbers, so both gates can be r
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -208,10 +209,7 @@ def over_committed(slacks: Iterable[int], groups_per_step: int) -> int | None:
     the bound. At most `j * B` of them may have a slack of `j` or less. Returns the smallest `j` that is violated, or
     None if the batch may be sealed. Negative slacks (only a rollback causes them) cannot be helped and are not counted.
     """
-    counts: dict[int, int] = {}
-    for slack in slacks:
-        if slack >= 0:
-            counts[slack] = counts.get(slack, 0) + 1
+    counts = Counter(slack for slack in slacks if slack >= 0)
     total = 0
     for slack in sorted(counts):
         total += counts[slack]

@@ -39,19 +39,9 @@ def check_address(address: str, keys: str) -> None:
         )
 
 
-class _AllowList:
-    """The callback of the authenticator, which decides whether a key is admitted. libzmq passes the key on with every
-    message of the connection."""
-
-    def __init__(self, keys: str, server: str) -> None:
-        self._roles = roles_by_key(keys, server)
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key in self._roles
-
-
 class Guests:
-    """Determines the role of the sender of a message, from the key with which its connection was opened.
+    """Decides whether a key is admitted, and determines the role of a message's sender from the key with which its
+    connection was opened: libzmq passes it on with every message.
 
     Args:
         keys: `replay.keys`.
@@ -62,11 +52,15 @@ class Guests:
     """
 
     def __init__(self, keys: str, server: str = "server") -> None:
-        self._roles = {key.decode(): role for key, role in roles_by_key(keys, server).items()}
+        self._roles = roles_by_key(keys, server)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Called by the authenticator."""
+        return key in self._roles
 
     def role(self, connection: zmq.Frame) -> str:
         """Return the role of a sender, given the frame that names its connection."""
-        return self._roles[str(connection.get("User-Id"))]
+        return self._roles[str(connection.get("User-Id")).encode()]
 
 
 def secure_server(context: zmq.Context, socket: zmq.Socket, keys: str, role: str) -> ThreadAuthenticator:
@@ -79,7 +73,7 @@ def secure_server(context: zmq.Context, socket: zmq.Socket, keys: str, role: str
     Raises:
         ConfigError: a key is missing or unreadable.
     """
-    pair, allowed = key_pair(keys, role), _AllowList(keys, role)
+    pair, allowed = key_pair(keys, role), Guests(keys, role)
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
     authenticator.configure_curve_callback("*", allowed)

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from dataclasses import dataclass
 
 import zmq
 
 from asyncrl.errors import WireError
 from asyncrl.replay.codec import wire
-from asyncrl.replay.codec.reply import decode_hello
+from asyncrl.replay.codec.reply import Hello, decode_hello
 from asyncrl.replay.codec.wire import Envelope
 from asyncrl.replay.net.clock import AwakeClock
 from asyncrl.replay.server.router import Entrance
@@ -25,14 +24,8 @@ from asyncrl.replay.server.router import Entrance
 TURN_S = 0.2
 
 
-@dataclass(frozen=True, slots=True)
-class Survivor:
-    """A peer that said hello, and its run."""
-
-    run: str
-    role: str
-    name: str
-    incarnation: str
+Survivor = tuple[Hello, Envelope]
+"""A peer that said hello, and the envelope, which names its run and incarnation."""
 
 
 def learner_of(
@@ -53,7 +46,7 @@ def learner_of(
     while not stop.is_set() and (left := until - clock()) > 0:
         ready = dict(poller.poll(int(min(left, TURN_S) * 1000) + 1))
         peer = _next(run_id, entrance) if entrance.heard(ready) else None
-        if peer is not None and peer.role == "learner":
+        if peer is not None and peer[0].role == "learner":
             return peer
     return None
 
@@ -67,9 +60,7 @@ def _next(run_id: str, entrance: Entrance) -> Survivor | None:
             return None
         if envelope.verb == "hello":
             hello = decode_hello(envelope)
-            if hello.role != role:
-                return None
-            return Survivor(envelope.run, hello.role, hello.name, envelope.incarnation)
+            return (hello, envelope) if hello.role == role else None
     except (zmq.Again, WireError):
         return None
     said = Envelope(

@@ -49,4 +49,4 @@ def test_a_server_that_was_stopped_while_it_listened_for_a_learner_hears_the_one
         wall = itertools.chain((0.0, 0.0), itertools.count(100.0, 0.1))
         clock = AwakeClock(5.0, lambda: next(wall))
         found = learner_of("run", way_in, 10.0, threading.Event(), clock)
-    assert found is not None and found.name == "rank 0"
+    assert found is not None and found[0].name == "rank 0"

@@ -1,4 +1,4 @@
-"""The order in which waiting groups are trained: one pure function per value of `replay.order`; and the window
+"""The order in which waiting groups are trained: one sort key per value of `replay.order`; and the window
 (`replay.window`) that keeps any such order close to the order of admission.
 
 The order matters only while more groups wait than a batch needs, that is with `pipeline_depth` > 0. For every order,
@@ -8,10 +8,10 @@ groups over the staleness bound are removed first, and ties go to the group that
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Protocol
+from typing import Any
 
 from asyncrl.replay.core.durable.ledger import Entry
 from asyncrl.types import GroupHeader, members_of
@@ -28,51 +28,24 @@ class Waiting:
     """Steps that it can still wait and be within the bound."""
 
 
-class Selector(Protocol):
-    def __call__(self, waiting: Sequence[Waiting], *, seed: int, step: int) -> list[Waiting]:
-        """Return the groups in the order in which they should be trained. Must depend on its arguments only: a call
-        repeated after a restart must return the same order."""
-        ...
-
-
-def fifo(waiting: Sequence[Waiting], *, seed: int, step: int) -> list[Waiting]:
-    """First in, first out."""
-    return list(waiting)
-
-
-def freshest(waiting: Sequence[Waiting], *, seed: int, step: int) -> list[Waiting]:
-    """Least stale first. Groups that are passed over age until they are dropped as stale: less bias, more waste."""
-    return sorted(waiting, key=lambda group: group.staleness)
-
-
-def prioritized(waiting: Sequence[Waiting], *, seed: int, step: int) -> list[Waiting]:
-    """Largest `advantage_spread` first."""
-    return sorted(waiting, key=lambda group: -advantage_spread(group.entry.header))
-
-
-def uniform(waiting: Sequence[Waiting], *, seed: int, step: int) -> list[Waiting]:
-    """A random order that depends on the run's seed, the step and the group ids only."""
-    return sorted(waiting, key=lambda group: _lot(seed, step, group.entry.group_id))
-
-
-def most_effective(waiting: Sequence[Waiting], *, seed: int, step: int) -> list[Waiting]:
-    """Untrained groups first, then the largest effective sample size: the share of a group's tokens that its importance
-    weights leave, as the learner measured it when it last trained the group (`asyncrl/learner/step/group_ess.py`)."""
-    return sorted(waiting, key=lambda group: -group.entry.ess if group.entry.trained else -1.0)
-
-
-def most_urgent(waiting: Sequence[Waiting], *, seed: int, step: int) -> list[Waiting]:
-    """Least slack first. `stale_policy=wait` uses this order, whatever `replay.order` is."""
-    return sorted(waiting, key=lambda group: group.slack)
-
-
-SELECTORS: dict[str, Selector] = {
-    "fifo": fifo,
-    "freshest": freshest,
-    "prioritized": prioritized,
-    "uniform": uniform,
-    "ess": most_effective,
+ORDERS: dict[str, Callable[[Waiting, str], Any]] = {
+    "fifo": lambda group, draw: 0,
+    # Groups that are passed over age until they are dropped as stale: less bias, more waste.
+    "freshest": lambda group, draw: group.staleness,
+    "prioritized": lambda group, draw: -advantage_spread(group.entry.header),
+    "uniform": lambda group, draw: _lot(draw, group.entry.group_id),
+    # Untrained groups first, then the largest effective sample size: the share of a group's tokens that its importance
+    # weights leave, as the learner measured it when it last trained the group (`asyncrl/learner/step/group_ess.py`).
+    "ess": lambda group, draw: -group.entry.ess if group.entry.trained else -1.0,
 }
+"""Sort key of a group by `replay.order`; for random orders, of the name of the draw too."""
+
+
+def ordered(waiting: Sequence[Waiting], order: str, *, seed: int, step: int) -> list[Waiting]:
+    """Return the groups in the order in which they should be trained. Depends on its arguments only: a call repeated
+    after a restart returns the same."""
+    key, draw = ORDERS[order], f"{seed}/{step}"
+    return sorted(waiting, key=lambda group: key(group, draw))
 
 
 def within_window(order: Sequence[Waiting], unfinished: Iterable[int], window: int) -> list[Waiting]:
@@ -120,5 +93,5 @@ def advantage_spread(header: GroupHeader | None) -> float:
     return sum(abs(reward - mean) for reward in rewards) / len(rewards)
 
 
-def _lot(seed: int, step: int, group_id: int) -> bytes:
-    return hashlib.blake2b(f"{seed}/{step}/{group_id}".encode(), digest_size=8).digest()
+def _lot(draw: str, group_id: int) -> bytes:
+    return hashlib.blake2b(f"{draw}/{group_id}".encode(), digest_size=8).digest()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from asyncrl.replay.core.admission import AdmissionSettings, Verdict, judge, may_train, over_committed
-from asyncrl.replay.core.batches.order import SELECTORS, Waiting, most_urgent, within_window
+from asyncrl.replay.core.batches.order import Waiting, ordered, within_window
 from asyncrl.replay.core.durable.ledger import Entry
 from asyncrl.replay.core.durable.siblings import Group, is_short, whole_groups
 from asyncrl.replay.core.durable.state import ReplayState
@@ -28,17 +28,14 @@ class Choice:
     flight."""
 
 
-class _Ages:
+class _Ages(dict[int, int]):
     """Staleness of versions at the time when the step would be trained, each computed once."""
 
     def __init__(self, state: ReplayState, ahead: int) -> None:
-        self._tree, self._version, self._ahead = state.tree, state.version, ahead
-        self._known: dict[int, int] = {}
+        self._state, self._ahead = state, ahead
 
-    def __getitem__(self, version: int) -> int:
-        age = self._known.get(version)
-        if age is None:
-            age = self._known[version] = self._tree.distance(version, self._version, self._ahead)
+    def __missing__(self, version: int) -> int:
+        age = self[version] = self._state.tree.distance(version, self._state.version, self._ahead)
         return age
 
 
@@ -62,8 +59,10 @@ def choose_batch(state: ReplayState, settings: AdmissionSettings, *, step: int, 
         age = judged.verdicts[group[0].whose].staleness
         groups[group[0].whose] = group
         candidates.append(Waiting(entry=group[0], staleness=age, slack=bound - age))
-    select = most_urgent if settings.stale_policy is StalePolicy.WAIT else SELECTORS[settings.order]
-    order = select(candidates, seed=seed, step=step)
+    if settings.stale_policy is StalePolicy.WAIT:  # the most urgent first, whatever `replay.order` is
+        order = sorted(candidates, key=lambda group: group.slack)
+    else:
+        order = ordered(candidates, settings.order, seed=seed, step=step)
     if settings.window:
         order = within_window(order, [*state.held, *state.pending], settings.window)
     if len(order) < settings.groups_per_step:
@@ -116,7 +115,7 @@ class _Judged:
 
 def _judge(group: Group, ages: _Ages, bound: int) -> Verdict:
     """Judge all members of a group together: it is one group for both gates."""
-    verdicts = [judge(entry.header, ages, bound) for entry in group if entry.header is not None]  # type: ignore[arg-type]
+    verdicts = [judge(entry.header, ages, bound) for entry in group if entry.header is not None]
     if len(verdicts) == 1:
         return verdicts[0]
     return Verdict(

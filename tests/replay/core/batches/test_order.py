@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from asyncrl.errors import ReplayError
-from asyncrl.replay.core.batches.order import SELECTORS, Waiting, advantage_spread
+from asyncrl.replay.core.batches.order import Waiting, advantage_spread, ordered
 from asyncrl.replay.core.batches.selection import choose_batch
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.core.durable import events as ev
@@ -38,13 +38,13 @@ GROUPS = [waiting(0, 2, 1, 1), waiting(1, 0, 0, 1), waiting(2, 1, 0, 3), waiting
     ("order", "ids"), [("fifo", [0, 1, 2, 3]), ("freshest", [1, 3, 2, 0]), ("prioritized", [2, 1, 3, 0])]
 )
 def test_each_order_puts_first_what_it_says(order, ids) -> None:
-    chosen = SELECTORS[order](GROUPS, seed=0, step=0)
+    chosen = ordered(GROUPS, order, seed=0, step=0)
     assert [group.entry.group_id for group in chosen] == ids
 
 
 def test_the_uniform_order_depends_on_seed_and_step_only_and_favours_nobody() -> None:
-    firsts = [SELECTORS["uniform"](GROUPS, seed=5, step=step)[0].entry.group_id for step in range(400)]
-    assert firsts == [SELECTORS["uniform"](GROUPS[::-1], seed=5, step=step)[0].entry.group_id for step in range(400)]
+    firsts = [ordered(GROUPS, "uniform", seed=5, step=step)[0].entry.group_id for step in range(400)]
+    assert firsts == [ordered(GROUPS[::-1], "uniform", seed=5, step=step)[0].entry.group_id for step in range(400)]
     assert all(60 < firsts.count(group_id) < 140 for group_id in range(4))
 
 
