@@ -9,7 +9,7 @@ arrival, but of extras only the sizes (and the log-probs of a reference), and fo
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ MAX_VOCABULARY = 1 << 31
 """Vocabulary size assumed until a model is announced."""
 _INT32, _BOOL, _FLOAT32 = np.dtype(np.int32), np.dtype(np.bool_), np.dtype(np.float32)
 Sampled = tuple[NDArray[np.float32], NDArray[np.bool_] | None]
-"""Log-probs [N] of the tokens after a prompt, and the mask of those that were sampled; None: all were."""
+"""Log-probs [N] of tokens, and the mask of those that were sampled; None: all were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +73,11 @@ def shard_of(group_id: int, shards: int) -> int:
     return group_id % shards
 
 
-def group_header(group: TrajectoryGroup, nbytes: int = 0) -> GroupHeader:
+def group_header(group: TrajectoryGroup) -> GroupHeader:
     """Return the header of a group. Raises WireError if a trajectory cannot be trained on."""
-    header = _header_of(group, nbytes)
-    pairs = tuple(zip(group.trajectories, header.trajectories, strict=True))
+    header = _header_of(group)
     _check_ids((trajectory.token_ids for trajectory in group.trajectories), MAX_VOCABULARY)
-    _check_logprobs((), lambda: (_sampled(*pair) for pair in pairs), sure=False)
+    _check_sampled((trajectory.behavior_logprobs, trajectory.loss_mask) for trajectory in group.trajectories)
     return header
 
 
@@ -142,7 +141,9 @@ def check_columns(facts: Sequence[TrajectoryHeader], columns: Columns, vocabular
     if columns.has_masks:
         for _ in columns.each(facts):  # Slicing a mask out checks it.
             pass
-    _check_logprobs(logprobs, lambda: ((sampled, mask) for _, sampled, mask in columns.each(facts)))
+    # Nearly always all log-probs are valid, and selecting those of sampled tokens costs more than checking all.
+    if not all(map(_are_logprobs, logprobs)):
+        _check_sampled((sampled, mask) for _, sampled, mask in columns.each(facts))
 
 
 def _check_ids(arrays: Iterable[NDArray[np.int32]], vocabulary: int) -> None:
@@ -156,15 +157,8 @@ def _check_ids(arrays: Iterable[NDArray[np.int32]], vocabulary: int) -> None:
         raise WireError(f"token_ids must be below the vocabulary of {vocabulary}; got {highest}")
 
 
-def _check_logprobs(
-    arrays: Iterable[NDArray[np.float32]], each: Callable[[], Iterable[Sampled]], sure: bool = True
-) -> None:
-    """Check log-probs. Nearly always all of them are valid, and selecting those of sampled tokens costs more than
-    checking all: so `arrays` are checked first, and `each` trajectory only if that fails (or if `arrays` are not `sure`
-    to be all log-probs)."""
-    if sure and all(map(_are_logprobs, arrays)):
-        return
-    for logprobs, mask in each():
+def _check_sampled(each: Iterable[Sampled]) -> None:
+    for logprobs, mask in each:
         if not _are_logprobs(logprobs if mask is None else logprobs[mask]):
             raise WireError("behavior_logprobs of loss tokens must be finite and not above 0")
 
@@ -175,7 +169,7 @@ def _are_logprobs(array: NDArray[np.float32]) -> bool:
     return not array.size or bool(-np.inf < np.minimum.reduce(array) and np.maximum.reduce(array) <= MAX_LOGPROB)
 
 
-def _header_of(group: TrajectoryGroup, nbytes: int = 0) -> GroupHeader:
+def _header_of(group: TrajectoryGroup) -> GroupHeader:
     """Return the header, having checked everything except the values of ids and log-probs."""
     if not 1 <= len(group.trajectories) <= wire.MAX_TRAJECTORIES:
         raise WireError(f"a group has 1 to {wire.MAX_TRAJECTORIES} trajectories, not {len(group.trajectories)}")
@@ -187,7 +181,6 @@ def _header_of(group: TrajectoryGroup, nbytes: int = 0) -> GroupHeader:
         attempt=wire.integer(group.attempt, "attempt", 0, wire.MAX_VERSION),
         worker=group.worker,
         trajectories=facts,
-        nbytes=nbytes,
     )
 
 
@@ -236,11 +229,6 @@ def _facts_of(trajectory: Trajectory) -> TrajectoryHeader:
 def _check_shape(name: str, array: NDArray[Any], dtype: np.dtype[Any], length: int) -> None:
     if array.dtype != dtype or array.shape != (length,):
         raise WireError(f"{name} must be {dtype}[{length}], not {array.dtype}{list(array.shape)}")
-
-
-def _sampled(trajectory: Trajectory, facts: TrajectoryHeader) -> Sampled:
-    start = facts.prompt_length
-    return trajectory.behavior_logprobs[start:], trajectory.loss_mask[start:]
 
 
 def runs_of(versions: NDArray[np.int32]) -> tuple[tuple[int, int], ...]:

@@ -22,7 +22,7 @@ class Progress(Protocol):
 
 
 class Host(Protocol):
-    """Tracks the peers that the server reports to it: `ReplayCore`, or the host of a shard."""
+    """Tracks the peers that the server reports to it: `ReplayCore`, or a `Shard`."""
 
     @property
     def paused(self) -> str:
@@ -51,7 +51,7 @@ class Host(Protocol):
 
 
 class Clerk(Protocol):
-    """Answers the requests of peers: `Handlers`, or `ShardDesk` for a shard."""
+    """Answers the requests of peers: `Handlers`, or a `Shard`."""
 
     over: bool
     """Set once the run is over and everybody but the shards has left."""

@@ -55,15 +55,12 @@ class Viewing:
         wait_s = session.viewed + VIEW_S - self._core.clock()
         if wait_s <= 0:
             return answer()
-        if self._core.state.finished:  # the viewer's last view said so, or this one will
-            return Later(lambda: None, answer, wait_s, "view", lambda: False)
-        return Later(
-            lambda: answer() if self._core.state.finished else None,
-            answer,
-            wait_s,
-            "view of the end",
-            lambda: self._core.state.finished,
-        )
+        known = self._core.state.finished  # the viewer's last view said so, or this one will
+
+        def ends() -> bool:
+            return self._core.state.finished and not known
+
+        return Later(lambda: answer() if ends() else None, answer, wait_s, ("view", known), ends)
 
     def _answer(self) -> list[Any]:
         now, finished = self._core.clock(), self._core.state.finished

@@ -41,15 +41,6 @@ MAX_TAGS = 2
 """Limit on payloads of one attempt that a shard accepts from one worker; an honest worker announces one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """The number of this shard, the number of shards, and the address of this one."""
-
-    shard: int
-    count: int
-    address: str
-
-
 @dataclass(frozen=True, slots=True)
 class Heard:
     """The planner's answer to `collect`."""
@@ -74,10 +65,10 @@ class Planner(Protocol):
 class PlannerLink:
     """`Planner` over the wire."""
 
-    def __init__(self, config: ReplayConfig, place: Place, run_digest: str, seals: Seals) -> None:
-        name = f"shard {place.shard}"
+    def __init__(self, config: ReplayConfig, shard: int, run_digest: str, seals: Seals) -> None:
+        name, address = f"shard {shard}", config.shard_address
         self._connection = Connection(config.address, role="shard", name=name, run_digest=run_digest, config=config)
-        self._who = [place.shard, place.address, seals.address(place.shard, place.address)]
+        self._who = [shard, address, seals.address(shard, address)]
 
     def ask(self, held: Sequence[tuple[Key, Held]], paused: str) -> Future[Response]:
         """Ask which of these keys are free.
@@ -112,11 +103,22 @@ class ShardProgress:
     applied: int = 0
 
 
-class ShardHost:
-    """Tracks the workers of a shard and polls the planner. Called only by the server's loop."""
+class Shard:
+    """What the server's loop serves in a shard: tracks workers, polls the planner, handles the verbs `put` and `get`.
 
-    def __init__(self, store: ShardStore, link: Planner, config: ReplayConfig, first: Heard) -> None:
-        self.store, self.vocabulary, self.routers = store, first.vocabulary, first.routers
+    Args:
+        number: number of this shard.
+        first: the planner's first answer.
+    """
+
+    over = False
+
+    def __init__(
+        self, number: int, store: ShardStore, link: Planner, seals: Seals, config: ReplayConfig, first: Heard
+    ) -> None:
+        self.number, self.store, self._seals, self._run_id = number, store, seals, first.run_id
+        self.vocabulary, self.routers = first.vocabulary, first.routers
+        self._count, self._max_bytes = config.shards, config.max_bytes
         self.paused = ""
         self.state = ShardProgress()
         self.clock = awake_clock(config)
@@ -126,10 +128,6 @@ class ShardHost:
         self._cursor = 0
         self._seen: dict[str, float] = {}
         """Incarnation of a worker -> when it was last heard."""
-
-    @property
-    def workers(self) -> int:
-        return len(self._seen)
 
     def hello(self, worker: str, incarnation: str, served: int = -1) -> None:
         self._seen[incarnation] = self.clock()
@@ -180,16 +178,6 @@ class ShardHost:
         self._cursor = start + KEYS_ASKED
         return list(islice(held.items(), start, self._cursor))
 
-
-class ShardDesk:
-    """Handlers of the verbs `put` and `get`."""
-
-    over = False
-
-    def __init__(self, host: ShardHost, place: Place, run_id: str, seals: Seals, max_bytes: int) -> None:
-        self._host, self._place, self._run_id, self._seals = host, place, run_id, seals
-        self._max_bytes = max_bytes
-
     def handle(self, session: Session, verb: str, body: Any, frames: Sequence[Frame]) -> Reply:
         """Run one request of a peer.
 
@@ -205,26 +193,26 @@ class ShardDesk:
     def window(self) -> int:
         """Bytes that each producer may have unacknowledged: an even share of the free memory. Never zero, as a worker
         without credit would send nothing; if there is no room, one group at a time is refused and sent again."""
-        free = SPARE * self._max_bytes - self._host.store.nbytes
-        return max(1, -(-free // max(1, self._host.workers)))
+        free = SPARE * self._max_bytes - self.store.nbytes
+        return max(1, -(-free // max(1, len(self._seen))))
 
     def _put(self, worker: str, body: Any, frames: Sequence[Frame]) -> Answer:
         header = headers.decode_group_header(body, worker)
-        if shard_of(header.group_id, self._place.count) != self._place.shard:
-            raise WireError(f"group {header.group_id} does not belong to shard {self._place.shard}")
+        if shard_of(header.group_id, self._count) != self.number:
+            raise WireError(f"group {header.group_id} does not belong to shard {self.number}")
         stored = split_frames(header, frames)
-        check_stored(header, stored, self._host.vocabulary, self._host.routers)
+        check_stored(header, stored, self.vocabulary, self.routers)
         key = key_for(header, stored)
-        if key not in self._host.store.held and not self._has_room(header):
-            return Answer([self._place.shard, "", "", self.window()])
-        self._host.store.put(header, stored, key)
-        self._host.state.applied += 1
-        seal = self._seals.receipt(self._run_id, self._place.shard, header, key.tag)
-        return Answer([self._place.shard, key.tag, seal, self.window()])
+        if key not in self.store.held and not self._has_room(header):
+            return Answer([self.number, "", "", self.window()])
+        self.store.put(header, stored, key)
+        self.state.applied += 1
+        seal = self._seals.receipt(self._run_id, self.number, header, key.tag)
+        return Answer([self.number, key.tag, seal, self.window()])
 
     def _has_room(self, header: GroupHeader) -> bool:
         """Whether there is room for a group now. Raises WireError if it could never be accepted."""
-        store, most_of_one = self._host.store, SPARE * self._max_bytes
+        store, most_of_one = self.store, SPARE * self._max_bytes
         if header.nbytes > most_of_one:
             raise WireError(
                 f"group {header.group_id} has {header.nbytes} bytes, but a shard accepts at most {SPARE} * "
@@ -254,10 +242,10 @@ class ShardDesk:
         return Answer(*pack_places(stored, places, sampled))
 
     def _find(self, key: Key) -> StoredGroup:
-        found = self._host.store.find(key)
+        found = self.store.find(key)
         if found is None:
             raise ReplayError(
-                f"shard {self._place.shard} does not have the payload of group {key.group_id} (attempt "
+                f"shard {self.number} does not have the payload of group {key.group_id} (attempt "
                 f"{key.attempt}), so its journal was lost. Move the folder journal in run.dir away on every machine, "
                 "then resume=auto generates the groups after the checkpoint again"
             )

@@ -21,7 +21,7 @@ from asyncrl.replay.net.malloc import keep_heap
 from asyncrl.replay.server.loop import ReplayServer
 from asyncrl.replay.server.router import entrance
 from asyncrl.replay.serving import discard, journal_settings, silence_of, stopped_by_signals
-from asyncrl.replay.shards.host import Heard, Place, Planner, PlannerLink, ShardDesk, ShardHost, heard
+from asyncrl.replay.shards.host import Heard, Planner, PlannerLink, Shard, heard
 from asyncrl.replay.shards.receipts import Seals
 from asyncrl.replay.shards.store import open_store
 from asyncrl.schema import Config
@@ -61,12 +61,11 @@ def run_shard(
     """
     keep_heap()
     stopped = stopped_by_signals(stop)
-    place = Place(shard=shard, count=config.shards, address=config.shard_address)
     seals = Seals(config.keys, run_digest)
     with contextlib.ExitStack() as stack:
         # Bind the sockets first: a second shard at this address must not touch the journal of the first.
-        way_in = stack.enter_context(entrance(replace(config, address=place.address), "shard"))
-        link = stack.enter_context(contextlib.closing(PlannerLink(config, place, run_digest, seals)))
+        way_in = stack.enter_context(entrance(replace(config, address=config.shard_address), "shard"))
+        link = stack.enter_context(contextlib.closing(PlannerLink(config, shard, run_digest, seals)))
         first = meet(link, stopped, 2 * config.heartbeat_timeout_s)
         if first is None:
             return
@@ -77,10 +76,10 @@ def run_shard(
         store = open_store(disk, journal_settings(config), {"run_id": first.run_id, "shard": shard})
         sync = SyncThread(store, config.journal.fsync_ms / 1000, patience, folder)
         stack.callback(sync.stop)
-        host = ShardHost(store, link, config, first)
+        served = Shard(shard, store, link, seals, config, first)
         server = ReplayServer(
-            host,
-            ShardDesk(host, place, first.run_id, seals, config.max_bytes),
+            served,
+            served,
             way_in,
             run_id=first.run_id,
             boot=f"{first.run_id}.{shard}",
@@ -88,9 +87,11 @@ def run_shard(
             silence_s=silence_of(config),
             patience_s=config.wait_timeout_s,
             sync=sync,
-            clock=host.clock,
+            clock=served.clock,
         )
-        log.info("shard %d of run %s listens on %s: %d groups", shard, first.run_id, place.address, len(store.held))
+        log.info(
+            "shard %d of run %s listens on %s: %d groups", shard, first.run_id, config.shard_address, len(store.held)
+        )
         server.serve(stopped)
 
 

@@ -16,7 +16,7 @@ from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.journal.log import JournalSettings
 from asyncrl.replay.server.handlers import Handlers
 from asyncrl.replay.server.sessions import Answer, Session
-from asyncrl.replay.shards.host import MOST, SPARE, Heard, Place, ShardDesk, ShardHost
+from asyncrl.replay.shards.host import MOST, SPARE, Heard, Shard
 from asyncrl.replay.shards.payloads import InShards, with_shards
 from asyncrl.replay.shards.receipts import Seals
 from asyncrl.replay.shards.store import Held, Key, ShardStore
@@ -55,20 +55,20 @@ class Planner:
         """Nothing to close."""
 
 
-def shard(max_bytes: int) -> tuple[ShardDesk, Planner]:
+def shard(max_bytes: int) -> tuple[Shard, Planner]:
     planner = Planner()
     store = ShardStore(MemoryDisk(), JournalSettings(), {"run_id": "r", "shard": 0})
-    host = ShardHost(store, planner, replay_config(shards=1), Heard("r", [], MAX_VOCABULARY, None, False))
-    return ShardDesk(host, Place(shard=0, count=1, address="a"), "r", Seals(some_keys(), "d"), max_bytes), planner
+    config, first = replay_config(shards=1, max_bytes=max_bytes), Heard("r", [], MAX_VOCABULARY, None, False)
+    return Shard(0, store, planner, Seals(some_keys(), "d"), config, first), planner
 
 
 def peer(role: str, name: str) -> Session:
     return Session(role, name, name, b"", 0.0)
 
 
-def put(desk: ShardDesk, worker: str, sent: EncodedGroup) -> bool:
+def put(desk: Shard, worker: str, sent: EncodedGroup) -> bool:
     """Whether there was room."""
-    desk._host.hello(worker, worker)
+    desk.hello(worker, worker)
     body = encode_group_header(sent.header)
     reply = desk.handle(peer("worker", worker), "put", body, [bytes(frame) for frame in sent.frames])
     assert isinstance(reply, Answer)
@@ -84,7 +84,7 @@ def test_a_worker_that_fills_its_part_of_a_shard_leaves_others_room_and_no_numbe
     for worker in ("greedy 2", "greedy 3", "greedy 4"):
         for number in range(20):
             put(desk, worker, encoded(200 + number, first_token=ord(worker[-1])))
-    assert desk._host.store.nbytes == MOST * 2 * NBYTES
+    assert desk.store.nbytes == MOST * 2 * NBYTES
     assert put(desk, "honest", encoded(100))  # it is there already: the answer was lost
     assert not put(desk, "honest", encoded(101))
 
@@ -96,7 +96,7 @@ def test_a_worker_may_send_two_payloads_of_an_attempt_and_does_not_use_up_those_
     with pytest.raises(WireError, match="2 payloads of group 5"):
         put(desk, "foreign", encoded(5, first_token=2))
     assert put(desk, "own", encoded(5, first_token=3))
-    assert {held.maker for held in desk._host.store.held.values()} == {"foreign", "own"}
+    assert {held.maker for held in desk.store.held.values()} == {"foreign", "own"}
 
 
 def test_a_group_that_no_shard_could_ever_take_is_refused_rather_than_asked_for_again() -> None:
@@ -108,7 +108,7 @@ def test_a_group_that_no_shard_could_ever_take_is_refused_rather_than_asked_for_
 @pytest.mark.parametrize("again_by", ["w", "another"])
 def test_what_is_put_again_while_the_planner_is_asked_is_not_forgotten_by_its_answer(again_by: str) -> None:
     desk, planner = shard(max_bytes=100 * NBYTES)
-    host = desk._host
+    host = desk
     assert put(desk, "w", encoded(5)) and put(desk, "w", encoded(6))
     host.expire()
     ((held, _),) = planner.asked
@@ -122,19 +122,19 @@ def test_what_is_put_again_while_the_planner_is_asked_is_not_forgotten_by_its_an
 def test_a_shard_learns_from_the_planner_what_every_group_brings() -> None:
     desk, planner = shard(max_bytes=100 * NBYTES)
     assert put(desk, "w", encoded(5))
-    desk._host.expire()
+    desk.expire()
     planner.answer.set_result(Response(["r", [], MAX_VOCABULARY, [3, 2, 5], False], []))
-    desk._host.expire()
+    desk.expire()
     with pytest.raises(WireError, match="extras has no 'routed_experts'"):
         put(desk, "w", encoded(6))
 
 
 def test_a_shard_that_the_planner_has_replaced_ends() -> None:
     desk, planner = shard(max_bytes=100 * NBYTES)
-    desk._host.expire()
+    desk.expire()
     planner.answer.set_exception(FencedError("shard 0 listens elsewhere"))
     with pytest.raises(FencedError):
-        desk._host.expire()
+        desk.expire()
 
 
 def test_while_a_shard_cannot_write_nothing_new_is_started_and_the_reason_is_said() -> None:
@@ -166,8 +166,8 @@ def test_while_a_shard_cannot_write_nothing_new_is_started_and_the_reason_is_sai
 
 def test_a_shard_tells_the_planner_why_it_cannot_write() -> None:
     desk, planner = shard(max_bytes=NBYTES)
-    desk._host.paused = "the disk is full"
-    desk._host.expire()
+    desk.paused = "the disk is full"
+    desk.expire()
     assert planner.asked == [([], "the disk is full")]
 
 

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import errno
 import threading
+from dataclasses import replace
 
 import pytest
 
 from asyncrl.errors import FencedError
 from asyncrl.replay.codec.group import encode_group, split_frames
 from asyncrl.replay.journal.log import JournalSettings
-from asyncrl.replay.shards.host import Place, PlannerLink
+from asyncrl.replay.shards.host import PlannerLink
 from asyncrl.replay.shards.receipts import Seals
 from asyncrl.replay.shards.store import open_store
 from asyncrl.types import Assignment
@@ -61,23 +62,23 @@ def test_a_second_shard_of_a_number_is_refused_while_the_first_is_there_and_take
         asyncio.run(fill(worker, 1))
         assert worker._shards is not None
         address = worker._shards._links[0].address
-        place = Place(shard=0, count=1, address=free_address())
-        rival = PlannerLink(cluster.config, place, "d", Seals(some_keys(), "d"))
+        there = free_address()
+        rival = PlannerLink(replace(cluster.config, shard_address=there), 0, "d", Seals(some_keys(), "d"))
         try:
             with pytest.raises(FencedError, match=f"listens on {address}"):
                 rival.ask([], "").result(30)
         finally:
             rival.close()
-        first, second = cluster.shards[0], Life(cluster._shard(0, address=place.address))
+        first, second = cluster.shards[0], Life(cluster._shard(0, address=there))
         first.end()
         second.disk = first.disk
         cluster.shards[0] = second
         second.start()  # it asks until the first was silent for long enough
         question = worker._connection
-        wait_until(lambda: question.request("shards", 20.0).result().body == [place.address])
+        wait_until(lambda: question.request("shards", 20.0).result().body == [there])
         worker._shards._ask_anew()  # as after a put without an answer
         asyncio.run(fill(worker, 1))
-        assert worker._shards._links[0].address == place.address
+        assert worker._shards._links[0].address == there
 
 
 def test_the_full_disk_of_a_shard_pauses_admission_with_the_reason_and_the_run_goes_on_when_there_is_space(

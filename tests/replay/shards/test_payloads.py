@@ -24,7 +24,7 @@ from asyncrl.replay.journal.records import decode_event, encode_event
 from asyncrl.replay.net.keyring import make_keys
 from asyncrl.replay.server.payloads import refuse_other_store
 from asyncrl.replay.server.sessions import Session
-from asyncrl.replay.shards.host import Heard, Place, ShardDesk, ShardHost
+from asyncrl.replay.shards.host import Heard, Shard
 from asyncrl.replay.shards.payloads import InShards, free_of
 from asyncrl.replay.shards.receipts import Seals
 from asyncrl.replay.shards.store import Held, Key, ShardArchive, ShardStore
@@ -164,11 +164,11 @@ JUNK = st.recursive(
 )
 
 
-def shard_desk() -> ShardDesk:
-    config = replay_config(shards=2)
+def shard_desk() -> Shard:
+    config = replay_config(shards=2, max_bytes=1 << 20)
     store = ShardStore(MemoryDisk(), JournalSettings(), {"run_id": "r", "shard": 1})
-    host = ShardHost(store, NobodyAnswers(), config, Heard("r", [], MAX_VOCABULARY, None, False))
-    return ShardDesk(host, Place(shard=1, count=2, address="a"), "r", Seals(some_keys(), "d"), 1 << 20)
+    first = Heard("r", [], MAX_VOCABULARY, None, False)
+    return Shard(1, store, NobodyAnswers(), Seals(some_keys(), "d"), config, first)
 
 
 @hypothesis_settings(max_examples=60, deadline=None)
@@ -191,4 +191,4 @@ def test_whatever_a_peer_asks_of_a_shard_it_is_answered_or_refused_and_nothing_i
     body = parts if verb == "put" else [parts, *data.draw(st.lists(JUNK, max_size=5))]
     with pytest.raises((WireError, ReplayError)):
         desk.handle(Session(role, "p", "i", b"", 0.0), verb, body, frames)
-    assert not desk._host.store.held
+    assert not desk.store.held
