@@ -12,6 +12,7 @@ trajectories of a rank are sliced out without reading them.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,41 +49,52 @@ def own_sizes(rows: Iterable[tuple[int, ...]]) -> list[int]:
     return [size for row in rows for size in row if size >= LARGE_ARRAY]
 
 
-def joined_sizes(rows: Sequence[Sizes]) -> list[int]:
-    """Return `[3]` sizes in bytes of the columns of the joined frame."""
-    columns = zip(*rows, strict=True)
-    return [
-        sum(each) if max(each) < LARGE_ARRAY else sum(size for size in each if size < LARGE_ARRAY) for each in columns
-    ]
+def joined_sizes(rows: Iterable[tuple[int, ...]], columns: int = 3) -> list[int]:
+    """Return `[columns]` sizes in bytes of the columns of the joined frame."""
+    each = itertools.islice(zip(*rows, strict=False), columns)
+    return [sum(size) if max(size) < LARGE_ARRAY else sum(some for some in size if some < LARGE_ARRAY) for size in each]
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
-    """The frames of consecutive trajectories, and the sizes of the arrays in them."""
+class Frames:
+    """The frames of consecutive trajectories, and the sizes of what is in them."""
 
-    rows: tuple[Sizes, ...]
-    """Sizes of each trajectory's arrays."""
+    rows: tuple[tuple[int, ...], ...]
+    """Sizes of each trajectory's arrays: first those that are in columns if they are small, then large ones."""
     joined: Frame
     own: tuple[Frame, ...]
     sizes: Sequence[int]
     """`joined_sizes` of the rows."""
 
     @property
-    def has_masks(self) -> bool:
-        return any(row[2] for row in self.rows)
+    def frames(self) -> list[Frame]:
+        return [self.joined, *self.own]
 
     def part(self, first: int, count: int) -> tuple[list[Frame], tuple[Frame, ...]]:
         """Return `(pieces of a joined frame, own frames)` of `count` trajectories from `first` on. For all of them, the
         frame is returned as received."""
         if count == len(self.rows):
             return [self.joined], self.own
-        stop, start, pieces, view = first + count, 0, [], memoryview(self.joined)
-        before, taken = joined_sizes(self.rows[:first] or ((0, 0, 0),)), joined_sizes(self.rows[first:stop])
+        stop, start, pieces, view, columns = first + count, 0, [], memoryview(self.joined), len(self.sizes)
+        before = joined_sizes(self.rows[:first], columns) if first else [0] * columns
+        taken = joined_sizes(self.rows[first:stop], columns)
         for skipped, size, column in zip(before, taken, self.sizes, strict=True):
             pieces.append(view[start + skipped : start + skipped + size])
             start += column
+        if not self.own:
+            return pieces, ()
         at = len(own_sizes(self.rows[:first]))
         return pieces, self.own[at : at + len(own_sizes(self.rows[first:stop]))]
+
+
+class Columns(Frames):
+    """The frames of token ids, log-probs and masks: a column of each, and three sizes in each row."""
+
+    __slots__ = ()
+
+    @property
+    def has_masks(self) -> bool:
+        return any(row[2] for row in self.rows)
 
     def whole(self) -> tuple[list[NDArray[np.int32]], list[NDArray[np.float32]]]:
         """Return all token ids and all log-probs as views, in as few arrays as possible."""

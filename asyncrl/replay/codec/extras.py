@@ -8,8 +8,7 @@ Only groups with extras have these frames. As with columns, the layout follows f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import WireError
 from asyncrl.replay.codec import wire
-from asyncrl.replay.codec.columns import LARGE_ARRAY, Frame, own_sizes
+from asyncrl.replay.codec.columns import LARGE_ARRAY, Frame, Frames, joined_sizes, own_sizes
 from asyncrl.types import ExtraHeader, Trajectory, TrajectoryHeader
 
 Extras = dict[str, NDArray[Any]]
@@ -57,33 +56,6 @@ def row_of(facts: TrajectoryHeader) -> tuple[int, ...]:
     return block, *large
 
 
-def joined_size(rows: Iterable[tuple[int, ...]]) -> int:
-    return sum(block for block, *_ in rows if block < LARGE_ARRAY)
-
-
-@dataclass(frozen=True, slots=True)
-class SideFrames:
-    """The frames of the extras of consecutive trajectories, of which at least one has extras."""
-
-    rows: tuple[tuple[int, ...], ...]
-    """Sizes of each trajectory's extras; see `row_of`."""
-    joined: Frame
-    own: tuple[Frame, ...]
-
-    @property
-    def frames(self) -> list[Frame]:
-        return [self.joined, *self.own]
-
-    def part(self, first: int, count: int) -> tuple[list[Frame], tuple[Frame, ...]]:
-        """Return `(pieces of a joined frame, own frames)` of `count` trajectories from `first` on."""
-        if count == len(self.rows):
-            return [self.joined], self.own
-        before, taken = self.rows[:first], self.rows[first : first + count]
-        start, at = joined_size(before), len(own_sizes(before))
-        piece = memoryview(self.joined)[start : start + joined_size(taken)]
-        return [piece], self.own[at : at + len(own_sizes(taken))]
-
-
 def rows_of(facts: Sequence[TrajectoryHeader]) -> tuple[tuple[int, ...], ...]:
     """Return `row_of` each of consecutive trajectories; empty if none of them has extras."""
     for header in facts:
@@ -92,7 +64,7 @@ def rows_of(facts: Sequence[TrajectoryHeader]) -> tuple[tuple[int, ...], ...]:
     return ()
 
 
-def join_extras(trajectories: Sequence[Trajectory], facts: Sequence[TrajectoryHeader]) -> SideFrames | None:
+def join_extras(trajectories: Sequence[Trajectory], facts: Sequence[TrajectoryHeader]) -> Frames | None:
     """Put extras into frames; None if there are none. Small arrays are copied once; large ones not at all if they
     already have the form that is sent."""
     rows = rows_of(facts)
@@ -115,19 +87,20 @@ def join_extras(trajectories: Sequence[Trajectory], facts: Sequence[TrajectoryHe
         else:
             joined += block
         own += large
-    return SideFrames(rows, b"".join(joined), tuple(own))
+    return Frames(rows, b"".join(joined), tuple(own), joined_sizes(rows, 1))
 
 
-def side_frames_of(rows: Sequence[tuple[int, ...]], frames: Sequence[Frame]) -> SideFrames:
-    """Return the side frames of received frames. Raises WireError if their sizes are not those of the rows."""
-    expected = [joined_size(rows), *own_sizes(rows)]
+def side_frames_of(rows: Sequence[tuple[int, ...]], frames: Sequence[Frame]) -> Frames:
+    """Return received frames of extras. Raises WireError if their sizes are not those of the rows."""
+    sizes = joined_sizes(rows, 1)
+    expected = [*sizes, *own_sizes(rows)]
     came = [*map(len, frames)]
     if came != expected:
         raise WireError(f"the header announces extras of {expected[:8]} bytes, but {came[:8]} bytes arrived")
-    return SideFrames(tuple(rows), frames[0], tuple(frames[1:]))
+    return Frames(tuple(rows), frames[0], tuple(frames[1:]), sizes)
 
 
-def decode_extras(facts: Sequence[TrajectoryHeader], side: SideFrames) -> list[Extras]:
+def decode_extras(facts: Sequence[TrajectoryHeader], side: Frames) -> list[Extras]:
     """Return the extras of each trajectory as they were attached: read-only, and views of the frames if those are
     aligned."""
     own, start = iter(side.own), 0

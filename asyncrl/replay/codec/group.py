@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import WireError
 from asyncrl.replay.codec import wire
-from asyncrl.replay.codec.columns import Columns, Frame, columns_of, decode, join, own_sizes, sizes_of
-from asyncrl.replay.codec.extras import SideFrames, decode_extras, describe_extras, join_extras, rows_of, side_frames_of
+from asyncrl.replay.codec.columns import Columns, Frame, Frames, columns_of, decode, join, own_sizes, sizes_of
+from asyncrl.replay.codec.extras import decode_extras, describe_extras, join_extras, rows_of, side_frames_of
 from asyncrl.replay.codec.recorded import is_checked, recorded_fault
 from asyncrl.types import MAX_LOGPROB, GroupHeader, Routers, Trajectory, TrajectoryGroup, TrajectoryHeader, turns_in
 
@@ -43,13 +43,12 @@ class StoredGroup:
 
     texts: Frame
     columns: Columns
-    side: SideFrames | None = None
+    side: Frames | None = None
     """The extras; None if there are none."""
 
     @property
     def frames(self) -> list[Frame]:
-        frames = [self.texts, self.columns.joined, *self.columns.own]
-        return frames if self.side is None else frames + self.side.frames
+        return [self.texts, *self.columns.frames, *(self.side.frames if self.side else ())]
 
     def trajectories(self, facts: Sequence[TrajectoryHeader]) -> list[Trajectory]:
         """Decode all trajectories, including extras. Raises WireError if values do not agree with their headers."""

@@ -14,8 +14,7 @@ from typing import Any
 
 from asyncrl.errors import WireError
 from asyncrl.replay.codec import headers, messages, wire
-from asyncrl.replay.codec.columns import Columns, Frame, joined_sizes, own_sizes
-from asyncrl.replay.codec.extras import SideFrames, joined_size
+from asyncrl.replay.codec.columns import Columns, Frame, Frames, joined_sizes, own_sizes
 from asyncrl.replay.codec.group import Elsewhere, StoredGroup
 from asyncrl.replay.core.durable import events as ev
 
@@ -125,15 +124,15 @@ def _decode_payload(value: Any, name: str, tail: _Tail) -> Any:
     return StoredGroup(texts, Columns(rows, joined, own, columns), _decode_side(extras, name, tail))
 
 
-def _decode_side(value: Any, name: str, tail: _Tail) -> SideFrames | None:
+def _decode_side(value: Any, name: str, tail: _Tail) -> Frames | None:
     """Not judged by a header: what the record holds was, when it came."""
     rows = tuple(tuple(_decode_sizes(row, tail)) for row in wire.sequence(value, name, limit=wire.MAX_TOKENS))
     if not all(rows):
         raise WireError(f"{name} has a trajectory without the size of its extras")
     if not rows:
         return None
-    joined = tail.take(joined_size(rows))
-    return SideFrames(rows, joined, tuple(tail.take(own) for own in own_sizes(rows)))
+    sizes = joined_sizes(rows, 1)
+    return Frames(rows, tail.take(sum(sizes)), tuple(tail.take(own) for own in own_sizes(rows)), sizes)
 
 
 def _decode_sizes(value: Any, tail: _Tail) -> list[int]:
