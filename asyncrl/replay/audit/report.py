@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from asyncrl.config import JOURNAL_DIR
 from asyncrl.errors import JournalError
@@ -195,9 +194,5 @@ def main(run: Path, *, as_json: bool) -> tuple[int, str]:
     except (JournalError, OSError) as error:
         print(f"asyncrl audit: {error}", file=sys.stderr)
         return EXIT_UNREADABLE, str(error)
-    print(json.dumps(_plain(found)) if as_json else table(found))
+    print(json.dumps({**asdict(found), "balances": found.balances}) if as_json else table(found))
     return EXIT_BALANCES if found.balances else EXIT_WRONG, ""
-
-
-def _plain(found: Audit) -> dict[str, Any]:
-    return {**asdict(found), "balances": found.balances}

@@ -233,7 +233,7 @@ class LearnerClient:
         self._ask("announce", values)
 
     def members(self) -> list[Member]:
-        return messages.decode_members(self._ask("members"))
+        return list(messages.decode_records(Member, self._ask("members")))
 
     def watch(self, *, revision: int, wait_s: float) -> Board:
         return _board(self._connection.request("watch", [revision, float(wait_s)]).result())

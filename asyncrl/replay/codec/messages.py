@@ -11,7 +11,7 @@ from asyncrl.errors import WireError
 from asyncrl.evaluation.orders import EvalAssignment, EvalSummary
 from asyncrl.evaluation.samples import MOST_SAMPLES, MOST_WORD, Sample, parts_for_the_wire, without_middle
 from asyncrl.replay.codec import wire
-from asyncrl.replay.protocol import Acquired, DroppedSample, Member, PeerSeen, TrainedReply
+from asyncrl.replay.protocol import Acquired, DroppedSample, PeerSeen, TrainedReply
 from asyncrl.types import Assignment, DropReason
 
 Record = TypeVar("Record")
@@ -115,10 +115,6 @@ def decode_trained(value: Any) -> TrainedReply:
         evaluations=decode_records(EvalSummary, evaluations),
         dropped=decode_records(DroppedSample, dropped),
     )
-
-
-def decode_members(value: Any) -> list[Member]:
-    return list(decode_records(Member, value))
 
 
 def shortened(sample: DroppedSample) -> DroppedSample:

@@ -266,21 +266,14 @@ def read_positions(disk: Disk) -> dict[Key, int]:
     return {event.key: position for position, event in events if isinstance(event, Stored)}
 
 
-@dataclass(frozen=True, slots=True)
-class _Shelf:
-    """The journal of one shard, and where each payload lies in it."""
-
-    disk: FolderDisk
-    positions: dict[Key, int]
-
-
 class ShardArchive:
     """Payloads of a run, wherever they are stored. Each shard's journal is scanned once, when the first of its payloads
     is needed."""
 
     def __init__(self, journal: Path) -> None:
         self._journal = journal
-        self._shelves: dict[int, _Shelf] = {}
+        self._shelves: dict[int, tuple[FolderDisk, dict[Key, int]]] = {}
+        """The journal of each shard, and where each payload lies in it."""
 
     def payload(self, inserted: ev.Inserted) -> StoredGroup:
         """Return the payload of a group in the journal of the run.
@@ -292,17 +285,17 @@ class ShardArchive:
         if not isinstance(where, Elsewhere):
             return where
         key = Key(inserted.header.group_id, inserted.header.attempt, where.tag)
-        shelf = self._shelf(where.shard)
-        stored = read_stored(shelf.disk, shelf.positions[key]) if key in shelf.positions else None
+        disk, positions = self._shelf(where.shard)
+        stored = read_stored(disk, positions[key]) if key in positions else None
         if stored is None:
             raise JournalError(f"the journal of shard {where.shard} no longer has group {key.group_id}")
         return stored.payload
 
     def close(self) -> None:
-        for shelf in self._shelves.values():
-            shelf.disk.close()
+        for disk, _ in self._shelves.values():
+            disk.close()
 
-    def _shelf(self, shard: int) -> _Shelf:
+    def _shelf(self, shard: int) -> tuple[FolderDisk, dict[Key, int]]:
         if shard not in self._shelves:
             folder = shard_folder(self._journal, shard)
             if not folder.is_dir():
@@ -311,5 +304,5 @@ class ShardArchive:
                     "journal to its place from the machine where its shard ran"
                 )
             disk = FolderDisk(folder, locked=False)
-            self._shelves[shard] = _Shelf(disk, read_positions(disk))
+            self._shelves[shard] = disk, read_positions(disk)
         return self._shelves[shard]

@@ -404,11 +404,11 @@ def test_small_replies_arrive_as_they_were_sent() -> None:
     reply = TrainedReply(metrics={"a": 1.0}, evaluations=(summary,), dropped=(dropped, DroppedSample(group_id=6)))
     assert messages.decode_trained(wire.unpack(wire.pack(messages.encode_trained(reply)))) == reply
     member = Member(worker="w", incarnation="i", policy_version=NO_VERSION)
-    assert messages.decode_members([messages.encode_record(member)]) == [member]
+    assert messages.decode_records(Member, [messages.encode_record(member)]) == (member,)
     with pytest.raises(WireError, match="true or false"):
         messages.decode_acquired([[], [], 1, ""])
     with pytest.raises(WireError):
-        messages.decode_members([["w", "i"]])
+        messages.decode_records(Member, [["w", "i"]])
 
 
 def test_samples_of_an_evaluation_are_bounded_whatever_their_texts_and_say_what_was_cut() -> None:

@@ -37,7 +37,7 @@ def whole_groups(waiting: Iterable[Entry], in_flight: Iterable[Entry]) -> tuple[
             group.append(entry)
             whole[entry.first] = group
     for group in whole.values():
-        group.sort(key=_id)
+        group.sort(key=lambda entry: entry.group_id)
     return list(whole.values()), list(parts.values())
 
 
@@ -69,7 +69,3 @@ def joined(headers: Sequence[GroupHeader]) -> GroupHeader:
 def headers_of(members: Iterable[Entry]) -> tuple[GroupHeader, ...]:
     """The headers of the groups of a batch."""
     return tuple(joined([entry.header for entry in group if entry.header is not None]) for group in groups_of(members))
-
-
-def _id(entry: Entry) -> int:
-    return entry.group_id
