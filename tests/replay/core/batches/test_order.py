@@ -9,12 +9,12 @@ import pytest
 from asyncrl.errors import ReplayError
 from asyncrl.replay.core.batches.order import Waiting, advantage_spread, ordered
 from asyncrl.replay.core.batches.selection import choose_batch
-from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.core.durable import events as ev
 from asyncrl.replay.core.durable.ledger import Entry
 from asyncrl.replay.core.durable.state import ReplayState
-from asyncrl.types import NO_VERSION, Assignment, DropReason, GroupHeader
-from tests.replay.helpers import Clock, header, settings
+from asyncrl.types import Assignment, DropReason, GroupHeader
+from tests.replay.helpers import header
+from tests.replay.play import Play
 
 ORDER = Assignment(group_id=0, prompt_index=0, attempt=0, seed=0, policy_version=0)
 
@@ -53,26 +53,21 @@ def test_the_priority_of_a_group_is_the_mean_size_of_its_advantages() -> None:
     assert advantage_spread(rewarded(ORDER, 0, 0, 3)) == pytest.approx((1 + 1 + 2) / 3)
 
 
-class Play:
-    """A core, a worker that makes every group at the newest version, and a learner."""
+class Filled(Play):
+    """The worker makes every group at the newest version, each with rewards of its own."""
 
     def __init__(self, **changes) -> None:
-        self.clock = Clock()
         self.events: list[ev.Event] = []
-        self.core = ReplayCore(settings(**changes), self.clock, journal=self.events.append)
-        self.core.hello("w", "a")
-        self.core.restore(step=None, policy_version=NO_VERSION, snapshot=None)
-        self.core.publish(policy_version=0, parent=NO_VERSION)
-        self.version = self.step = 0
+        super().__init__(**changes, journal=self.events.append)
 
     def fill(self) -> int:
-        self.core.served("w", "a", self.version, "f")
-        orders = self.core.acquire("w", "a", 64).assignments
+        self.load()
+        orders = self.acquire(64)
         for order in orders:
             self.core.insert("w", "a", rewarded(order, 0.0, float(order.group_id), version=self.version), b"p")
         return len(orders)
 
-    def train(self) -> list[int]:
+    def train_ids(self) -> list[int]:
         plan = self.core.lease(self.step)
         if plan is None:  # What waited was over-age, and is retired or dropped now.
             assert self.fill()
@@ -84,11 +79,11 @@ class Play:
 
 
 def test_a_group_is_trained_as_often_as_asked_and_the_rollouts_slow_down_to_that() -> None:
-    play = Play(max_times_sampled=3, max_staleness=8, groups_per_step=2)
+    play = Filled(max_times_sampled=3, max_staleness=8, groups_per_step=2)
     made, trained = 0, []
     for _ in range(30):
         made += play.fill()
-        trained += play.train()
+        trained += play.train_ids()
         if play.step % 4 == 0:
             play.core.commit(play.step - 1)
     uses = [trained.count(group_id) for group_id in range(max(trained) - 6)]
@@ -98,7 +93,7 @@ def test_a_group_is_trained_as_often_as_asked_and_the_rollouts_slow_down_to_that
 
 
 def test_of_groups_used_again_those_with_the_largest_effective_sample_size_come_first_and_a_restart_knows_it() -> None:
-    play = Play(max_times_sampled=3, max_staleness=8, groups_per_step=4, pipeline_depth=1, order="ess")
+    play = Filled(max_times_sampled=3, max_staleness=8, groups_per_step=4, pipeline_depth=1, order="ess")
     play.fill()
     play.core.lease(0)
     play.core.trained(step=0, policy_version=1, ess=[0.4, 0.9, 0.2, 0.7])
@@ -113,7 +108,7 @@ def test_of_groups_used_again_those_with_the_largest_effective_sample_size_come_
 
 @pytest.mark.parametrize("ess", [[0.5], [0.5, 1.1], [0.5, float("nan")]])
 def test_an_effective_sample_size_that_cannot_be_changes_nothing(ess) -> None:
-    play = Play(max_times_sampled=2, order="ess")
+    play = Filled(max_times_sampled=2, order="ess")
     play.fill()
     play.core.lease(0)
     before = len(play.events)
@@ -123,24 +118,24 @@ def test_an_effective_sample_size_that_cannot_be_changes_nothing(ess) -> None:
 
 
 def test_a_group_that_gets_over_age_between_two_uses_counts_as_trained_and_not_as_dropped() -> None:
-    play = Play(max_times_sampled=9, max_staleness=1, pipeline_depth=1, groups_per_step=2)
+    play = Filled(max_times_sampled=9, max_staleness=1, pipeline_depth=1, groups_per_step=2)
     for _ in range(12):
         play.fill()
-        play.train()
+        play.train_ids()
     assert sum(isinstance(event, ev.Retired) for event in play.events) >= 2
     assert play.core.state.ledger.dropped[DropReason.STALE] == 0
     assert sum(play.core.state.ledger.counts.values()) == play.core.state.ledger.admitted
 
 
 def test_a_restored_learner_gets_reused_groups_in_the_same_steps_again() -> None:
-    play = Play(max_times_sampled=2, max_staleness=8, groups_per_step=2)
+    play = Filled(max_times_sampled=2, max_staleness=8, groups_per_step=2)
     play.fill()
-    play.train()
+    play.train_ids()
     play.core.commit(0)
     before = []
     for _ in range(6):
         play.fill()
-        before.append(play.train())
+        before.append(play.train_ids())
     assert len({group_id for step in before for group_id in step}) < 12, "nothing was used twice"
     play.core.restore(step=0, policy_version=1, snapshot=None, incarnation="second")
     play.version = play.core.state.tree.newest + 1
@@ -149,14 +144,14 @@ def test_a_restored_learner_gets_reused_groups_in_the_same_steps_again() -> None
     again = []
     for _ in range(6):
         play.fill()
-        again.append(play.train())
+        again.append(play.train_ids())
     assert again == before
 
 
 def test_a_run_that_is_resumed_with_fewer_uses_trains_none_more_often() -> None:
-    play = Play(max_times_sampled=2, max_staleness=8, groups_per_step=2)
+    play = Filled(max_times_sampled=2, max_staleness=8, groups_per_step=2)
     play.fill()
-    assert play.train() == [0, 1]
+    assert play.train_ids() == [0, 1]
     play.core.run.settings = replace(play.core.run.settings, max_times_sampled=1)
     play.core.restore(step=0, policy_version=1, snapshot=None, incarnation="second", settings="others")
     play.version = play.core.state.tree.newest + 1
@@ -164,15 +159,15 @@ def test_a_run_that_is_resumed_with_fewer_uses_trains_none_more_often() -> None:
     trained = []
     for _ in range(4):
         play.fill()
-        trained += play.train()
+        trained += play.train_ids()
     assert trained == [2, 3, 4, 5, 6, 7, 8, 9]
     assert {event.group_id for event in play.events if isinstance(event, ev.Retired)} == {0, 1}
 
 
 def test_a_payload_is_kept_until_the_last_step_with_it_is_committed() -> None:
-    play = Play(max_times_sampled=2, max_staleness=8, pipeline_depth=0, groups_per_step=2)
+    play = Filled(max_times_sampled=2, max_staleness=8, pipeline_depth=0, groups_per_step=2)
     play.fill()
-    assert play.train() == play.train() == [0, 1]
+    assert play.train_ids() == play.train_ids() == [0, 1]
     play.core.commit(0)
     assert play.core.state.buffer.nbytes == 20
     play.core.commit(1)
@@ -182,7 +177,7 @@ def test_a_payload_is_kept_until_the_last_step_with_it_is_committed() -> None:
 
 @pytest.mark.parametrize("keep_every", [1, 2, 5])
 def test_exactly_what_a_filter_drops_is_made_again_and_batches_stay_full(keep_every) -> None:
-    play = Play(groups_per_step=3, pipeline_depth=1, max_staleness=4)
+    play = Filled(groups_per_step=3, pipeline_depth=1, max_staleness=4)
     dropped = 0
     for _ in range(10):
         play.core.served("w", "a", play.version, "f")
@@ -194,7 +189,7 @@ def test_exactly_what_a_filter_drops_is_made_again_and_batches_stay_full(keep_ev
                 else:
                     made = rewarded(order, 0.0, 1.0, version=play.version)
                     play.core.insert("w", "a", made, b"p")
-        assert len(play.train()) == 3
+        assert len(play.train_ids()) == 3
     ledger = play.core.state.ledger
     assert ledger.dropped[DropReason.FILTERED_ZERO_VARIANCE] == dropped
     still_open = ledger.admitted - 30 - dropped
@@ -202,7 +197,7 @@ def test_exactly_what_a_filter_drops_is_made_again_and_batches_stay_full(keep_ev
 
 
 def test_an_order_held_for_too_long_goes_to_another_and_the_late_group_is_fenced() -> None:
-    play = Play(group_timeout_s=30.0, max_attempts=2)
+    play = Filled(group_timeout_s=30.0, max_attempts=2)
     play.core.served("w", "a", 0, "f")
     (slow,) = play.core.acquire("w", "a", 1).assignments
     play.core.expire()
