@@ -100,7 +100,8 @@ class RolloutClient:
         """Fail assignments that arrived after the caller was cancelled: they would stay with this worker forever."""
         if future.exception() is None:
             for assignment in messages.decode_acquired(future.result().body).assignments:
-                self._fail(assignment, DropReason.SHUTDOWN, "acquire was cancelled")
+                why = [DropReason.SHUTDOWN.value, "acquire was cancelled", [], None]
+                self._connection.request("fail", [messages.encode_record(assignment), *why])
 
     async def insert(self, group: TrajectoryGroup, lost: DroppedSample | None = None) -> InsertReply:
         encoded = encode_group(group)
@@ -137,19 +138,9 @@ class RolloutClient:
         rewards: Sequence[float] = (),
         sample: DroppedSample | None = None,
     ) -> None:
-        await self._futures.of(self._fail(assignment, reason, detail, rewards, sample))
-
-    def _fail(
-        self,
-        assignment: Assignment,
-        reason: DropReason,
-        detail: str,
-        rewards: Sequence[float] = (),
-        sample: DroppedSample | None = None,
-    ) -> Future[Response]:
         kept = messages.encode_dropped(sample)
         body = [messages.encode_record(assignment), reason.value, detail[: wire.MAX_TEXT], list(rewards), kept]
-        return self._connection.request("fail", body)
+        await self._futures.of(self._connection.request("fail", body))
 
     async def report_evaluation(self, result: EvalResult) -> None:
         await self._futures.of(self._connection.request("report_evaluation", messages.encode_record(result)))
