@@ -28,11 +28,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from asyncrl.weights.boxes import Box
 from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.staging import Staging
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
 from asyncrl.weights.broadcast.together import ShareSender, agree
-from asyncrl.weights.plan import Box
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher
 from benchmarks.parts.answer import answer, parse
 from benchmarks.parts.board import TIMEOUT_S, BoardManager, Rendezvous

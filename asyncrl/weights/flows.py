@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.errors import WeightsError
+from asyncrl.weights.boxes import Box, chopped, contains, intersection, overlap, regions, sizes, volume, whole
 from asyncrl.weights.manifest import Bucket, Entry, Manifest, build_manifest
-from asyncrl.weights.plan import Box, chopped, contains, intersection, overlap, regions, volume, whole
 from asyncrl.weights.shares import Share, Shares
 from asyncrl.weights.sliced import Wanted
 
@@ -46,7 +46,7 @@ class Flows:
 
     def received(self, rank: int) -> dict[str, list[Box]]:
         """The parts that a receiver gets, by tensor."""
-        found: dict[str, list[Box]] = {entry.name: [] for entry in entries(self.whole)}
+        found: dict[str, list[Box]] = {entry.name: [] for entry in self.whole.entries}
         for flow in self.of:
             for bucket, lane in zip(flow.manifest.buckets, flow.lanes, strict=True):
                 for entry in bucket.entries if rank in self.lanes[lane] else ():
@@ -57,7 +57,7 @@ class Flows:
     def brings(self, rank: int, wanted: Wanted) -> bool:
         """Whether a receiver gets what it wants exactly once, and nothing else."""
         received = self.received(rank)
-        for entry in entries(self.whole):
+        for entry in self.whole.entries:
             want, parts = wanted.get(entry.name, (whole(entry.shape),)), received[entry.name]
             inside = all(any(contains(box, part) for box in want) for part in parts)
             if not inside or sum(map(volume, parts)) != sum(map(volume, want)) or overlap(parts):
@@ -66,7 +66,7 @@ class Flows:
 
     def to_wire(self) -> list[Any]:
         """msgpack-able; read back by `from_wire`. Tensors are identified by their index in the whole manifest."""
-        numbers = {entry.name: number for number, entry in enumerate(entries(self.whole))}
+        numbers = {entry.name: number for number, entry in enumerate(self.whole.entries)}
 
         def row(flow: Flow, entry: Entry) -> list[int]:
             name, box = flow.parts[entry.name]
@@ -87,7 +87,7 @@ class Flows:
         lanes = tuple(tuple(map(int, lane)) for lane in wire[0])
         if not all(lane and lane[0] > 0 and list(lane) == sorted(set(lane)) for lane in lanes):
             raise WeightsError(f"lanes of receivers {lanes} are not ranks in order")
-        known = entries(whole_manifest)
+        known = whole_manifest.entries
         flows = []
         for buckets in wire[1]:
             rows: list[tuple[int, list[tuple[Entry, Box]]]] = []
@@ -115,7 +115,7 @@ def lane_name(sender: int, lane: int) -> str:
 
 def all_of(manifest: Manifest) -> Shares:
     """Shares of a single sender that has the whole model."""
-    share = Share(manifest=manifest, boxes={entry.name: whole(entry.shape) for entry in entries(manifest)})
+    share = Share(manifest=manifest, boxes={entry.name: whole(entry.shape) for entry in manifest.entries})
     return Shares(whole=manifest, of=(share,))
 
 
@@ -159,7 +159,7 @@ def _cut_share(
         by_lane: dict[int, list[tuple[Entry, Box]]] = {}
         for entry in bucket.entries:
             held = share.boxes[entry.name]
-            tensor = Entry(name=entry.name, shape=tuple(b - a for a, b in held), dtype=entry.dtype, offset=0, nbytes=0)
+            tensor = Entry(name=entry.name, shape=sizes(held), dtype=entry.dtype, offset=0, nbytes=0)
             needed = [[intersection(box, held) for box in each.get(entry.name, (held,))] for each, _ in kinds]
             for box, places in regions(tensor.shape, needed):
                 ranks = tuple(sorted(rank for place in places for rank in kinds[place][1]))
@@ -199,10 +199,6 @@ def _flow(rows: Sequence[tuple[int, Sequence[tuple[Entry, Box]]]]) -> Flow:
             number = count[entry.name] = count.get(entry.name, -1) + 1
             name = f"{entry.name}#{number}" if number else entry.name
             parts[name] = entry.name, box
-            named.append((name, tuple(b - a for a, b in box), entry.dtype))
+            named.append((name, sizes(box), entry.dtype))
         buckets += build_manifest(named, 1 << 62).buckets
     return Flow(manifest=Manifest(buckets=tuple(buckets)), parts=parts, lanes=tuple(lane for lane, _ in rows))
-
-
-def entries(manifest: Manifest) -> list[Entry]:
-    return [entry for bucket in manifest.buckets for entry in bucket.entries]

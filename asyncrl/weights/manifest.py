@@ -59,6 +59,10 @@ class Manifest:
     buckets: tuple[Bucket, ...]
 
     @property
+    def entries(self) -> list[Entry]:
+        return [entry for bucket in self.buckets for entry in bucket.entries]
+
+    @property
     def nbytes(self) -> int:
         return sum(bucket.nbytes for bucket in self.buckets)
 
@@ -96,10 +100,10 @@ class Manifest:
                 if dtype not in _DTYPES or any(int(size) < 0 for size in shape):
                     raise WeightsError(f"manifest entry {name!r} has dtype {dtype!r} and shape {shape}: not a tensor")
             buckets.append(_bucket([(str(n), tuple(map(int, s)), _DTYPES[d]) for n, s, d in rows]))
-        names = [entry.name for bucket in buckets for entry in bucket.entries]
-        if len(set(names)) != len(names):
+        found = cls(buckets=tuple(buckets))
+        if len({entry.name for entry in found.entries}) != len(found.entries):
             raise WeightsError("a manifest names the same tensor twice")
-        return cls(buckets=tuple(buckets))
+        return found
 
 
 def build_manifest(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]], cap_bytes: int) -> Manifest:

@@ -7,14 +7,15 @@ sender has at most one box of a tensor. Which receiver gets which part of it is 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from asyncrl.errors import WeightsError
+from asyncrl.weights.boxes import Box, overlap, sizes, volume, whole
 from asyncrl.weights.manifest import Entry, Manifest, build_manifest
-from asyncrl.weights.plan import Box, Placed, plan_transfers, whole
 
 RANK0 = "Use weights.senders=rank0"
 
@@ -37,7 +38,7 @@ class Shares:
 
 
 def divide(manifest: Manifest, held: Mapping[str, Sequence[Box | None]], senders: int, cap_bytes: int) -> Shares:
-    """Plan the shares for engines that need whole tensors.
+    """Plan the shares: what several senders hold alike, each sends an equal part of.
 
     Args:
         manifest: of the model, in the wire dtype.
@@ -47,26 +48,58 @@ def divide(manifest: Manifest, held: Mapping[str, Sequence[Box | None]], senders
     Raises:
         WeightsError: the senders together do not hold all of a tensor, or hold boxes of it that overlap in part.
     """
-    entries = _entries(manifest)
-    placed = [
-        Placed(
-            name=e.name, shape=e.shape, itemsize=e.dtype.itemsize, held=tuple(held[e.name]), needed=((whole(e.shape),),)
-        )
-        for e in entries
-    ]  # fmt: skip
-    try:
-        transfers = plan_transfers(placed)
-    except ValueError as error:
-        raise WeightsError(f"the learner ranks cannot each send their share: {error}. {RANK0}") from error
-    boxes: list[dict[str, Box]] = [{} for _ in range(senders)]
-    for transfer in transfers:
-        boxes[transfer.sender][entries[transfer.tensor].name] = transfer.box
-    dtypes = {entry.name: entry.dtype for entry in entries}
+    found: list[dict[str, Box]] = [{} for _ in range(senders)]
+    for owners, pieces in _held_alike(manifest, held).items():
+        for owner, name, box in _dealt(pieces, len(owners)):
+            found[owners[owner]][name] = box
     shares = []
-    for own in boxes:
-        rows = [(name, tuple(stop - start for start, stop in box), dtypes[name]) for name, box in own.items()]
-        shares.append(Share(manifest=build_manifest(rows, cap_bytes), boxes=own))
+    for boxes in found:
+        own = [entry for entry in manifest.entries if entry.name in boxes]
+        rows = [(entry.name, sizes(boxes[entry.name]), entry.dtype) for entry in own]
+        shares.append(Share(manifest=build_manifest(rows, cap_bytes), boxes={e.name: boxes[e.name] for e in own}))
     return Shares(whole=manifest, of=tuple(shares))
+
+
+def _held_alike(
+    manifest: Manifest, held: Mapping[str, Sequence[Box | None]]
+) -> dict[tuple[int, ...], list[tuple[Entry, Box]]]:
+    """The boxes that a set of senders holds, by that set, in the order of the manifest."""
+    found: dict[tuple[int, ...], list[tuple[Entry, Box]]] = defaultdict(list)
+    for entry in manifest.entries:
+        owners: dict[Box, list[int]] = defaultdict(list)
+        for sender, box in enumerate(held[entry.name]):
+            if box is not None and volume(box):
+                owners[box].append(sender)
+        problem = f"hold boxes that overlap in part: {sorted(owners)}" if overlap(owners) else ""
+        if missing := volume(whole(entry.shape)) - sum(map(volume, owners)):
+            problem = problem or f"hold {sorted(owners)}, which lack {missing} elements"
+        if problem:
+            raise WeightsError(
+                f"the learner ranks cannot each send their share: of {entry.name} they {problem}. {RANK0}"
+            )
+        for box, several in owners.items():
+            found[tuple(several)].append((entry, box))
+    return found
+
+
+def _dealt(pieces: Sequence[tuple[Entry, Box]], owners: int) -> Iterator[tuple[int, str, Box]]:
+    """Yield (index of the owner, tensor, its part): an equal number of bytes for each owner, in order, cut between
+    rows."""
+    each = sum(volume(box) * entry.dtype.itemsize for entry, box in pieces) / owners
+    owner, done = 0, 0.0
+    for entry, box in pieces:
+        dim = next((i for i, (start, stop) in enumerate(box) if stop - start > 1), None)
+        start, stop = (0, 1) if dim is None else box[dim]
+        row = volume(box) * entry.dtype.itemsize / (stop - start)
+        while start < stop:
+            take = stop - start
+            if owner < owners - 1:
+                take = min(take, round((each * (owner + 1) - done) / row))
+            if take > 0:
+                yield owner, entry.name, box if dim is None else (*box[:dim], (start, start + take), *box[dim + 1 :])
+                start, done = start + take, done + take * row
+            if start < stop:
+                owner += 1
 
 
 def slices(box: Box) -> tuple[slice, ...]:
@@ -89,7 +122,3 @@ def flat_parts(tensor: torch.Tensor, start: int, count: int) -> Iterator[torch.T
         else:
             yield from flat_parts(tensor[number], inside, take)
         start, count = start + take, count - take
-
-
-def _entries(manifest: Manifest) -> list[Entry]:
-    return [entry for bucket in manifest.buckets for entry in bucket.entries]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from asyncrl.errors import WeightsError
-from asyncrl.weights.plan import Box, coalesced, contains, overlap, whole
+from asyncrl.weights.boxes import Box, coalesced, contains, overlap, whole
 
 VIEWS = frozenset({
     "narrow", "chunk", "split", "split_with_sizes", "tensor_split", "__getitem__", "select", "unbind", "view",

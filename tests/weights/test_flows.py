@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import WeightsError
 from asyncrl.weights import flows as flows_module
-from asyncrl.weights.flows import Flows, all_of, cut, entries, flows_of
+from asyncrl.weights.boxes import Box, chopped, coalesced, contains, overlap, volume, whole
+from asyncrl.weights.flows import Flows, all_of, cut, flows_of
 from asyncrl.weights.manifest import Manifest, build_manifest
-from asyncrl.weights.plan import Box, chopped, coalesced, contains, overlap, volume, whole
 from asyncrl.weights.shares import Shares, divide, slices
 from asyncrl.weights.sliced import wanted_from_wire, wanted_to_wire
-from tests.weights.test_plan import SHAPES, layouts
+from tests.weights.test_shares import SHAPES, layouts
 
 
 @st.composite
@@ -52,7 +52,7 @@ def test_every_element_that_a_process_wants_reaches_it_exactly_once_and_no_other
     assert read == planned
     for rank, want in enumerate(wanted, 1):
         received = read.received(rank)
-        for entry in entries(manifest):
+        for entry in manifest.entries:
             found, expected = np.zeros(entry.shape, int), np.zeros(entry.shape, int)
             for box in received[entry.name]:
                 found[slices(box)] += 1
@@ -61,7 +61,7 @@ def test_every_element_that_a_process_wants_reaches_it_exactly_once_and_no_other
             assert np.array_equal(found, expected)
         assert read.brings(rank, want)
     sent = np.zeros(0, int)
-    for entry in entries(manifest):
+    for entry in manifest.entries:
         sent = np.zeros(entry.shape, int)
         for flow in read.of:
             for name, box in flow.parts.values():
@@ -87,7 +87,7 @@ def test_a_sender_sends_what_it_holds_in_buckets_that_are_not_too_large(model, c
 def halves(manifest: Manifest, dim: int = 0) -> list[dict[str, tuple[Box, ...]]]:
     """Two processes, with half of each tensor of two dimensions."""
     found: list[dict[str, tuple[Box, ...]]] = [{}, {}]
-    for entry in entries(manifest):
+    for entry in manifest.entries:
         if len(entry.shape) == 2:
             box, size = list(whole(entry.shape)), entry.shape[dim]
             for i, want in enumerate(found):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from asyncrl.weights.boxes import Box, whole
 from asyncrl.weights.broadcast import staging
 from asyncrl.weights.broadcast.group import WeightGroup
 from asyncrl.weights.broadcast.publisher import BroadcastSender
@@ -18,7 +19,6 @@ from asyncrl.weights.broadcast.staging import Staging
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
 from asyncrl.weights.broadcast.together import ShareSender
 from asyncrl.weights.fingerprint import Fingerprint
-from asyncrl.weights.plan import Box, whole
 from asyncrl.weights.publishing import gather
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher
 from asyncrl.weights.shares import slices

@@ -37,9 +37,9 @@ from asyncrl.engines.vllm.reload import (
     repack_tied_heads,
     wanted_by,
 )
+from asyncrl.weights.boxes import whole
 from asyncrl.weights.broadcast.staging import Seat, Staging
 from asyncrl.weights.manifest import Manifest
-from asyncrl.weights.plan import whole
 from asyncrl.weights.sliced import wanted_to_wire
 
 _ORPHAN_LOOK_S = 1.0

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from asyncrl.errors import WeightsError
+from asyncrl.weights.boxes import within
 from asyncrl.weights.broadcast.group import STRETCH, WeightGroup, passed
 from asyncrl.weights.delta import Encoded, encode
 from asyncrl.weights.fingerprint import Fingerprint
 from asyncrl.weights.flows import Flow, Flows, all_of, lane_name
 from asyncrl.weights.manifest import Bucket
-from asyncrl.weights.plan import within
 from asyncrl.weights.publishing.reading import Reading, Rooms, pack
 from asyncrl.weights.publishing.snapshot import Snapshot
 from asyncrl.weights.shares import Share, slices

@@ -20,13 +20,13 @@ import torch
 
 from asyncrl.errors import WeightsError
 from asyncrl.weights.base import StagedTensors
+from asyncrl.weights.boxes import Box, contains, sizes, whole, within
 from asyncrl.weights.broadcast.group import WeightGroup, connect_store, passed
 from asyncrl.weights.broadcast.landing import FlowLanding
 from asyncrl.weights.delta import Encoded, apply, payload_limit
 from asyncrl.weights.fingerprint import Fingerprint, bucket_fingerprint
-from asyncrl.weights.flows import Flow, Flows, entries, lane_name
+from asyncrl.weights.flows import Flow, Flows, lane_name
 from asyncrl.weights.manifest import Manifest, build_manifest
-from asyncrl.weights.plan import Box, contains, whole, within
 from asyncrl.weights.shares import slices
 from asyncrl.weights.sliced import Wanted, sliced
 
@@ -162,7 +162,7 @@ class Staging:
             self._views = views
             return
         self._outlines = manifest.shapes()
-        for entry in entries(manifest):
+        for entry in manifest.entries:
             boxes = kept.get(entry.name, (whole(entry.shape),))
             self._held[entry.name] = {box: views[f"{entry.name}#{i}"] for i, box in enumerate(boxes)}
 
@@ -304,8 +304,8 @@ def _manifest_of(manifest: Manifest, kept: Wanted) -> Manifest:
     """Manifest of parts of the tensors; part i of a tensor is called `name#i`."""
     return build_manifest(
         (
-            (f"{entry.name}#{i}", tuple(stop - start for start, stop in box), entry.dtype)
-            for entry in entries(manifest)
+            (f"{entry.name}#{i}", sizes(box), entry.dtype)
+            for entry in manifest.entries
             for i, box in enumerate(kept.get(entry.name, (whole(entry.shape),)))
         ),
         max((bucket.nbytes for bucket in manifest.buckets), default=0),

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from asyncrl.errors import WeightsError
-from asyncrl.weights.plan import Box, Split, box_of, whole, within
+from asyncrl.weights.boxes import Box, Split, box_of, sizes, whole, within
 from asyncrl.weights.publishing.gather import plan
 from asyncrl.weights.shares import RANK0, Share, Shares, divide, slices
 
@@ -38,7 +38,7 @@ class OwnShare:
         held = {name: held_boxes(name, tensor, world) for name, tensor in named}
         for name, tensor in named:
             box, local = held[name][rank], local_part(tensor)
-            if box is not None and tuple(stop - start for start, stop in box) != tuple(local.shape):
+            if box is not None and sizes(box) != tuple(local.shape):
                 raise WeightsError(
                     f"rank {rank} holds {tuple(local.shape)} of {name} {tuple(tensor.shape)}, expected {box}. {RANK0}"
                 )
