@@ -26,7 +26,7 @@ from asyncrl.learner.model.policy import PolicyModel, build_model
 from asyncrl.learner.model.reading import Checkpoint
 from asyncrl.learner.model.routing import RouterReplay
 from asyncrl.learner.parallel.place import Place
-from asyncrl.learner.parallel.sharding import own_ranges
+from asyncrl.learner.parallel.sharding import part_and_box
 from asyncrl.schema import Config
 from tests.forked import forked_from
 from tests.learner.families import settings_for, siblings, tiny_family
@@ -218,7 +218,7 @@ def move_adapters(model: PolicyModel) -> None:
     generator = torch.Generator().manual_seed(5)
     for layer in model.adapters.layers.values() if model.adapters else ():
         b = layer.lora_B[NAME].weight
-        local, own = own_ranges(b)
+        local, own = part_and_box(b)
         drawn = torch.randn(b.shape, generator=generator) / 10
         local.copy_(drawn[tuple(slice(*each) for each in own)])
 

@@ -23,11 +23,12 @@ from transformers import PreTrainedModel
 from xxhash import xxh3_128_hexdigest
 
 from asyncrl.errors import CheckpointMismatchError
-from asyncrl.learner.parallel.sharding import own_ranges
+from asyncrl.learner.parallel.sharding import part_and_box
 from asyncrl.schema import ModelConfig
 from asyncrl.storage.objects import read_object
 from asyncrl.weights.adapter import SCALING, Pair, peft_names, scaling_tensor, target_layers
 from asyncrl.weights.fingerprint import chain
+from asyncrl.weights.shares import slices
 
 NAME = "default"
 """peft's name for the only adapter in the model."""
@@ -132,8 +133,8 @@ def start_adapters(adapters: Adapters, seed: int) -> None:
     for layer in adapters.layers.values():
         a = layer.lora_A[NAME].weight
         drawn = nn.init.kaiming_uniform_(torch.empty(a.shape), a=math.sqrt(5), generator=generator)
-        local, own = own_ranges(a)
-        local.copy_(drawn[tuple(slice(*each) for each in own)])
+        local, own = part_and_box(a)
+        local.copy_(drawn[slices(own)])
         nn.init.zeros_(layer.lora_B[NAME].weight)
 
 

@@ -20,7 +20,9 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
-from asyncrl.learner.parallel.sharding import Range, own_ranges
+from asyncrl.learner.parallel.sharding import part_and_box
+from asyncrl.weights.boxes import Box, intersection, volume, whole, within
+from asyncrl.weights.shares import slices
 
 
 class EmptyOnMeta(TorchFunctionMode):
@@ -48,7 +50,7 @@ class Piece:
     """The region of a model's tensor that a tensor of the checkpoint fills."""
 
     source: str
-    region: tuple[Range, ...]
+    region: Box
     """Region of the model's tensor."""
     stacked: bool = False
     """The checkpoint's tensor lacks the first dimension: it is one expert of a layer."""
@@ -92,26 +94,25 @@ class Checkpoint:
             digest.update(row.contiguous().view(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
-    def read(self, name: str, ranges: Sequence[Range]) -> Tensor:
+    def read(self, name: str, box: Box) -> Tensor:
         """Read a slice to the host, in its stored dtype."""
         file = self.files[name]
-        found = file.get_slice(name)[tuple(slice(*each) for each in ranges)] if ranges else file.get_tensor(name)
+        found = file.get_slice(name)[slices(box)] if box else file.get_tensor(name)
         self.read_bytes += found.nbytes
         self.largest = max(self.largest, found.nbytes)
         return found
 
-    def fill(self, target: Tensor, own: Sequence[Range], pieces: Sequence[Piece]) -> None:
+    def fill(self, target: Tensor, own: Box, pieces: Sequence[Piece]) -> None:
         """Fill `target`, the part `own` of a tensor made of `pieces`; with 0 if there are none."""
         if not pieces:
             target.zero_()
         for piece in pieces:
-            common = [(max(mine[0], its[0]), min(mine[1], its[1])) for mine, its in zip(own, piece.region, strict=True)]
-            if any(last <= first for first, last in common):
-                continue
-            inside = [(a - its[0], b - its[0]) for (a, b), its in zip(common, piece.region, strict=True)]
-            found = self.read(piece.source, inside[1:] if piece.stacked else inside)
-            there = target[tuple(slice(a - mine[0], b - mine[0]) for (a, b), mine in zip(common, own, strict=True))]
-            there.copy_(found.view(there.shape))
+            common = intersection(own, piece.region)
+            if volume(common):
+                inside = within(piece.region, common)
+                found = self.read(piece.source, inside[1:] if piece.stacked else inside)
+                there = target[slices(within(own, common))]
+                there.copy_(found.view(there.shape))
 
 
 def files_of(path: str) -> list[Path]:
@@ -157,7 +158,7 @@ def pieces_of(
         if name in converted:
             found[name] = converted[name]
         elif others and shapes[others[0]] == tuple(tensor.shape):
-            found[name] = [Piece(source=others[0], region=tuple((0, size) for size in tensor.shape))]
+            found[name] = [Piece(source=others[0], region=whole(tensor.shape))]
         elif not others and name in may_lack:
             found[name] = []
         else:
@@ -224,7 +225,7 @@ def _of_expert(number: int, sources: Sequence[str], shapes: Mapping[str, tuple[i
 def read_own(hf: nn.Module, checkpoint: Checkpoint, pieces: Mapping[str, Sequence[Piece]]) -> None:
     """Fill this rank's part of every parameter of `hf`, and the saved buffers."""
     for name, parameter in hf.named_parameters():
-        local, own = own_ranges(parameter)
+        local, own = part_and_box(parameter)
         checkpoint.fill(local, own, pieces[name])
     for name, buffer in _saved_buffers(hf):
-        checkpoint.fill(buffer, [(0, size) for size in buffer.shape], pieces[name])
+        checkpoint.fill(buffer, whole(buffer.shape), pieces[name])

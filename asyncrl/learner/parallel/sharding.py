@@ -10,11 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from asyncrl.checks.parallel import EXPERT, REPLICATE, SHARD, TENSOR
+from asyncrl.weights.boxes import Box, whole
+from asyncrl.weights.publishing.sharding import box_at
 
 SHARDED = "sharded"
 """Mesh dimension of the ranks that shard one copy, flattened from `SHARD` and `EXPERT` with expert parallelism."""
-Range = tuple[int, int]
-"""First index, and last index plus 1."""
 
 
 def dim_size(mesh: DeviceMesh | None, name: str) -> int:
@@ -67,28 +67,8 @@ def numbers_computed_with(tensor: Tensor) -> int:
     return tensor.numel() // (dim_size(tensor.device_mesh, EXPERT) if isinstance(tensor, DTensor) else 1)
 
 
-def own_ranges(tensor: Tensor) -> tuple[Tensor, list[Range]]:
-    """This rank's part, and its ranges within the whole."""
-    ranges = [(0, size) for size in tensor.shape]
+def part_and_box(tensor: Tensor) -> tuple[Tensor, Box]:
+    """This rank's part, and its box within the whole."""
     if not isinstance(tensor, DTensor):
-        return tensor, ranges
-    mesh = tensor.device_mesh
-    names: tuple[str, ...] = mesh.mesh_dim_names or ()
-    coordinate = list(mesh.get_coordinate() or [])
-    assert len(coordinate) == mesh.ndim
-    # FSDP2 splits again what tensor or expert parallelism has split, although its dimension comes first in the mesh.
-    order = sorted(range(mesh.ndim), key=lambda i: not names or names[i] not in (EXPERT, TENSOR))
-    for i in order:
-        placement = tensor.placements[i]
-        if isinstance(placement, Replicate):
-            continue
-        dim = placement.dim  # pyright: ignore[reportAttributeAccessIssue]
-        ranges[dim] = _part(ranges[dim], mesh.size(i), coordinate[i])
-    return local(tensor), ranges
-
-
-def _part(whole: Range, parts: int, number: int) -> Range:
-    """Range of one part, split as in torch.chunk: the last parts may be shorter, or empty."""
-    first, last = whole
-    each = -(-(last - first) // parts)
-    return min(last, first + number * each), min(last, first + (number + 1) * each)
+        return tensor, whole(tensor.shape)
+    return local(tensor), box_at(tensor, tensor.device_mesh.get_coordinate() or ())

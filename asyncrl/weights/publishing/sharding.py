@@ -56,11 +56,7 @@ class OwnShare:
 
 
 def held_boxes(name: str, tensor: torch.Tensor, world: int) -> list[Box | None]:
-    """Return the box of a tensor that each rank holds; a tensor that is no DTensor is whole on all ranks.
-
-    FSDP2 over tensor parallelism shards what is already sharded: its placement is a `_StridedShard` if its mesh
-    dimension comes before the other's.
-    """
+    """Return the box of a tensor that each rank holds; a tensor that is no DTensor is whole on all ranks."""
     if not isinstance(tensor, DTensor):
         return [whole(tensor.shape)] * world
     mesh = tensor.device_mesh
@@ -71,16 +67,26 @@ def held_boxes(name: str, tensor: torch.Tensor, world: int) -> list[Box | None]:
     kinds = (Shard, _StridedShard, Replicate)
     if not all(isinstance(placement, kinds) for placement in tensor.placements):
         raise WeightsError(f"{name} is placed as {tensor.placements}, which has no boxes. {RANK0}")
-    order = sorted(range(mesh.ndim), key=lambda i: isinstance(tensor.placements[i], _StridedShard))
     held: list[Box | None] = [None] * world
     for coordinate in itertools.product(*map(range, mesh.shape)):
-        splits = [
-            Split(dim=placement.dim, parts=mesh.size(i), index=coordinate[i])
-            for i in order
-            if isinstance(placement := tensor.placements[i], (Shard, _StridedShard))
-        ]
-        held[int(mesh.mesh[coordinate])] = box_of(tensor.shape, splits)
+        held[int(mesh.mesh[coordinate])] = box_at(tensor, coordinate)
     return held
+
+
+def box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
+    """The box of a tensor that the rank at `coordinate` of its mesh holds.
+
+    FSDP2 over tensor or expert parallelism shards what is already sharded: its placement is a `_StridedShard` if its
+    mesh dimension comes before the other's.
+    """
+    mesh, placements = tensor.device_mesh, tensor.placements
+    order = sorted(range(mesh.ndim), key=lambda i: isinstance(placements[i], _StridedShard))
+    splits = [
+        Split(dim=placement.dim, parts=mesh.size(i), index=coordinate[i])
+        for i in order
+        if isinstance(placement := placements[i], (Shard, _StridedShard))
+    ]
+    return box_of(tensor.shape, splits)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
