@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from asyncrl.losses.config import resolve
-from asyncrl.losses.inputs import Denominators, Kept
+from asyncrl.losses.inputs import Denominators
 from asyncrl.losses.ratios import Segments, Tokens
 from asyncrl.losses.settings import LossConfig
 
@@ -51,19 +51,15 @@ def divisor(config: LossConfig, denominators: Denominators) -> float:
 
 
 def kept_factors(
-    tokens: Tokens, keep: Bool[Tensor, " T"], config: LossConfig, kept: Kept | None
+    tokens: Tokens, keep: Bool[Tensor, " T"], config: LossConfig
 ) -> Float[Tensor, " T"] | Float[Tensor, ""]:
-    """`token_factors` that count only the tokens of `keep`.
-
-    Args:
-        kept: counts of kept tokens over the whole optimizer batch; None counts those of this call.
-    """
-    groups = tokens.raw.group_ids
-    per_group = None if kept is None or groups is None else kept.group_tokens.to(groups.device)[groups.long()]
+    """`token_factors` that count only the tokens of `keep`, over the whole optimizer batch."""
+    groups, whole = tokens.raw.group_ids, tokens.whole
+    per_group = None if groups is None else whole.group_tokens.to(groups.device)[groups.long()]
     counted = dataclasses.replace(
         tokens, raw=dataclasses.replace(tokens.raw, group_tokens=per_group), mask=keep, _parts={}
     )
-    return token_factors(counted, config, kept and kept.counts)
+    return token_factors(counted, config, whole.counts)
 
 
 def count_of(parts: Segments, given: float | None) -> Tensor | float:

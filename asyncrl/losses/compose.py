@@ -8,24 +8,24 @@ pass over it (`kept`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
 from asyncrl.losses.aggregate import kept_factors, token_factors
 from asyncrl.losses.centering import centered, weight_log_ratio
-from asyncrl.losses.config import find_preset, resolve
+from asyncrl.losses.config import find_preset, looks_at_all, resolve
 from asyncrl.losses.diagnostics import Sums, diagnose, summarize
 from asyncrl.losses.inputs import Denominators, Kept, LossInputs
+from asyncrl.losses.kept import first_pass
 from asyncrl.losses.kl import kl_estimate
 from asyncrl.losses.own import own_loss
 from asyncrl.losses.presets import Preset
-from asyncrl.losses.ratios import LOG_RATIO_LIMIT, Tokens, edge_ends, loglinear_proximal, make_safe
-from asyncrl.losses.rejection import rejections
+from asyncrl.losses.ratios import LOG_RATIO_LIMIT, Tokens, edge_ends, make_safe, surrogate_edge, with_anchor
+from asyncrl.losses.rejection import kept_tokens, rejections
 from asyncrl.losses.settings import KEYS, LossConfig
 from asyncrl.losses.surrogates import SURROGATES
 from asyncrl.losses.weights import behavior_weight
@@ -65,13 +65,21 @@ def policy_loss(
         config: from `preset()` or directly from Hydra.
         denominators: counts over the whole optimizer batch; None counts this call's own tokens.
         diagnostics: False leaves only the loss parts in `metrics`.
-        kept: with `denominators` and a loss that `needs_first_pass`, the result of that pass (`asyncrl.losses.kept`).
+        kept: for a loss that `needs_first_pass`, the result of that pass over the optimizer batch
+            (`asyncrl.losses.kept`); None makes one over this call.
 
     Raises:
         ConfigError: a refused setting, or a missing input that the loss needs.
     """
     row, config = _resolved(config)
-    tokens = dataclasses.replace(with_anchor(make_safe(inputs), row), whole=kept)
+    tokens = with_anchor(make_safe(inputs), row)
+    if looks_at_all(row, config):
+        if kept is None and denominators is not None and config.denominator == "renormalize":
+            raise ConfigError(
+                "loss.denominator=renormalize divides by what is kept of the whole optimizer batch; pass "
+                "kept=first_pass(...) beside the denominators, or leave both out"
+            )
+        tokens = dataclasses.replace(tokens, whole=kept or first_pass([inputs], config))
     edge = surrogate_edge(tokens, row, config)
     shaped = own_loss(tokens, config) if row.surrogate == "own" else SURROGATES[row.surrogate](tokens, config, edge)
     loss, held = shaped.loss, {}
@@ -87,12 +95,7 @@ def policy_loss(
     keep = kept_tokens(tokens, config, reasons, held)
     of_all = factors = token_factors(tokens, config, denominators)
     if config.denominator == "renormalize":
-        if denominators is not None and kept is None:
-            raise ConfigError(
-                "loss.denominator=renormalize divides by what is kept of the whole optimizer batch; pass "
-                "kept=first_pass(...) beside the denominators, or leave both out"
-            )
-        factors = kept_factors(tokens, keep, config, kept)
+        factors = kept_factors(tokens, keep, config)
     parts = {"loss/policy": add_up(loss if keep is tokens.mask else torch.where(keep, loss, 0.0), factors)}
     # Rejected tokens stay in the KL terms, so they also stay in the denominator of these.
     parts |= kl_parts(tokens, row, config, edge, of_all)
@@ -102,17 +105,6 @@ def policy_loss(
         return LossOutput(total, parts=parts)
     held |= {f"rejected_{name}": rejected for name, rejected in reasons.items()}
     return LossOutput(total, diagnose(tokens, shaped, held), parts)
-
-
-def kept_tokens(
-    tokens: Tokens, config: LossConfig, reasons: Mapping[str, Tensor], held: Mapping[str, Tensor]
-) -> Bool[Tensor, " T"]:
-    """Loss tokens that are not rejected; with `renormalize` also without those whose weight is 0."""
-    renormalized = config.denominator == "renormalize" and config.weight in ("mask", "zero")
-    keep = tokens.mask
-    for left_out in (*reasons.values(), *(held.values() if renormalized else ())):
-        keep = keep & ~left_out
-    return keep
 
 
 def add_up(values: Float[Tensor, " T"], factors: Tensor) -> Float[Tensor, ""]:
@@ -157,36 +149,6 @@ def reference_kl(tokens: Tokens, row: Preset, config: LossConfig, edge: str) -> 
     new, old = edge_ends(tokens, "E" if edge in ("", "B") else edge)
     ratio = (new - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     return ratio * kl_estimate(tokens.cur, tokens.ref, kind.removeprefix("ratio_"))
-
-
-def with_anchor(tokens: Tokens, row: Preset) -> Tokens:
-    """Compute the proximal policy of presets that define their own, and check that other presets were given theirs."""
-    if row.anchor == "none" or (row.anchor == "proximal" and tokens.prox is not None):
-        return tokens
-    if row.anchor == "proximal":
-        raise ConfigError(
-            f"preset {row.name!r} needs proximal_logprobs in LossInputs and got None; pass them (with one update per "
-            "batch they are learner_logprobs.detach()), or use a preset on the edge E such as dppo_tv, dis or ppo"
-        )
-    if tokens.raw.staleness is None:
-        raise ConfigError(f"preset {row.name!r} makes its proximal policy from staleness; pass it in LossInputs")
-    return dataclasses.replace(tokens, prox=loglinear_proximal(tokens, tokens.raw.staleness))
-
-
-def surrogate_edge(tokens: Tokens, row: Preset, config: LossConfig) -> str:
-    """The edge of the surrogate: as configured, otherwise U if there is a proximal policy, and E if not.
-
-    Empty for `reinforce`, which has no ratio.
-    """
-    if row.surrogate == "reinforce":
-        return ""
-    edge = config.edge or ("E" if tokens.prox is None else "U")
-    if edge != "U" and config.weight not in ("none", "mask"):
-        raise ConfigError(
-            f"loss.weight={config.weight} with the surrogate on edge {edge} counts proximal/behavior twice; pass "
-            "proximal_logprobs and use edge=U, or set loss.weight=none"
-        )
-    return edge
 
 
 _RESOLVED: dict[tuple, tuple[Preset, LossConfig]] = {}

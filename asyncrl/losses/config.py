@@ -148,9 +148,13 @@ def proximal_source(config: LossConfig, updates_per_batch: int) -> str:
 
 
 def needs_first_pass(config: LossConfig) -> bool:
-    """Whether `policy_loss` needs `kept` together with global denominators."""
-    resolved = resolve(config)
-    whole = find_preset(config.preset).batch_statistic or resolved.weight == "self_normalize"
+    """Whether the loss depends on all tokens of the optimizer batch, so that `policy_loss` needs `kept`."""
+    return looks_at_all(find_preset(config.preset), resolve(config))
+
+
+def looks_at_all(row: Preset, resolved: LossConfig) -> bool:
+    """See `needs_first_pass`."""
+    whole = row.batch_statistic or resolved.weight == "self_normalize"
     return whole or resolved.denominator == "renormalize" or bool(resolved.sat_quantile)
 
 

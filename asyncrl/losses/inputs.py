@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -80,14 +82,14 @@ class Kept:
     that are not rejected, the divisors of `denominator=renormalize`, and statistics that some losses take over all
     tokens. Computed by a first pass over it, see `asyncrl.losses.kept`."""
 
-    counts: Denominators
-    group_tokens: Float[Tensor, " groups"]
+    counts: Denominators = Denominators(tokens=0.0, sequences=0.0, groups=0.0)
+    group_tokens: Float[Tensor, " groups"] = field(default_factory=lambda: torch.zeros(0))
     """Kept tokens of each group, by `group_ids`; empty if these are not given."""
-    m2_limit: float
+    m2_limit: float = math.inf
     """Largest (log r)^2 that `m2po_areal` keeps, or that `m2po_paper` keeps of outward tokens."""
-    m2_range: tuple[float, float] | None = None
+    m2_range: tuple[float, float] = (0.0, math.inf)
     """Range of ratios that `m2po_release` does not clip."""
-    clip_tail: float | None = None
-    """|log r| beyond which `sat_quantile` narrows the clip range."""
-    mean_weight: float | None = None
+    clip_tail: float = 0.0
+    """|log r| beyond which `sat_quantile` narrows the clip range; 0: nowhere."""
+    mean_weight: float = 1.0
     """Mean weight, the divisor of `weight=self_normalize`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,13 +11,12 @@ from torch import Tensor
 
 from asyncrl.losses.adaptive import tail_from
 from asyncrl.losses.centering import weight_log_ratio
-from asyncrl.losses.compose import kept_tokens, surrogate_edge, with_anchor
 from asyncrl.losses.config import find_preset, resolve
 from asyncrl.losses.inputs import Denominators, Kept, LossInputs
 from asyncrl.losses.m2po import m2po_clip_range, m2po_limit
 from asyncrl.losses.presets import Preset
-from asyncrl.losses.ratios import Tokens, edge_ends, make_safe
-from asyncrl.losses.rejection import anchor_log_ratio, rejections
+from asyncrl.losses.ratios import Tokens, edge_ends, make_safe, surrogate_edge, with_anchor
+from asyncrl.losses.rejection import anchor_log_ratio, kept_tokens, rejections
 from asyncrl.losses.settings import LossConfig
 from asyncrl.losses.surrogates import log_ratio_of, outward_of
 from asyncrl.losses.weights import behavior_weight, capped_weight
@@ -52,12 +50,9 @@ def first_pass(
     return dataclasses.replace(whole, counts=counts, group_tokens=group_tokens)
 
 
-NOTHING = Denominators(tokens=0.0, sequences=0.0, groups=0.0)
-
-
 def _statistics(batches: Sequence[Tokens], config: LossConfig, row: Preset, gather: Callable[[Tensor], Tensor]) -> Kept:
     """The statistics; the counts depend on them and are filled in later."""
-    whole = Kept(NOTHING, batches[0].cur.new_zeros(0), math.inf)
+    whole = Kept()
     bound = config.m2_tau or 0.0
     if row.surrogate == "m2po_areal":
         squares = [anchor_log_ratio(tokens).double().square()[tokens.mask] for tokens in batches]
@@ -72,8 +67,7 @@ def _statistics(batches: Sequence[Tokens], config: LossConfig, row: Preset, gath
         if row.surrogate == "m2po_paper":
             whole = dataclasses.replace(whole, m2_limit=m2po_limit(outward.double().square(), bound))
         else:
-            everyone = torch.ones_like(outward, dtype=torch.bool)
-            whole = dataclasses.replace(whole, m2_range=m2po_clip_range(outward, everyone, bound))
+            whole = dataclasses.replace(whole, m2_range=m2po_clip_range(outward, bound))
     if config.sat_quantile:
         far = [
             log_ratio_of(tokens, config, surrogate_edge(tokens, row, config)).abs()[tokens.mask] for tokens in batches

@@ -1,7 +1,6 @@
 """The second-moment trust regions of M2PO: which tokens to drop, or where to clip, so that mean (log r)^2 is bounded.
 
-Both depend on all tokens of a batch. For a batch split into micro-batches they use the limit from a first pass over it
-(`asyncrl.losses.kept`).
+Both depend on all tokens of a batch, and are determined in a first pass over it (`asyncrl.losses.kept`).
 """
 
 from __future__ import annotations
@@ -9,31 +8,16 @@ from __future__ import annotations
 import math
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 
-def m2po_keep(
-    log_ratio: Float[Tensor, " T"], among: Bool[Tensor, " T"], bound: float, strict: bool = False
-) -> Bool[Tensor, " T"]:
-    """Keep mask: False at the tokens of `among` with the largest (log r)^2, which are dropped one by one until the rest
-    average <= bound.
+def m2po_limit(squares: Float[Tensor, " N"], bound: float, strict: bool = False) -> float:
+    """Largest of these (log r)^2, in any order, that is kept: the largest are dropped one by one until the rest average
+    <= bound. Infinite if all are kept, -1 if none.
 
     With `strict`, AReaL's rule: until they average < bound, but never the last one.
     """
-    squares = log_ratio.double().square()
-    order = torch.argsort(torch.where(among, squares, math.inf))
-    ascending = torch.where(among, squares, 0.0)[order]
-    count = int(among.sum())
-    means = ascending[:count].cumsum(0) / torch.arange(1, count + 1, device=squares.device)
-    kept = max(int((means < bound).sum()), min(count, 1)) if strict else int((means <= bound).sum())
-    keep = torch.ones_like(among)
-    keep[order[kept:count]] = False
-    return keep
-
-
-def m2po_limit(squares: Float[Tensor, " N"], bound: float, strict: bool = False) -> float:
-    """Largest of these (log r)^2, in any order, that `m2po_keep` keeps; infinite if it keeps all, -1 if none."""
     ascending = squares.double().sort().values
     means = ascending.cumsum(0) / torch.arange(1, len(ascending) + 1, device=squares.device)
     kept = max(int((means < bound).sum()), 1) if strict else int((means <= bound).sum())
@@ -42,15 +26,15 @@ def m2po_limit(squares: Float[Tensor, " N"], bound: float, strict: bool = False)
     return float(ascending[kept - 1]) if kept else -1.0
 
 
-def m2po_clip_range(log_ratio: Float[Tensor, " T"], outward: Bool[Tensor, " T"], bound: float) -> tuple[float, float]:
-    """(low, high) ratio bounds e^-t, e^t: t is the largest outward |log r| with which the capped values average <
-    bound.
+def m2po_clip_range(log_ratio: Float[Tensor, " N"], bound: float) -> tuple[float, float]:
+    """(low, high) ratio bounds e^-t, e^t: t is the largest of these |log r|, those of outward tokens, with which the
+    capped values average < bound.
 
     As in the released code: t is one of the data's own values and not the exact root, minus 1e-12 in its square, and
     its exponential is rounded to float32. This rounding decides on which side of the bound that token itself falls. (0,
-    inf) if the outward tokens already average <= bound.
+    inf) if they already average <= bound.
     """
-    squares = log_ratio[outward].square().sort().values
+    squares = log_ratio.square().sort().values
     count = squares.numel()
     if count == 0 or float(squares.sum()) / count <= bound + 1e-12:
         return 0.0, math.inf

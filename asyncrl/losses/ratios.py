@@ -5,7 +5,7 @@ All values stay in log space until a single clamped `exp`. At tokens outside the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from asyncrl.errors import ConfigError
 from asyncrl.losses.inputs import Kept, LossInputs
+from asyncrl.losses.presets import Preset
+from asyncrl.losses.settings import LossConfig
 
 LOG_RATIO_LIMIT = 20.0
 """Limit on |log-ratio| in `exp`: e^20 squared still fits into fp32. Beyond it the gradient is 0."""
@@ -76,8 +78,8 @@ class Tokens:
     prox: Float[Tensor, " T"] | None
     ref: Float[Tensor, " T"] | None
     advantages: Float[Tensor, " T"]
-    whole: Kept | None = None
-    """Statistics of the optimizer batch that these tokens are part of; None if they are all of it."""
+    whole: Kept = field(default_factory=Kept)
+    """Statistics of the optimizer batch that these tokens are part of, if the loss `needs_first_pass`."""
     _parts: dict[str, Segments] = field(default_factory=dict)
 
     @property
@@ -172,6 +174,36 @@ def at_level(tokens: Tokens, log_ratio: Float[Tensor, " T"], level: str) -> Floa
 def probability(logprobs: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
     """exp, at most 1: an engine's rounding can make a log-prob positive, and invalid values must not overflow."""
     return logprobs.clamp(max=0).exp()
+
+
+def with_anchor(tokens: Tokens, row: Preset) -> Tokens:
+    """Compute the proximal policy of presets that define their own, and check that other presets were given theirs."""
+    if row.anchor == "none" or (row.anchor == "proximal" and tokens.prox is not None):
+        return tokens
+    if row.anchor == "proximal":
+        raise ConfigError(
+            f"preset {row.name!r} needs proximal_logprobs in LossInputs and got None; pass them (with one update per "
+            "batch they are learner_logprobs.detach()), or use a preset on the edge E such as dppo_tv, dis or ppo"
+        )
+    if tokens.raw.staleness is None:
+        raise ConfigError(f"preset {row.name!r} makes its proximal policy from staleness; pass it in LossInputs")
+    return replace(tokens, prox=loglinear_proximal(tokens, tokens.raw.staleness))
+
+
+def surrogate_edge(tokens: Tokens, row: Preset, config: LossConfig) -> str:
+    """The edge of the surrogate: as configured, otherwise U if there is a proximal policy, and E if not.
+
+    Empty for `reinforce`, which has no ratio.
+    """
+    if row.surrogate == "reinforce":
+        return ""
+    edge = config.edge or ("E" if tokens.prox is None else "U")
+    if edge != "U" and config.weight not in ("none", "mask"):
+        raise ConfigError(
+            f"loss.weight={config.weight} with the surrogate on edge {edge} counts proximal/behavior twice; pass "
+            "proximal_logprobs and use edge=U, or set loss.weight=none"
+        )
+    return edge
 
 
 def loglinear_proximal(tokens: Tokens, staleness: Int[Tensor, " T"]) -> Float[Tensor, " T"]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
-from asyncrl.losses.m2po import m2po_keep
 from asyncrl.losses.ratios import LOG_RATIO_LIMIT, Tokens, probability
 from asyncrl.losses.settings import LossConfig
 from asyncrl.losses.surrogates import binary_kl
@@ -23,11 +24,7 @@ def rejections(tokens: Tokens, config: LossConfig) -> dict[str, Bool[Tensor, " T
             raise ConfigError("loss.max_age needs staleness in LossInputs; pass it, or remove loss.max_age")
         reasons["age"] = tokens.raw.staleness > config.max_age
     if config.preset == "m2po_areal":
-        log_ratio = anchor_log_ratio(tokens)
-        if tokens.whole is None:
-            reasons["m2"] = ~m2po_keep(log_ratio, tokens.mask, config.m2_tau or 0.0, strict=True)
-        else:
-            reasons["m2"] = log_ratio.double().square() > tokens.whole.m2_limit
+        reasons["m2"] = anchor_log_ratio(tokens).double().square() > tokens.whole.m2_limit
     if config.veto is not None:
         low = tokens.mask & (anchor_log_ratio(tokens).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp() < config.veto)
         parts = tokens.sequences
@@ -35,6 +32,17 @@ def rejections(tokens: Tokens, config: LossConfig) -> dict[str, Bool[Tensor, " T
     if config.reject not in (None, "none"):
         reasons[config.reject] = by_statistic(tokens, config)
     return reasons
+
+
+def kept_tokens(
+    tokens: Tokens, config: LossConfig, reasons: Mapping[str, Tensor], held: Mapping[str, Tensor]
+) -> Bool[Tensor, " T"]:
+    """Loss tokens that are not rejected; with `renormalize` also without those whose weight is 0."""
+    renormalized = config.denominator == "renormalize" and config.weight in ("mask", "zero")
+    keep = tokens.mask
+    for left_out in (*reasons.values(), *(held.values() if renormalized else ())):
+        keep = keep & ~left_out
+    return keep
 
 
 def anchor_log_ratio(tokens: Tokens) -> Float[Tensor, " T"]:

@@ -14,8 +14,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from asyncrl.losses.adaptive import contraction, tail_from
-from asyncrl.losses.m2po import m2po_clip_range, m2po_keep
+from asyncrl.losses.adaptive import contraction
 from asyncrl.losses.ratios import LOG_RATIO_LIMIT, Tokens, at_level, edge_ends, probability
 from asyncrl.losses.settings import LossConfig
 
@@ -61,9 +60,7 @@ def clip(tokens: Tokens, config: LossConfig, edge: str) -> Shaped:
     if not config.sat_quantile:
         return clip_between(tokens, config, ratio, 1 - low, 1 + high)
     far = log_ratio_of(tokens, config, edge)
-    known = tokens.whole and tokens.whole.clip_tail
-    tail = tail_from(far.abs()[tokens.mask], config.sat_quantile) if known is None else known
-    scale = contraction(far, tail)
+    scale = contraction(far, tokens.whole.clip_tail)
     below, above = (torch.where(side, scale, torch.ones_like(scale)) for side in (far < 0, far > 0))
     shaped = clip_between(tokens, config, ratio, 1 - low * below, 1 + high * above)
     return replace(shaped, numbers={"sat/gated": (scale < 1).to(scale.dtype), "sat/contraction": scale})
@@ -233,12 +230,7 @@ def outward_of(tokens: Tokens, edge: str) -> Bool[Tensor, " T"]:
 def m2po_paper(tokens: Tokens, config: LossConfig, edge: str) -> Shaped:
     """-A r without the outward tokens of largest (log r)^2, dropped until the mean of the rest is <= m2_tau."""
     new, old = edge_ends(tokens, edge)
-    log_ratio = new - old
-    outward = outward_of(tokens, edge)
-    if tokens.whole is None:
-        keep = m2po_keep(log_ratio.detach(), outward, value(config.m2_tau))
-    else:
-        keep = ~outward | (log_ratio.detach().double().square() <= tokens.whole.m2_limit)
+    keep = ~outward_of(tokens, edge) | ((new - old).detach().double().square() <= tokens.whole.m2_limit)
     loss = -tokens.advantages * ratio_of(tokens, config, edge)
     negative = tokens.advantages < 0
     return Shaped(torch.where(keep, loss, torch.zeros_like(loss)), lambda: (~keep & negative, ~keep & ~negative))
@@ -246,10 +238,7 @@ def m2po_paper(tokens: Tokens, config: LossConfig, edge: str) -> Shaped:
 
 def m2po_release(tokens: Tokens, config: LossConfig, edge: str) -> Shaped:
     """PPO-clip with a range determined from the batch, as in the authors' code."""
-    new, old = edge_ends(tokens, edge)
-    given = tokens.whole and tokens.whole.m2_range
-    low, high = given or m2po_clip_range((new - old).detach(), outward_of(tokens, edge), value(config.m2_tau))
-    return clip_between(tokens, config, ratio_of(tokens, config, edge), low, high)
+    return clip_between(tokens, config, ratio_of(tokens, config, edge), *tokens.whole.m2_range)
 
 
 def reinforce(tokens: Tokens, config: LossConfig, edge: str) -> Shaped:
@@ -258,22 +247,10 @@ def reinforce(tokens: Tokens, config: LossConfig, edge: str) -> Shaped:
 
 
 SURROGATES: dict[str, Callable[[Tokens, LossConfig, str], Shaped]] = {
-    "clip": clip,
-    "detached": detached,
-    "tapered": tapered,
-    "capped": capped,
-    "band": band,
-    "divergence_tv": divergence_tv,
-    "divergence_kl": divergence_kl,
-    "divergence_blind": divergence_blind,
-    "gmpo": gmpo,
-    "sapo": sapo,
-    "vespo": vespo,
-    "drpo": drpo,
-    "dro": dro,
-    "m2po_paper": m2po_paper,
-    "m2po_release": m2po_release,
-    "m2po_areal": clip,
-    "reinforce": reinforce,
-}
+    shape.__name__: shape
+    for shape in (
+        *(clip, detached, tapered, capped, band, divergence_tv, divergence_kl, divergence_blind),
+        *(gmpo, sapo, vespo, drpo, dro, m2po_paper, m2po_release, reinforce),
+    )
+} | {"m2po_areal": clip}
 """`m2po_areal` is the clip; its mask on the edge B is a rejection (`rejection.py`)."""

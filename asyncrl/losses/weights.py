@@ -28,33 +28,21 @@ def behavior_weight(
     elif config.weight == "mask":
         weight = torch.where(below | above, torch.zeros_like(ratio), torch.ones_like(ratio))
     else:
-        weight = self_normalized(tokens, ratio.clamp(max=high), level)
+        weight, mean = ratio.clamp(max=high), ratio.new_tensor(tokens.whole.mean_weight)
+        weight = torch.where(mean > 1e-8, weight / mean.clamp(min=1e-8), weight)
     return weight, below, above
-
-
-def self_normalized(tokens: Tokens, weight: Float[Tensor, " T"], level: str) -> Float[Tensor, " T"]:
-    """Divide by the mean weight of the batch."""
-    if tokens.whole is not None and tokens.whole.mean_weight is not None:
-        mean = weight.new_tensor(tokens.whole.mean_weight)
-    else:
-        total, count = summed(tokens, weight, level)
-        mean = (total / count.clamp(min=1)).to(weight.dtype)
-    return torch.where(mean > 1e-8, weight / mean.clamp(min=1e-8), weight)
-
-
-def summed(tokens: Tokens, weight: Float[Tensor, " T"], level: str) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Sum and count (float64) of the weights of tokens, or of sequences if there is one weight per sequence."""
-    counted = torch.where(tokens.mask, weight, torch.zeros_like(weight))
-    if level in ("sequence", "geometric"):
-        parts = tokens.sequences
-        return parts.mean(counted).double().sum(), (parts.tokens > 0).double().sum()
-    return counted.double().sum(), tokens.mask.double().sum()
 
 
 def capped_weight(
     tokens: Tokens, config: LossConfig, log_ratio: Float[Tensor, " T"]
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """For `weight=self_normalize`: sum and count of the weights, which are divided by their mean."""
+    """For `weight=self_normalize`: sum and count (float64) of the weights of tokens, or of sequences if there is one
+    weight per sequence."""
     level = config.weight_level or "token"
     assert config.weight_high is not None
-    return summed(tokens, at_level(tokens, log_ratio, level).exp().clamp(max=config.weight_high), level)
+    weight = at_level(tokens, log_ratio, level).exp().clamp(max=config.weight_high)
+    counted = torch.where(tokens.mask, weight, torch.zeros_like(weight))
+    if level in ("sequence", "geometric"):
+        parts = tokens.sequences
+        return parts.mean(counted).double().sum(), (parts.tokens > 0).double().sum()
+    return counted.double().sum(), tokens.mask.double().sum()
