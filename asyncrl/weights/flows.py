@@ -34,6 +34,12 @@ class Flow:
     lanes: tuple[int, ...]
     """Lane of each bucket."""
 
+    @classmethod
+    def of(cls, share: Share) -> Flow:
+        """All of a share, for a single lane."""
+        parts = {name: (name, box) for name, box in share.boxes.items()}
+        return cls(manifest=share.manifest, parts=parts, lanes=(0,) * len(share.manifest.buckets))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flows:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import WeightsError, WeightsGoneError
-from asyncrl.weights.broadcast.sending import send_whole
+from asyncrl.weights.broadcast.sending import Lanes, send
 from asyncrl.weights.publishing.filling import Filling
 from asyncrl.weights.publishing.gather import gather_into, plan
 from asyncrl.weights.publishing.reading import Reading, Rooms
@@ -22,6 +22,8 @@ from tests.weights.test_snapshot import until
 
 class KeepingGroup:
     """In the place of a `WeightGroup`: keeps what it is given, as it is when the wire is done with it."""
+
+    timeout_s = 60.0
 
     def __init__(self, piece: int) -> None:
         self._piece = piece
@@ -37,8 +39,14 @@ class KeepingGroup:
         self.sent += bytes(work.tolist())
 
 
+def sent_to(group: KeepingGroup, snapshot: Snapshot) -> tuple[int, list[str]]:
+    lanes = Lanes.form(lambda *_: group, 0, None, snapshot, 2)  # pyright: ignore[reportArgumentType]
+    with snapshot.open():
+        return send(lanes, snapshot, Rooms("cpu", shared=False))
+
+
 def reading_of(named: list[tuple[str, torch.Tensor]], wait_s: float = 60.0) -> Reading:
-    return Reading(7, dict(named), Rooms("cpu", shared=False), lambda work: work(), wait_s)
+    return Reading(7, dict(named), lambda work: work(), wait_s)
 
 
 def snapshot_of(named: list[tuple[str, torch.Tensor]], dtype: torch.dtype, cap: int) -> Snapshot:
@@ -60,23 +68,20 @@ def test_what_is_read_in_pieces_of_any_size_is_what_a_copy_would_be_and_has_its_
     prints = gather_into(snapshot.manifest, named, buffers)
     for _ in range(2):  # as often as it takes
         group.sent = b""
-        with snapshot.open():
-            assert send_whole(group, snapshot) == snapshot.manifest.nbytes  # pyright: ignore[reportArgumentType]
+        assert sent_to(group, snapshot) == (snapshot.manifest.nbytes, prints)
         assert group.sent == b"".join(bytes(buffer.tolist()) for buffer in buffers)
-        assert snapshot.all_fingerprints() == prints
 
 
 def test_it_takes_memory_for_two_pieces_whatever_the_model():
     named = [(f"layers.{i}.w", torch.randn(64, 257)[:, 1:]) for i in range(8)]
     own = OwnShare.of(named, 0, 2, torch.bfloat16, 1 << 16)
     rooms = Rooms("cpu", shared=False)
-    reading = Reading(0, dict(own.parts(named)), rooms, lambda work: work(), 60.0)
+    reading = Reading(0, dict(own.parts(named)), lambda work: work(), 60.0)
     with Counting() as counted, reading.open():
         rooms.reserve(1024)
         for bucket in own.share.manifest.buckets:
-            for _ in reading.pieces(bucket, [1024] * (bucket.nbytes // 1024), 0):
-                pass
-    assert rooms.nbytes == 2 * 1024
+            for number, start in enumerate(range(0, bucket.nbytes, 1024)):
+                reading.packed(bucket, start, rooms.take(number, 1024), reading.tensors)
     assert counted.nbytes <= 2 * 1024
 
 
@@ -134,8 +139,7 @@ class OpeningSender:
         if self.broken:
             raise RuntimeError("no sender any more")
         group = KeepingGroup(1 << 20)
-        with snapshot.open():
-            send_whole(group, snapshot)  # pyright: ignore[reportArgumentType]
+        sent_to(group, snapshot)
         (value,) = torch.frombuffer(bytearray(group.sent), dtype=torch.float32).unique().tolist()
         self.seen.append((snapshot.policy_version, value))
 

@@ -11,10 +11,11 @@ import torch
 from asyncrl.weights.broadcast import publisher as broadcast_publisher
 from asyncrl.weights.broadcast import sending
 from asyncrl.weights.broadcast.publisher import BroadcastSender
-from asyncrl.weights.broadcast.sending import Lanes, send_whole
+from asyncrl.weights.broadcast.sending import Lanes, send
 from asyncrl.weights.delta import DeltaChoice
 from asyncrl.weights.publishing.filling import Filling
 from asyncrl.weights.publishing.gather import plan
+from asyncrl.weights.publishing.reading import Rooms
 from asyncrl.weights.publishing.snapshot import Snapshot
 from tests.weights.board import Board
 
@@ -71,15 +72,23 @@ def snapshot_of(version: int, filling: Filling) -> Snapshot:
     return Snapshot(policy_version=version, manifest=manifest, buffers=buffers, filling=filling)
 
 
+def lanes_of(group: Wire, snapshot: Snapshot) -> Lanes:
+    return Lanes.form(lambda *_: group, 0, None, snapshot, 2)  # pyright: ignore[reportArgumentType]
+
+
+def sent_to(group: Wire, snapshot: Snapshot) -> int:
+    return send(lanes_of(group, snapshot), snapshot, Rooms("cpu", shared=False))[0]
+
+
 def test_a_copy_that_stands_still_is_named_and_no_subscriber_is_blamed():
     with pytest.MonkeyPatch.context() as patch:
         clock = Clock()
         patch.setattr(sending, "time", clock)
         group = Wire()
-        assert send_whole(group, snapshot_of(0, SlowFilling(clock, TIMEOUT_S / 3))) == 32  # pyright: ignore[reportArgumentType]
+        assert sent_to(group, snapshot_of(0, SlowFilling(clock, TIMEOUT_S / 3))) == 32
         slow = snapshot_of(1, SlowFilling(clock, TIMEOUT_S / 2))
         with pytest.raises(RuntimeError, match=r"the copy out of the learner stood still for 4\.0 s"):
-            send_whole(group, slow)  # pyright: ignore[reportArgumentType]
+            sent_to(group, slow)
         assert not slow.filling.failed, "it can be sent again"
 
 
@@ -97,7 +106,7 @@ def test_whoever_used_up_the_time_is_named_when_bytes_do_not_come_through(monkey
     clock = Clock()
     monkeypatch.setattr(sending, "time", clock)
     with pytest.raises(RuntimeError, match=blamed):
-        send_whole(LateWire(), snapshot_of(0, SlowFilling(clock, rest_s)))  # pyright: ignore[reportArgumentType]
+        sent_to(LateWire(), snapshot_of(0, SlowFilling(clock, rest_s)))
 
 
 def test_a_delta_is_charged_for_the_copy_that_a_whole_version_is_sent_beside(monkeypatch):
@@ -106,8 +115,8 @@ def test_a_delta_is_charged_for_the_copy_that_a_whole_version_is_sent_beside(mon
     monkeypatch.setattr(broadcast_publisher, "time", clock)
     monkeypatch.setattr(DeltaChoice, "sent_delta", lambda self, encode_s, send_s: told.append((encode_s, send_s)))
     sender = BroadcastSender(Board(), host="127.0.0.1", timeout_s=TIMEOUT_S, delta="auto")  # pyright: ignore
-    sender._lanes = Lanes(groups={0: Wire()})  # pyright: ignore[reportArgumentType]
     first = snapshot_of(0, SlowFilling(clock, 0.0))
+    sender._lanes = lanes_of(Wire(), first)
     sender.send(first)
     sender.send(snapshot_of(1, SlowFilling(clock, 3.0)), first)
     assert told == [(0.0, 3.0)]

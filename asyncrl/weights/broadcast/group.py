@@ -140,6 +140,11 @@ class WeightGroup:
         self._wire.abort()
 
 
+def piece_sizes(group: WeightGroup, nbytes: int) -> Iterator[int]:
+    """Sizes of the `pieces` of a buffer of `nbytes`."""
+    return map(len, group.pieces(torch.empty(nbytes, dtype=torch.uint8, device="meta")))
+
+
 def passed(flow: Iterable[tuple[Tag, WeightGroup, torch.Tensor]]) -> Iterator[Tag]:
     """Broadcast the pieces of `flow`, each in its group, two at a time; yields the tag of each once it is through, in
     order.

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncrl.weights.broadcast.group import WeightGroup, passed
+from asyncrl.weights.broadcast.group import WeightGroup, passed, piece_sizes
 from asyncrl.weights.fingerprint import Fingerprint
 from asyncrl.weights.manifest import Bucket
+from asyncrl.weights.publishing.reading import Rooms
 from asyncrl.weights.shares import flat_parts
-
-_AT_ONCE = 2
-"""Number of pieces that are being received or read at a time (`group.passed`), and so of buffers for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,7 @@ class FlowLanding:
         self, buckets: Sequence[Bucket], groups: Sequence[WeightGroup | None], place: torch.device | str
     ) -> None:
         self._buckets, self._groups, self._place = buckets, groups, place
-        self._rooms: list[torch.Tensor] = []
+        self._rooms = Rooms(place, shared=False)
 
     def receive(self, targets: Mapping[str, torch.Tensor]) -> list[str]:
         """Receive into `targets`, by entry; returns the fingerprints of the buckets, "" for buckets that are not for
@@ -49,6 +47,9 @@ class FlowLanding:
         Raises:
             RuntimeError: a member of a group died or fell silent.
         """
+        ways = zip(self._buckets, self._groups, strict=True)
+        sizes = (size for bucket, group in ways if group is not None for size in piece_sizes(group, bucket.nbytes))
+        self._rooms.reserve(max(sizes, default=0))
         prints = [Fingerprint() for _ in self._buckets]
         for landed in passed(self._flow(targets)):
             prints[landed.bucket].update(landed.piece)  # while the next one arrives
@@ -66,11 +67,11 @@ class FlowLanding:
             if group is None:
                 continue
             start = 0
-            for size in map(len, group.pieces(torch.empty(bucket.nbytes, dtype=torch.uint8, device="meta"))):
+            for size in piece_sizes(group, bucket.nbytes):
                 piece = self._own_place(bucket, start, size, targets)
                 placed = piece is not None
                 if piece is None:
-                    piece = self._room(count % _AT_ONCE, size)
+                    piece = self._rooms.take(count, size)
                     count += 1
                 yield _Landed(index, start, piece, placed), group, piece
                 start += size
@@ -85,13 +86,6 @@ class FlowLanding:
                 first = start - entry.offset
                 return box.view(-1).view(torch.uint8)[first : first + size] if box.is_contiguous() else None
         return None
-
-    def _room(self, number: int, size: int) -> torch.Tensor:
-        while len(self._rooms) <= number:
-            self._rooms.append(torch.empty(0, dtype=torch.uint8, device=self._place))
-        if len(self._rooms[number]) < size:
-            self._rooms[number] = torch.empty(size, dtype=torch.uint8, device=self._place)
-        return self._rooms[number][:size]
 
     def _put(self, bucket: Bucket, start: int, piece: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> None:
         """Copy each tensor's part of the piece to its place. Pieces are cut, and tensors begin, at multiples of 16

@@ -11,12 +11,12 @@ import torch
 
 from asyncrl.errors import WeightsError
 from asyncrl.weights.boxes import within
-from asyncrl.weights.broadcast.group import STRETCH, WeightGroup, passed
+from asyncrl.weights.broadcast.group import STRETCH, WeightGroup, passed, piece_sizes
 from asyncrl.weights.delta import Encoded, encode
 from asyncrl.weights.fingerprint import Fingerprint
 from asyncrl.weights.flows import Flow, Flows, all_of, lane_name
 from asyncrl.weights.manifest import Bucket
-from asyncrl.weights.publishing.reading import Reading, Rooms, pack
+from asyncrl.weights.publishing.reading import Rooms, pack
 from asyncrl.weights.publishing.snapshot import Snapshot
 from asyncrl.weights.shares import Share, slices
 
@@ -44,19 +44,17 @@ def encode_deltas(snapshot: Snapshot, previous: Snapshot) -> Deltas:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lanes:
-    """One sender's groups of an epoch. Without a flow there is one group, which gets everything in the snapshot."""
+    """One sender's groups of an epoch, and what it sends to them."""
 
     groups: Mapping[int, WeightGroup]
     """Groups by lane."""
-    flow: Flow | None = None
-    share: Share | None = None
+    flow: Flow
+    share: Share
     """Share of this sender, from which the flow is cut."""
 
     @property
     def parts(self) -> bool:
         """Whether something other than the buckets of the snapshot is sent."""
-        if self.flow is None or self.share is None:
-            return False
         return self.flow.manifest != self.share.manifest or len(self.groups) != 1
 
     @classmethod
@@ -67,24 +65,26 @@ class Lanes:
 
         Args:
             form: forms a group of this name and number of members.
-            world: number of members of the single group without flows.
+            flows: None for one group, which gets everything in the snapshot.
+            world: number of members of that group.
 
         Raises:
             RuntimeError: one did not form; the others are left.
         """
-        if flows is None:
-            return cls(groups={0: form(lane_name(sender, 0), world)})
-        flow = flows.of[sender]
+        share = (snapshot.shares or all_of(snapshot.manifest)).of[sender]
+        flow, wide = Flow.of(share), {0: world}
+        if flows is not None:
+            flow = flows.of[sender]
+            wide = {lane: len(flows.lanes[lane]) + 1 for lane in sorted(set(flow.lanes))}
         groups: dict[int, WeightGroup] = {}
         try:
-            for lane in sorted(set(flow.lanes)):
-                groups[lane] = form(lane_name(sender, lane), len(flows.lanes[lane]) + 1)
+            for lane, members in wide.items():
+                groups[lane] = form(lane_name(sender, lane), members)
         except RuntimeError:
             for group in groups.values():
                 group.abort()
             raise
-        shares = snapshot.shares or all_of(snapshot.manifest)
-        return cls(groups=groups, flow=flow, share=shares.of[sender])
+        return cls(groups=groups, flow=flow, share=share)
 
     def abort(self) -> None:
         for group in self.groups.values():
@@ -94,73 +94,39 @@ class Lanes:
 def send(
     lanes: Lanes, snapshot: Snapshot, rooms: Rooms, through: Callable[[], None] = lambda: None
 ) -> tuple[int, list[str]]:
-    """Send everything to all members; returns the bytes sent, and the fingerprints of the buckets.
+    """Send everything to all members, each piece as soon as it has been copied; returns the bytes sent, and the
+    fingerprints of the buckets.
 
     Args:
-        rooms: buffers for pieces of a flow, which are not contiguous in the snapshot.
+        rooms: buffers for pieces that are not contiguous in the snapshot.
         through: called after each piece.
-
-    Raises:
-        RuntimeError: as `send_whole`.
-    """
-    flow = lanes.flow
-    if flow is None or not lanes.parts:
-        (group,) = lanes.groups.values()
-        return send_whole(group, snapshot, through), snapshot.all_fingerprints()
-    if not lanes.groups:
-        return 0, []
-    copied = _Copied(max(group.timeout_s for group in lanes.groups.values()), snapshot)
-    with copied.blamed():
-        prints = _send_flow(lanes, flow, copied, rooms, through)
-    snapshot.filling.wait()
-    return flow.manifest.nbytes, prints
-
-
-def send_whole(group: WeightGroup, snapshot: Snapshot, through: Callable[[], None] = lambda: None) -> int:
-    """Send all of the snapshot, each piece as soon as it has been copied; returns the bytes sent.
 
     Raises:
         RuntimeError: a member is gone or too slow; WeightsError if the copy took half of the time or all of it.
     """
-    if snapshot.reading is not None:
-        return _send_read(group, snapshot, snapshot.reading, through)
-    copied = _Copied(group.timeout_s, snapshot)
+    if not lanes.groups:
+        return 0, []
+    copied = _Copied(max(group.timeout_s for group in lanes.groups.values()), snapshot)
+    packed = lanes.parts or snapshot.reading is not None
     with copied.blamed():
-        for index in passed(copied.whole(group)):
-            through()
-            if snapshot.on_device:
-                snapshot.fingerprint(index)  # while the next one is being sent
+        prints = (_send_flow if packed else _send_buckets)(lanes, copied, rooms, through)
     snapshot.filling.wait()
-    return snapshot.manifest.nbytes
+    return lanes.flow.manifest.nbytes, prints if packed else snapshot.all_fingerprints()
 
 
-def _sizes(group: WeightGroup, bucket: Bucket) -> Iterator[int]:
-    return map(len, group.pieces(torch.empty(bucket.nbytes, dtype=torch.uint8, device="meta")))
-
-
-def _send_read(group: WeightGroup, snapshot: Snapshot, reading: Reading, through: Callable[[], None]) -> int:
-    """Send without a snapshot: the next piece is cast and hashed while one is being sent."""
-    buckets = snapshot.manifest.buckets
-    prints = [Fingerprint() for _ in buckets]
-
-    def flow() -> Iterator[tuple[None, WeightGroup, torch.Tensor]]:
-        number = 0
-        for bucket, fingerprint in zip(buckets, prints, strict=True):
-            for piece in reading.pieces(bucket, _sizes(group, bucket), number):
-                fingerprint.update(piece)
-                number += 1
-                yield None, group, piece
-
-    reading.rooms.reserve(max((size for bucket in buckets for size in _sizes(group, bucket)), default=0))
-    for _ in passed(flow()):
+def _send_buckets(lanes: Lanes, copied: _Copied, _: Rooms, through: Callable[[], None]) -> list[str]:
+    """Send the buckets of the snapshot as they are. Those on a device are hashed meanwhile; others when copied."""
+    (group,) = lanes.groups.values()
+    for index in passed(copied.whole(group)):
         through()
-    snapshot.fingerprints[:] = [fingerprint.hex() for fingerprint in prints]
-    return snapshot.manifest.nbytes
+        if copied.snapshot.on_device:
+            copied.snapshot.fingerprint(index)  # while the next one is being sent
+    return []
 
 
-def _send_flow(lanes: Lanes, flow: Flow, copied: _Copied, rooms: Rooms, through: Callable[[], None]) -> list[str]:
+def _send_flow(lanes: Lanes, copied: _Copied, rooms: Rooms, through: Callable[[], None]) -> list[str]:
     """Send parts of the tensors, each to its lane; the next piece is packed and hashed while one is being sent."""
-    assert lanes.share is not None
+    flow = lanes.flow
     tensors = copied.parts(flow, lanes.share)
     prints = [Fingerprint() for _ in flow.lanes]
     ways = [(bucket, lanes.groups[lane]) for bucket, lane in zip(flow.manifest.buckets, flow.lanes, strict=True)]
@@ -169,7 +135,7 @@ def _send_flow(lanes: Lanes, flow: Flow, copied: _Copied, rooms: Rooms, through:
         number = 0
         for (bucket, group), fingerprint in zip(ways, prints, strict=True):
             start = 0
-            for size in _sizes(group, bucket):
+            for size in piece_sizes(group, bucket.nbytes):
                 if start % STRETCH == 0:
                     copied.stood_s = 0.0
                 piece = copied.packed(bucket, start, rooms.take(number, size), tensors)
@@ -177,7 +143,7 @@ def _send_flow(lanes: Lanes, flow: Flow, copied: _Copied, rooms: Rooms, through:
                 yield None, group, piece
                 start, number = start + size, number + 1
 
-    rooms.reserve(max((size for bucket, group in ways for size in _sizes(group, bucket)), default=0))
+    rooms.reserve(max((size for bucket, group in ways for size in piece_sizes(group, bucket.nbytes)), default=0))
     for _ in passed(pieces()):
         through()
     return [fingerprint.hex() for fingerprint in prints]
@@ -191,7 +157,7 @@ class _Copied:
     """
 
     def __init__(self, timeout_s: float, snapshot: Snapshot) -> None:
-        self.timeout_s, self._snapshot = timeout_s, snapshot
+        self.timeout_s, self.snapshot = timeout_s, snapshot
         self._ends: dict[str, int] = {}
         """Number of final bytes after which each part of a flow is final."""
         self.stood_s = 0.0
@@ -200,7 +166,7 @@ class _Copied:
     def whole(self, group: WeightGroup) -> Iterator[tuple[int, WeightGroup, torch.Tensor]]:
         """Yield bucket index, group and piece, each once it is final."""
         done = 0
-        for index, buffer in enumerate(self._snapshot.buffers):
+        for index, buffer in enumerate(self.snapshot.buffers):
             for stretch in buffer.split(STRETCH):
                 self.stood_s = 0.0
                 for piece in group.pieces(stretch):
@@ -210,7 +176,7 @@ class _Copied:
 
     def parts(self, flow: Flow, share: Share) -> dict[str, torch.Tensor]:
         """The parts of the tensors, by entry of the flow."""
-        snapshot = self._snapshot
+        snapshot = self.snapshot
         tensors, before, ends = {}, 0, {}
         for bucket in snapshot.manifest.buckets:
             ends |= {entry.name: before + entry.offset + entry.nbytes for entry in bucket.entries}
@@ -225,7 +191,7 @@ class _Copied:
         self, bucket: Bucket, start: int, room: torch.Tensor, tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Set `room` to the bytes of the flow's bucket from `start` on, once their sources are final."""
-        snapshot, stop = self._snapshot, start + len(room)
+        snapshot, stop = self.snapshot, start + len(room)
         of = [e.name for e in bucket.entries if e.offset < stop and start < e.offset + e.nbytes]
         self._wait(max((self._ends[name] for name in of), default=0))
         if snapshot.reading is not None:
@@ -237,7 +203,7 @@ class _Copied:
 
     def _wait(self, reached: int) -> None:
         began = time.monotonic()
-        self._snapshot.filling.wait(reached)
+        self.snapshot.filling.wait(reached)
         self.stood_s += time.monotonic() - began
         if self.stood_s >= self.timeout_s:
             raise WeightsError(self.why())

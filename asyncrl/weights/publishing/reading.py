@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -26,7 +26,7 @@ it is done."""
 
 
 class Rooms:
-    """Buffers for pieces while they are sent, two at a time (`group.passed`). Kept across all versions.
+    """Buffers for pieces while they are sent or received, two at a time (`group.passed`). Kept across all versions.
 
     Args:
         shared: allocate them in memory that other processes of this machine can open.
@@ -35,10 +35,6 @@ class Rooms:
     def __init__(self, device: torch.device | str, *, shared: bool) -> None:
         self._device, self._shared = torch.device(device), shared
         self._rooms = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(map(len, self._rooms))
 
     def reserve(self, nbytes: int) -> None:
         """Make room for pieces of at most `nbytes`; called while nothing is being sent."""
@@ -64,9 +60,9 @@ class Reading:
     """
 
     def __init__(
-        self, policy_version: int, tensors: Mapping[str, torch.Tensor], rooms: Rooms, ordered: Ordered, wait_s: float
+        self, policy_version: int, tensors: Mapping[str, torch.Tensor], ordered: Ordered, wait_s: float
     ) -> None:
-        self._version, self._tensors, self.rooms = policy_version, tensors, rooms
+        self._version, self._tensors = policy_version, tensors
         self._ordered, self._wait_s = ordered, wait_s
         self._condition = threading.Condition()
         self._readers = 0
@@ -127,18 +123,6 @@ class Reading:
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """The weights, by name. Only valid while open."""
         return self._tensors
-
-    def pieces(self, bucket: Bucket, sizes: Iterable[int], first: int) -> Iterator[torch.Tensor]:
-        """Yield the bytes of `bucket` in pieces of these sizes, for which `rooms` has room, in the wire dtype; each is
-        valid until the one after the next is requested. Only valid while open.
-
-        Args:
-            first: number of the first piece, counted over all buckets.
-        """
-        start = 0
-        for number, size in enumerate(sizes, first):
-            yield self.packed(bucket, start, self.rooms.take(number, size), self._tensors)
-            start += size
 
     def packed(
         self, bucket: Bucket, start: int, room: torch.Tensor, tensors: Mapping[str, torch.Tensor]

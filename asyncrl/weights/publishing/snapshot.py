@@ -32,7 +32,7 @@ from asyncrl.weights.manifest import Manifest
 from asyncrl.weights.publishing.copying import BackgroundCopy, CopyStream
 from asyncrl.weights.publishing.filling import Filling
 from asyncrl.weights.publishing.gather import Route, choose_route, gather_into, plan, unique_tensors
-from asyncrl.weights.publishing.reading import Reading, Rooms
+from asyncrl.weights.publishing.reading import Reading
 from asyncrl.weights.publishing.sharding import OwnShare, local_part, memory_of
 from asyncrl.weights.shares import Shares
 
@@ -146,7 +146,7 @@ class BackgroundPublisher:
         copied: bool = True,
     ) -> None:
         self._sender = sender
-        self._rooms = None if copied else Rooms(device, shared=shared)
+        self._copies = copied
         self._reading: Reading | None = None
         """Reading of the newest version, without snapshots."""
         self._stream = CopyStream()
@@ -203,8 +203,8 @@ class BackgroundPublisher:
         self._filling = snapshot.filling
         devices = [tensor.device for _, tensor in named] + [torch.device(self._device)]
         device = next((device for device in devices if device.type == "cuda"), None)
-        if self._rooms is not None:
-            self._read(snapshot, named, self._rooms, device)
+        if not self._copies:
+            self._read(snapshot, named, device)
         elif self._route.background:
             self._copy.start(policy_version, partial(self._fill, snapshot, named, buffers), device)
         else:
@@ -253,13 +253,11 @@ class BackgroundPublisher:
             # A conducted sender stays until rank 0 ends, which waits for the step in which this rank has failed.
             self._thread.join(self._wait_s)
 
-    def _read(
-        self, snapshot: Snapshot, named: list[tuple[str, torch.Tensor]], rooms: Rooms, device: torch.device | None
-    ) -> None:
+    def _read(self, snapshot: Snapshot, named: list[tuple[str, torch.Tensor]], device: torch.device | None) -> None:
         """Hand the weights themselves to the sender."""
         tensors = {name: local_part(tensor) for name, tensor in named}
         ordered = self._stream.after_now(device)
-        self._reading = snapshot.reading = Reading(snapshot.policy_version, tensors, rooms, ordered, self._wait_s)
+        self._reading = snapshot.reading = Reading(snapshot.policy_version, tensors, ordered, self._wait_s)
         snapshot.filling.end()
         self._hand_over(snapshot)
 
@@ -301,13 +299,12 @@ class BackgroundPublisher:
                 self._route = choose_route(named, self._wait_s + _GATHER_S)
             if self._sender is not None:
                 sets = range(3 if self._sender.keeps_previous else 2)
-                self._free = [self._allocate(self._manifest) for _ in sets]
+                self._free = [
+                    self._manifest.allocate(self._device, shared=self._shared) if self._copies else [] for _ in sets
+                ]
         elif names != self._names:
             raise WeightsError("publish was called with other parameter names than the first time; the set is fixed")
         return self._manifest
-
-    def _allocate(self, manifest: Manifest) -> list[torch.Tensor]:
-        return manifest.allocate(self._device, shared=self._shared) if self._rooms is None else []
 
     def _take_buffers(self, policy_version: int) -> list[torch.Tensor]:
         """Return the buffers of a snapshot that nobody reads any more. Waits for the sender, bounded."""
