@@ -195,6 +195,17 @@ def with_args(spec: str, args: Mapping[str, Any], setting: str, takes: int) -> C
     return functools.partial(function, **args)
 
 
+_MADE: dict[tuple[str, str, str], Callable[..., Any]] = {}
+
+
+def made_once(spec: str, args: Mapping[str, Any], setting: str) -> Callable[..., Any]:
+    """`with_args` of a callable that takes one argument; the same object at every call in this process."""
+    key = setting, spec, repr(dict(args))
+    if key not in _MADE:
+        _MADE[key] = with_args(spec, args, setting, takes=1)
+    return _MADE[key]
+
+
 def called(function: Callable[..., Any], named: str, *arguments: Any) -> Any:
     """Call a user's function and return its result.
 

@@ -9,7 +9,7 @@ takes the part of its own trajectories, so the split over ranks and micro-batche
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from asyncrl.errors import OwnCodeError
-from asyncrl.own_code import called, with_args
+from asyncrl.own_code import called, made_once
 
 
 @runtime_checkable
@@ -51,31 +51,18 @@ class AdvantageInputs:
     """Named components that all trajectories of the step have, as the reward function returned them."""
 
 
-_LOADED: dict[tuple[str, str], Callable[..., Any]] = {}
-
-
-def load_own_advantages(config: OwnSettings) -> Callable[[AdvantageInputs], Any]:
-    """Load the function, or construct an object of the class, with `advantage.args`; once per process.
-
-    Raises:
-        ConfigError: it cannot be loaded, or does not accept these arguments.
-    """
-    key = config.function, repr(config.args)
-    if key not in _LOADED:
-        _LOADED[key] = with_args(config.function, config.args, "advantage.function", takes=1)
-    return _LOADED[key]
-
-
 @torch.no_grad()
 def own_advantages(inputs: AdvantageInputs, config: OwnSettings) -> Float[Tensor, "N L"]:
     """The advantage of each sampled token of each trajectory; one column if all tokens of a trajectory share one.
 
     Raises:
+        ConfigError: it cannot be loaded, or does not take `advantage.args`.
         OwnCodeError: the function raised, or its result is not a valid tensor of advantages.
     """
     named = f"advantage.function={config.function}"
     # A copy that the function may modify: `inputs.lengths` is still needed below.
-    found = called(load_own_advantages(config), named, copy.deepcopy(inputs))
+    function = made_once(config.function, config.args, "advantage.function")
+    found = called(function, named, copy.deepcopy(inputs))
     count, longest = len(inputs.rewards), int(inputs.lengths.max()) if len(inputs.lengths) else 0
     shapes = ((count,), (count, longest))
     if not isinstance(found, Tensor) or tuple(found.shape) not in shapes:

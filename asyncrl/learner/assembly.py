@@ -7,11 +7,11 @@ replay, publisher and log.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.checks.own_code import CODE, workers_code
@@ -34,7 +34,6 @@ from asyncrl.learner.reporting.step_row import StepLog
 from asyncrl.learner.roles import Roles, build_roles
 from asyncrl.learner.settings import CheckpointSettings
 from asyncrl.learner.step.accumulation import agree_on_reduction
-from asyncrl.learner.step.metrics import Bins
 from asyncrl.learner.train import Training
 from asyncrl.replay.protocol import LearnerReplay
 from asyncrl.schema import Config
@@ -48,26 +47,6 @@ from asyncrl.weights.base import Publisher
 log_of_start = logging.getLogger(__name__)
 CLOSE_WITHIN_S = 60.0
 """Seconds that a running save gets when the learner ends with an error. torchrun kills after 30 s."""
-
-
-class ClosableLog(StepLog, Protocol):
-    def close(self) -> None: ...
-
-
-class NoLog:
-    """The log of the ranks other than 0: it discards everything."""
-
-    def write(self, step: int, policy_version: int, row: Mapping[str, float]) -> None:
-        return
-
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]], eval_set: str = "") -> None:
-        return
-
-    def histograms(self, step: int, found: Mapping[str, Bins]) -> None:
-        return
-
-    def close(self) -> None:
-        return
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +115,7 @@ def assemble(
     run_dir: Path,
     resume: str,
     publisher: Callable[[Roles], Publisher],
-    log: Callable[[Start], ClosableLog],
+    log: Callable[[Start], StepLog],
     tokenizer: LocalTokenizer | None = None,
 ) -> Training:
     """Build the models, load the state that training starts from, then open publisher and log. Collective.
@@ -193,8 +172,9 @@ def assemble(
     )
     sender = publisher(roles)
     opened.push(lambda error, *_: sender.close(failed=error is not None))
-    rows = log(start) if place.rank == 0 else NoLog()
-    opened.callback(rows.close)
+    rows = log(start) if place.rank == 0 else None
+    if rows is not None:
+        opened.callback(rows.close)
     return Training(
         replay=replay,
         publisher=sender,

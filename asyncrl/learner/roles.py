@@ -11,8 +11,7 @@ import torch
 from asyncrl.learner.backends.base import Backend
 from asyncrl.learner.hook import Hook
 from asyncrl.learner.model.critic import CriticModel, build_critic
-from asyncrl.learner.model.layout import Layout
-from asyncrl.learner.model.packed import PackedModel
+from asyncrl.learner.model.packed import Layout, PackedModel
 from asyncrl.learner.model.policy import PolicyModel, build_model
 from asyncrl.learner.model.routing import RouterReplay
 from asyncrl.learner.optimizer.spikes import Spikes

@@ -65,7 +65,8 @@ class Training:
     best: BestCheckpoint
     """The same object that `checkpoints` uses."""
     start: Start
-    log: StepLog
+    log: StepLog | None
+    """On rank 0."""
     run_dir: Path
     rank: int
     world: int
@@ -237,7 +238,7 @@ class _Loop:
         commit_saved(parts)
         self.clock.lap("evaluate")
         times, row = self.clock.next(), dict[str, float]()
-        if parts.rank == 0:
+        if parts.log is not None:
             sending = parts.publisher.stats()
             row = step_row(lease, measured, sent, sending, reply, times, parts.world, self.peak)
             row |= parts.checkpoints.timings()

@@ -11,7 +11,7 @@ checks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,24 +22,9 @@ from asyncrl.losses.inputs import LossInputs
 from asyncrl.losses.ratios import Tokens, make_safe
 from asyncrl.losses.settings import LossConfig
 from asyncrl.losses.surrogates import Shaped
-from asyncrl.own_code import called, with_args
+from asyncrl.own_code import called, made_once
 
 INPUTS = tuple(each.name for each in dataclasses.fields(LossInputs))
-
-_LOADED: dict[tuple[str, str], Callable[..., Any]] = {}
-
-
-def load_own_loss(config: LossConfig) -> Callable[[LossInputs], Any]:
-    """The function, or an instance of the class, with `loss.args`; loaded once per process.
-
-    Raises:
-        ConfigError: it cannot be loaded, or does not take these arguments.
-    """
-    spec, args = config.function or "", dict(config.args)
-    key = spec, repr(args)
-    if key not in _LOADED:
-        _LOADED[key] = with_args(spec, args, "loss.function", takes=1)
-    return _LOADED[key]
 
 
 def own_loss(tokens: Tokens, config: LossConfig) -> Shaped:
@@ -47,6 +32,7 @@ def own_loss(tokens: Tokens, config: LossConfig) -> Shaped:
     with a ratio of 1, gradient through `learner_logprobs` only.
 
     Raises:
+        ConfigError: it cannot be loaded, or does not take `loss.args`.
         OwnCodeError: it raised, or did not return a loss per token.
     """
     given = dataclasses.replace(
@@ -60,7 +46,7 @@ def own_loss(tokens: Tokens, config: LossConfig) -> Shaped:
     named = f"loss.function={config.function}"
     tensors = {name: value for name in INPUTS if isinstance(value := getattr(given, name), Tensor)}
     writes = {name: value._version for name, value in tensors.items()}
-    returned = called(load_own_loss(config), named, given)
+    returned = called(made_once(config.function or "", config.args, "loss.function"), named, given)
     written = [name for name, value in tensors.items() if value._version != writes[name]]
     if written:
         raise OwnCodeError(

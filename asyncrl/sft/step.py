@@ -134,7 +134,7 @@ def evaluate(
     for start, lease in _chunks(examples, rank, world):
         batches, _ = micro_batches(config, policy, lease, rank, device)
         for batch in batches:
-            logprobs, likeliest = policy.judge(
+            logprobs, likeliest, _ = policy.judge(
                 batch.input_ids, batch.position_ids, batch.loss_positions, batch.predictors, batch.packing
             )
             found = torch.stack([-logprobs.double(), likeliest.double(), torch.ones_like(logprobs).double()], dim=1)

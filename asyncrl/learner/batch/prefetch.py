@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from asyncrl.replay.protocol import Lease
+from asyncrl.replay.protocol import LearnerReplay, Lease
 from asyncrl.spans import span
 
 LOOK_S = 0.2
@@ -32,19 +32,13 @@ def _ask(ask: Callable[[], Answer], future: Future[Answer]) -> None:
         future.set_exception(error)
 
 
-class Leases(Protocol):
-    """Source of batches (`LearnerReplay`)."""
-
-    def lease(self, *, step: int, rank: int, world: int, wait_s: float) -> Lease: ...
-
-
 class LeasePrefetch:
     """Leases batches at most one step ahead; at most one request at a time.
 
     Consumes: `lease` of the replay server. Waits for: rollout workers to fill the next batch. Unblocked by: the server.
     """
 
-    def __init__(self, replay: Leases, *, rank: int, world: int, wait_s: float) -> None:
+    def __init__(self, replay: LearnerReplay, *, rank: int, world: int, wait_s: float) -> None:
         self._replay, self._rank, self._world, self._wait_s = replay, rank, world, wait_s
         self._pending: tuple[int, Future[Lease]] | None = None
 

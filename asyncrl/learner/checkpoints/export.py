@@ -53,7 +53,7 @@ def export_hf(
         adapters = model.adapters
         written(adapter_of(target), lambda aside: save_adapter(whole, adapters, aside), nbytes_of(whole), patience)
         whole = merged(whole, model.adapters)
-    plain = refilled(AutoModelForCausalLM, model.hf, whole, saved_dtype(model, config))
+    plain = refilled(AutoModelForCausalLM, model.hf, whole, compute_dtype(config.dtype, model.device))
     plain.tie_weights()
     plain.generation_config = model.hf.generation_config
     written(target, lambda aside: write(plain, config.path, aside, trained), nbytes_of(plain.state_dict()), patience)
@@ -64,18 +64,13 @@ def adapter_of(target: Path) -> Path:
     return target.with_name("adapter" if target.name == EXPORT_DIR else f"{target.name}-adapter")
 
 
-def saved_dtype(model: PackedModel, config: ModelConfig) -> torch.dtype:
-    """The dtype in which `model` computes."""
-    return compute_dtype(config.dtype, model.device)
-
-
 def export_critic(
     model: CriticModel, config: ModelConfig, target: Path, rank: int, patience: Patience | None = None
 ) -> None:
     """Write the critic with its value head to `target`, so that `critic.path=target` starts from it. Collective."""
     whole = gathered(model)
     if rank == 0:
-        plain = refilled(AutoModelForTokenClassification, model.hf, whole, saved_dtype(model, config))
+        plain = refilled(AutoModelForTokenClassification, model.hf, whole, compute_dtype(config.dtype, model.device))
         written(target, lambda aside: write(plain, config.path, aside), nbytes_of(plain.state_dict()), patience)
 
 

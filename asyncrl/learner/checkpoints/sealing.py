@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -122,17 +122,12 @@ def promised_bytes(metadata: Metadata) -> dict[str, int]:
 def _in_time(happened: Callable[[], bool], within_s: float) -> bool:
     """Whether `happened` returns true in time. waits for: another machine's write. unblocked by: its file system, or
     the deadline."""
-    for _ in _ticks(within_s):
-        if happened():
-            return True
-    return happened()
-
-
-def _ticks(within_s: float) -> Iterator[None]:
     until = time.monotonic() + within_s
-    while time.monotonic() < until:
-        yield
+    while not happened():
+        if time.monotonic() >= until:
+            return False
         time.sleep(LOOK_EVERY_S)
+    return True
 
 
 def _content(path: Path) -> str:

@@ -25,9 +25,9 @@ from asyncrl.learner.backends.base import Backend
 from asyncrl.learner.model.attention import EXACT_PACKED_ATTENTION
 from asyncrl.learner.model.attention_kernel import kernel_of, widest_head
 from asyncrl.learner.model.compiling import compile_layers, refuse_unbuildable, warm_up
-from asyncrl.learner.model.layout import Layout, agree_on_layout, use_layout
+from asyncrl.learner.model.layout import agree_on_layout, use_layout
 from asyncrl.learner.model.loading import Recipe, fill_from_rank_zero, on_rank_zero, own_part
-from asyncrl.learner.model.packed import PackedModel
+from asyncrl.learner.model.packed import Layout, PackedModel
 from asyncrl.learner.model.recompute import checkpointing_options
 from asyncrl.learner.parallel.sequence import SequenceRanks
 from asyncrl.learner.parallel.sharding import dim_size

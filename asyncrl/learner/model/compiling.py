@@ -30,8 +30,8 @@ from transformers import AttentionInterface
 
 from asyncrl.errors import ConfigError
 from asyncrl.learner.model.attention import PACKED_ATTENTION, packed_attention
-from asyncrl.learner.model.layout import Layout, end_to_end, probes_for
-from asyncrl.learner.model.packed import PackedModel
+from asyncrl.learner.model.layout import end_to_end, probes_for
+from asyncrl.learner.model.packed import Layout, PackedModel
 from asyncrl.learner.parallel.collectives import is_first
 
 log = logging.getLogger(__name__)

@@ -55,7 +55,7 @@ class CriticModel(PackedModel):
     def seen(
         self, ids: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"], packing: Packing
     ) -> Float[Tensor, "tokens width"]:
-        """Hidden states normalised to unit RMS, because a new head's values are all 0 (see `layout.Probed`)."""
+        """Hidden states normalised to unit RMS, because a new head's values are all 0."""
         hidden, mine = self.states_at(ids, positions, torch.arange(len(ids), device=ids.device), packing)
         return _of_unit_size(self.told(hidden, mine, len(ids)))
 

@@ -14,8 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +27,7 @@ from asyncrl.checks.architecture import too_long_to_guess
 from asyncrl.errors import ConfigError
 from asyncrl.learner.batch.packing import Packing, plan_packing
 from asyncrl.learner.model.attention import PACKED_ATTENTION, UnpackedCall
+from asyncrl.learner.model.packed import Layout, PackedModel
 from asyncrl.learner.parallel.collectives import is_first, text_of_rank_zero
 from asyncrl.learner.parallel.sharding import device_of
 from asyncrl.weights.canary import Canary, Difference, Tolerance, compare, random_probes, tolerance
@@ -54,38 +54,7 @@ BROKEN = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyEr
 """Exceptions of a third-party forward that was not written for these tensors and arguments."""
 
 
-class Layout(str, Enum):
-    PACKED = "packed"
-    """Siblings share their prompt's tokens; `attention.packed_attention` keeps sequences separate."""
-    ROWS = "rows"
-    """[B, L], padded at the end, with transformers' own attention: correct for every causal model."""
-
-
-class Probed(Protocol):
-    """What `choose_layout` requires of a model (`packed.PackedModel`)."""
-
-    hf: PreTrainedModel
-    layout: Layout
-
-    @property
-    def device(self) -> torch.device:
-        """Device on which it computes."""
-        ...
-
-    def seen(self, ids: Tensor, positions: Tensor, packing: Packing) -> Tensor:
-        """[T, ...] the values that are compared, as training computes them in `layout`."""
-        ...
-
-    def seen_alone(self, ids: Tensor) -> Tensor:
-        """[T, ...] the same for one sequence [T], as transformers computes it."""
-        ...
-
-    def settle(self) -> None:
-        """Called after each of these, even if it failed."""
-        ...
-
-
-def agree_on_layout(model: Probed, name: str, dtype: str, longest: int, mesh: DeviceMesh | None) -> None:
+def agree_on_layout(model: PackedModel, name: str, dtype: str, longest: int, mesh: DeviceMesh | None) -> None:
     """Choose and set the layout of `model`. Collective if it is sharded.
 
     Args:
@@ -124,7 +93,7 @@ def every_core() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def use_layout(model: Probed, layout: Layout) -> None:
+def use_layout(model: PackedModel, layout: Layout) -> None:
     model.layout = layout
     # Not with set_attn_implementation: it skips models, and their masks, whose attention does not use the interface.
     model.hf.config._attn_implementation = PACKED_ATTENTION if layout is Layout.PACKED else own_attention(model.hf)
@@ -146,7 +115,7 @@ def with_our_attention(make: Callable[..., Any]) -> Any:
 
 
 @torch.no_grad()
-def choose_layout(model: Probed, name: str, dtype: str, longest: int) -> Layout:
+def choose_layout(model: PackedModel, name: str, dtype: str, longest: int) -> Layout:
     """The layout in which `model` computes what transformers does; PACKED if both do.
 
     Raises:
@@ -209,7 +178,7 @@ def foreign_kinds(hf: PreTrainedModel) -> list[str]:
     return sorted(set(getattr(settings, "layer_types", None) or ()) - set(PACKABLE))
 
 
-def unpackable(model: Probed, canary: Canary, longest: int) -> str:
+def unpackable(model: PackedModel, canary: Canary, longest: int) -> str:
     """Why `model` cannot be packed; empty if it can. Raises ConfigError if its kind of attention is refused."""
     settings = model.hf.config.get_text_config(decoder=True)
     kinds = set(getattr(settings, "layer_types", None) or ())
@@ -236,7 +205,7 @@ def unpackable(model: Probed, canary: Canary, longest: int) -> str:
 
 
 def apart(
-    model: Probed, layout: Layout, canary: Canary, note_window: Callable[[int | None], None] | None = None
+    model: PackedModel, layout: Layout, canary: Canary, note_window: Callable[[int | None], None] | None = None
 ) -> Difference:
     """Difference between the scores in `layout` and those of the single sequences in `canary`.
 

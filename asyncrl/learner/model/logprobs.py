@@ -57,32 +57,23 @@ def judged_logprobs(
     targets: Int[Tensor, " tokens"],
     temperature: float,
     *,
+    exact: bool = False,
     wide: bool = False,
-) -> tuple[Float[Tensor, " tokens"], Bool[Tensor, " tokens"]]:
-    """Log-probs as `token_logprobs`, and whether each target is a most likely token (ties count)."""
+) -> tuple[Float[Tensor, " tokens"], Bool[Tensor, " tokens"], Float[Tensor, " tokens"]]:
+    """Log-probs bitwise as `token_logprobs`, whether each target is a most likely token (ties count), and the largest
+    |logit / temperature| of its distribution."""
     if wide:
         hidden, weight, bias = _widened(hidden, weight, bias)
-    logprobs = torch.empty(len(targets), dtype=_wide(hidden), device=hidden.device)
+    factors, product, total = _kernels(weight, exact)
+    logprobs, largest = (torch.empty(len(targets), dtype=_wide(hidden), device=hidden.device) for _ in range(2))
     likeliest = torch.empty(len(targets), dtype=torch.bool, device=hidden.device)
     for rows in _chunks(len(targets), head_rows(len(weight))):
-        logits = _logits(hidden, weight, bias, temperature, None, rows)
+        logits = _logits(hidden, factors, bias, temperature, None, rows, product)
         chosen = logits.gather(-1, targets[rows, None])[:, 0]
-        logprobs[rows] = chosen - logits.logsumexp(-1)
-        likeliest[rows] = chosen >= logits.amax(-1)
-    return logprobs, likeliest
-
-
-@torch.no_grad()
-def largest_logits(
-    hidden: Float[Tensor, "tokens width"],
-    weight: Float[Tensor, "vocabulary width"],
-    bias: Float[Tensor, " vocabulary"] | None,
-    temperature: float,
-) -> Float[Tensor, " tokens"]:
-    """Largest |logit / temperature| of each token's distribution, fp32 (float64 for float64 inputs)."""
-    chunks = _chunks(len(hidden), head_rows(len(weight)))
-    found = [_logits(hidden, weight, bias, temperature, None, rows).abs().amax(-1) for rows in chunks]
-    return torch.cat(found) if found else hidden.new_zeros(0, dtype=_wide(hidden))
+        logprobs[rows] = chosen - total(logits)
+        lowest, highest = logits.aminmax(dim=-1)
+        likeliest[rows], largest[rows] = chosen >= highest, highest.maximum(-lowest)
+    return logprobs, likeliest, largest
 
 
 def _chunks(tokens: int, rows: int) -> list[slice]:
@@ -124,6 +115,13 @@ def _logsumexp(logits: Tensor) -> Tensor:
     return logits.logsumexp(-1)
 
 
+def _kernels(weight: Tensor, exact: bool) -> tuple[Tensor, Callable[..., Tensor], Callable[[Tensor], Tensor]]:
+    """The weight as the product takes it, the product of the head, and the log-normaliser of its logits."""
+    if exact:
+        return kernels.rounded_weight(weight), kernels.linear, kernels.logsumexp
+    return weight, functional.linear, _logsumexp
+
+
 class _ChunkedLogprobs(torch.autograd.Function):
     """The forward keeps one log-normaliser per token; the backward recomputes each chunk's logits, in place."""
 
@@ -139,8 +137,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         exact: bool,
         through_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        product, total = (kernels.linear, kernels.logsumexp) if exact else (functional.linear, _logsumexp)
-        factors = kernels.rounded_weight(weight) if exact else weight
+        factors, product, total = _kernels(weight, exact)
         logprobs = torch.empty(targets.shape, dtype=_wide(hidden), device=hidden.device)
         entropy, normaliser = (logprobs.new_empty(len(targets)) for _ in range(2))
         for rows in _chunks(len(targets), head_rows(len(weight))):

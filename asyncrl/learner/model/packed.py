@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from enum import Enum
+
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from asyncrl.learner.backends.base import HeldModel
 from asyncrl.learner.batch.packing import Packing, as_rows
-from asyncrl.learner.model.layout import Layout
+
+
+class Layout(str, Enum):
+    PACKED = "packed"
+    """Siblings share their prompt's tokens; `attention.packed_attention` keeps sequences separate."""
+    ROWS = "rows"
+    """[B, L], padded at the end, with transformers' own attention: correct for every causal model."""
 
 
 class PackedModel(HeldModel):
     """A Hugging Face model over packed tokens. It is the FSDP root, so the head's weight is whole in `forward`."""
 
     layout: Layout = Layout.PACKED
-    """Set at load by `agree_on_layout`."""
+    """Set at load (`layout.agree_on_layout`)."""
     reduce_each: bool = False
     """Gradients are reduced over the ranks with every micro-batch (`step.accumulation`)."""
     entries = ("seen_alone",)
@@ -65,11 +73,11 @@ class PackedModel(HeldModel):
     def seen(
         self, ids: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"], packing: Packing
     ) -> Float[Tensor, "tokens ..."]:
-        """The values by which the layout is chosen, as training computes them; see `layout.Probed`."""
+        """[T, ...] the values by which the layout is chosen, as training computes them in it."""
         raise NotImplementedError
 
     def seen_alone(self, ids: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens ..."]:
-        """The same for one sequence, computed by transformers alone."""
+        """[T, ...] the same for one sequence, as transformers computes it."""
         raise NotImplementedError
 
     def settle(self) -> None:

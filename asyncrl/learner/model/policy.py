@@ -28,7 +28,7 @@ from asyncrl.learner.model.building import DTYPES, Build, built
 from asyncrl.learner.model.flops import Work
 from asyncrl.learner.model.layout import with_our_attention
 from asyncrl.learner.model.loading import REFUSALS, Recipe, of_transformers, refuse_random
-from asyncrl.learner.model.logprobs import judged_logprobs, largest_logits, token_logprobs
+from asyncrl.learner.model.logprobs import judged_logprobs, token_logprobs
 from asyncrl.learner.model.lora import Adapters, add_adapters, base_fingerprint, start_adapters
 from asyncrl.learner.model.packed import PackedModel
 from asyncrl.learner.model.routing import RouterReplay
@@ -49,7 +49,7 @@ class PolicyModel(PackedModel):
     """Whether log-probs are bitwise those of an exact engine (`compute_exactly`)."""
     through_entropy: bool = False
     """Whether the entropy has a gradient, because the loss has an entropy bonus (`loss.entropy_coef`)."""
-    entries = ("judge", "probed", "seen_alone")
+    entries = ("judge", "seen_alone")
 
     fp32_head: bool = False
     """See `model.fp32_head`."""
@@ -130,41 +130,22 @@ class PolicyModel(PackedModel):
         loss_positions: Int[Tensor, " chosen"],
         predictors: Int[Tensor, " chosen"],
         packing: Packing,
-    ) -> tuple[Float[Tensor, " chosen"], Bool[Tensor, " chosen"]]:
-        """Log-probs as in `forward` at temperature 1, and whether greedy decoding would have chosen each token."""
+    ) -> tuple[Float[Tensor, " chosen"], Bool[Tensor, " chosen"], Float[Tensor, " chosen"]]:
+        """Log-probs bitwise as in `forward` at temperature 1, whether greedy decoding would have chosen each token, and
+        the largest |logit| of its distribution."""
         hidden, mine = self.states_at(input_ids, position_ids, predictors, packing)
         wanted = input_ids.index_select(0, loss_positions)
         wanted = wanted if mine is None else wanted[mine]
-        logprobs, likeliest = judged_logprobs(
-            hidden, *self.head_weights, wanted, 1.0 / self.factor, wide=self.fp32_head
-        )
-        counted = self.told(likeliest.to(logprobs.dtype), mine, len(predictors))
-        return self.told(logprobs, mine, len(predictors)), counted.bool()
-
-    @torch.no_grad()
-    def probed(
-        self,
-        input_ids: Int[Tensor, " tokens"],
-        position_ids: Int[Tensor, " tokens"],
-        loss_positions: Int[Tensor, " chosen"],
-        predictors: Int[Tensor, " chosen"],
-        packing: Packing,
-    ) -> tuple[Float[Tensor, " chosen"], Float[Tensor, " chosen"]]:
-        """Log-probs bitwise as in `forward` at temperature 1, and the largest |logit| of each distribution."""
-        hidden, mine = self.states_at(input_ids, position_ids, predictors, packing)
-        wanted = input_ids.index_select(0, loss_positions)
-        wanted = wanted if mine is None else wanted[mine]
-        weight, bias = self.head_weights
-        heat = 1.0 / self.factor
-        logprobs, _ = token_logprobs(hidden, weight, bias, wanted, heat, exact=self.exact, wide=self.fp32_head)
-        found = logprobs, largest_logits(hidden, weight, bias, heat)
-        logprobs, largest = (self.told(each, mine, len(predictors)) for each in found)
-        return logprobs, largest
+        how = {"exact": self.exact, "wide": self.fp32_head}
+        logprobs, likeliest, largest = judged_logprobs(hidden, *self.head_weights, wanted, 1.0 / self.factor, **how)
+        found = logprobs, likeliest.to(logprobs.dtype), largest
+        logprobs, counted, largest = (self.told(each, mine, len(predictors)) for each in found)
+        return logprobs, counted.bool(), largest
 
     def seen(
         self, ids: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"], packing: Packing
     ) -> Float[Tensor, " tokens"]:
-        """Log-prob of every token at temperature 1, 0 for the first of each sequence; see `layout.Probed`."""
+        """Log-prob of every token at temperature 1, 0 for the first of each sequence."""
         chosen = positions.nonzero()[:, 0]
         return self(ids, positions, chosen, chosen - 1, packing, 1.0)[0]
 

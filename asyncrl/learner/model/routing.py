@@ -18,8 +18,7 @@ from asyncrl.checks.architecture import not_replayed
 from asyncrl.errors import ConfigError
 from asyncrl.learner.batch.packing import Packing
 from asyncrl.learner.batch.recorded import OWN_CHOICE
-from asyncrl.learner.model.layout import Layout
-from asyncrl.learner.model.packed import PackedModel
+from asyncrl.learner.model.packed import Layout, PackedModel
 from asyncrl.routers import gates_of, routers_of, weights_of
 
 

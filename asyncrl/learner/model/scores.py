@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from asyncrl.checks.dtypes import dtype_on
 from asyncrl.errors import ConfigError
 from asyncrl.learner.memory_plan import ROOM
-from asyncrl.learner.model.layout import Layout
+from asyncrl.learner.model.packed import Layout
 from asyncrl.learner.parallel.place import memory_of
 from asyncrl.schema import Config
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import FrameType
 
 import torch
-import torch.distributed as dist
 
 from asyncrl.config import LOG_DIR
+from asyncrl.learner.parallel.collectives import text_of_rank_zero
 from asyncrl.telemetry.folder.run_folder import STOP_FILE
 
 Asked = Callable[[], bool]
@@ -45,8 +45,4 @@ class StopRequest:
 
 def agreed(asked: bool, device: torch.device) -> bool:
     """Rank 0's argument, on every rank. Collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return asked
-    flag = torch.tensor([int(asked)], device=device)
-    dist.broadcast(flag, src=0)
-    return bool(flag.item())
+    return bool(text_of_rank_zero("stop" if asked else "", device))

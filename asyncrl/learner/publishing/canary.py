@@ -120,11 +120,11 @@ def canary_of(
     packing = plan_packing(np.arange(total), lengths, total, device)
     arrays = (np.concatenate(sequences).astype(np.int64), position, targets, targets - 1)
     ids, positions, chosen, predictors = (torch.from_numpy(array).to(device) for array in arrays)
-    logprobs, largest = model.probed(ids, positions, chosen, predictors, packing)
+    logprobs, _, largest = model.judge(ids, positions, chosen, predictors, packing)
     noise = math.inf
     if with_noise:
         with disturbed(model) as layers:
-            others, _ = model.probed(ids, positions, chosen, predictors, packing)
+            others, *_ = model.judge(ids, positions, chosen, predictors, packing)
         if layers:  # for a model that does not name its layers the noise is unknown, which does not mean 0
             noise = float((others.float() - logprobs.float()).abs().mean()) / DISTURBED
     model.settle()

@@ -27,6 +27,8 @@ class StepLog(Protocol):
 
     def histograms(self, step: int, found: Mapping[str, Bins]) -> None: ...
 
+    def close(self) -> None: ...
+
 
 def write_evaluations(log: StepLog, summaries: Iterable[EvalSummary], metrics: Mapping[str, str]) -> None:
     """Write one row per evaluation, at the step of the oldest weights that it measured.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from asyncrl.learner.batch.micro_batch import MicroBatch, pack
 from asyncrl.learner.batch.plan import Budget, plan_minibatches
-from asyncrl.learner.model.layout import Layout
+from asyncrl.learner.model.packed import Layout
 from asyncrl.learner.model.policy import PolicyModel
 from asyncrl.learner.parallel.collectives import sum_over_data
 from asyncrl.learner.step.scoring import score

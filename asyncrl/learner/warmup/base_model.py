@@ -35,16 +35,6 @@ class WarmupTask(Protocol):
         ...
 
 
-class Modes:
-    """Words, with one of several kinds of answers."""
-
-    def batch(self, rng: random.Random, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return make_batch(rng, size)
-
-    def accuracy(self, model: Qwen2ForCausalLM, *, greedy: bool) -> float:
-        return accuracy(model, greedy=greedy)
-
-
 def build_model(recipe: WarmupRecipe, vocab_size: int = VOCAB_SIZE) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(
         Qwen2Config(
@@ -64,17 +54,6 @@ def build_model(recipe: WarmupRecipe, vocab_size: int = VOCAB_SIZE) -> Qwen2ForC
     )
 
 
-def make_batch(rng: random.Random, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels, both [size, longest]; labels are IGNORED on prompts and padding."""
-    rows, labels = [], []
-    for _ in range(size):
-        prompt, answer = warmup_example(rng)
-        head, tail = list(prompt.encode()), [*answer.encode(), EOS_ID]
-        rows.append(head + tail)
-        labels.append([IGNORED] * len(head) + tail)
-    return padded(rows, labels)
-
-
 def padded(rows: list[list[int]], labels: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Pad both to [rows, longest]."""
     longest = max(map(len, rows))
@@ -84,15 +63,48 @@ def padded(rows: list[list[int]], labels: list[list[int]]) -> tuple[torch.Tensor
     return ids, targets
 
 
-def train(
-    model: Qwen2ForCausalLM, recipe: WarmupRecipe, rng: random.Random, task: WarmupTask | None = None
-) -> tuple[int, float, float]:
-    """Train until samples are right often enough. Returns the steps taken, and sampled and greedy accuracy.
+class Modes:
+    """Words, with one of several kinds of answers."""
 
-    Args:
-        task: default `Modes`.
-    """
-    task = task or Modes()
+    def batch(self, rng: random.Random, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, labels = [], []
+        for _ in range(size):
+            prompt, answer = warmup_example(rng)
+            head, tail = list(prompt.encode()), [*answer.encode(), EOS_ID]
+            rows.append(head + tail)
+            labels.append([IGNORED] * len(head) + tail)
+        return padded(rows, labels)
+
+    @torch.no_grad()
+    def accuracy(self, model: Qwen2ForCausalLM, *, greedy: bool) -> float:
+        """Fraction of PROBES training words whose reversal is the answer; those of one length are decoded together."""
+        generator = torch.Generator().manual_seed(0)
+        rng = random.Random("warm-up probes")
+        by_length: dict[int, list[str]] = {}
+        for _ in range(PROBES):
+            word = sample_word(rng, held_out=False)
+            by_length.setdefault(len(word), []).append(word)
+        right = 0
+        for words in by_length.values():
+            ids = torch.tensor([list(f"{word}>".encode()) for word in words])
+            start = ids.shape[1]
+            for _ in range(ANSWER_TOKENS):
+                logits = model(input_ids=ids).logits[:, -1]
+                chosen = (
+                    logits.argmax(-1, keepdim=True)
+                    if greedy
+                    else torch.multinomial(logits.softmax(-1), 1, generator=generator)
+                )
+                ids = torch.cat([ids, chosen], dim=1)
+            for word, row in zip(words, ids[:, start:].tolist(), strict=True):
+                right += row[: len(word) + 1] == [*reverse(word).encode(), EOS_ID]
+        return right / PROBES
+
+
+def train(
+    model: Qwen2ForCausalLM, recipe: WarmupRecipe, rng: random.Random, task: WarmupTask
+) -> tuple[int, float, float]:
+    """Train until samples are right often enough. Returns the steps taken, and sampled and greedy accuracy."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(1, recipe.max_steps + 1):
         ids, labels = task.batch(rng, recipe.batch_size)
@@ -112,37 +124,11 @@ def train(
     )
 
 
-@torch.no_grad()
-def accuracy(model: Qwen2ForCausalLM, *, greedy: bool) -> float:
-    """Fraction of PROBES training words answered with their reversal; words of equal length are decoded together."""
-    generator = torch.Generator().manual_seed(0)
-    rng = random.Random("warm-up probes")
-    by_length: dict[int, list[str]] = {}
-    for _ in range(PROBES):
-        word = sample_word(rng, held_out=False)
-        by_length.setdefault(len(word), []).append(word)
-    right = 0
-    for words in by_length.values():
-        ids = torch.tensor([list(f"{word}>".encode()) for word in words])
-        start = ids.shape[1]
-        for _ in range(ANSWER_TOKENS):
-            logits = model(input_ids=ids).logits[:, -1]
-            chosen = (
-                logits.argmax(-1, keepdim=True)
-                if greedy
-                else torch.multinomial(logits.softmax(-1), 1, generator=generator)
-            )
-            ids = torch.cat([ids, chosen], dim=1)
-        for word, row in zip(words, ids[:, start:].tolist(), strict=True):
-            right += row[: len(word) + 1] == [*reverse(word).encode(), EOS_ID]
-    return right / PROBES
-
-
 def main(folder: str, recipe_json: str) -> None:
     recipe = WarmupRecipe(**json.loads(recipe_json))
     torch.manual_seed(recipe.seed)
     model = build_model(recipe)
-    steps, sampled, greedy = train(model, recipe, random.Random(f"warm-up-{recipe.seed}"))
+    steps, sampled, greedy = train(model, recipe, random.Random(f"warm-up-{recipe.seed}"), Modes())
     target = Path(folder)
     model.save_pretrained(target)
     save_byte_tokenizer(target)

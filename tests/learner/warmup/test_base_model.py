@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.data.byte_tokenizer import EOS_ID, PAD_ID
 from asyncrl.data.warmup_recipe import WarmupRecipe
-from asyncrl.learner.warmup.base_model import IGNORED, build_model, main, make_batch, train
+from asyncrl.learner.warmup.base_model import IGNORED, Modes, build_model, main, train
 
 
 def test_only_the_answer_and_its_end_are_learned() -> None:
-    ids, labels = make_batch(random.Random(0), 16)
+    ids, labels = Modes().batch(random.Random(0), 16)
     for row, targets in zip(ids.tolist(), labels.tolist(), strict=True):
         prompt_end = row.index(ord(">")) + 1
         answer_end = row.index(EOS_ID) + 1
@@ -34,7 +34,7 @@ def test_a_warm_up_that_never_gets_there_says_so() -> None:
     recipe = WarmupRecipe(max_steps=2, check_every=1, batch_size=4)
     torch.manual_seed(0)
     with pytest.raises(SystemExit, match="after 2 steps fewer than 10%"):
-        train(build_model(recipe), recipe, random.Random(0))
+        train(build_model(recipe), recipe, random.Random(0), Modes())
 
 
 def test_what_is_saved_loads_as_a_model_with_its_tokenizer(tmp_path: Path) -> None:
