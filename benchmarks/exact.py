@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from asyncrl.engines.hf.engine import TransformersEngine
 from asyncrl.engines.hf.runner import ModelRunner
-from asyncrl.learner.batch.packing import Packing, plan_packing
+from asyncrl.learner.batch.packing import Pack, plan_packing
 from asyncrl.learner.model.layout import Layout, use_layout
 from asyncrl.learner.model.policy import PolicyModel, compute_exactly
 from benchmarks.engine import engine_round
@@ -52,11 +52,8 @@ def policy_of(model: PreTrainedModel, exact: bool) -> PolicyModel:
     return policy
 
 
-def packed(
-    prompts: int, length: int, new: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Packing]:
-    """Return token ids, position ids, the places of completion tokens, the places that predict them, and the `Packing`
-    by which `SIBLINGS` completions of each prompt share it."""
+def packed(prompts: int, length: int, new: int) -> Pack:
+    """Return a pack in which `SIBLINGS` completions of each prompt share it; completion tokens are scored."""
     rows: list[np.ndarray] = []
     positions, chosen, before, start = [], [], [], 0
     for _ in range(prompts):
@@ -73,14 +70,14 @@ def packed(
     ids = np.random.default_rng(0).integers(3, 260, start)
     arrays = (ids, *map(np.concatenate, (positions, chosen, before)))
     ids, places, chosen, before = (torch.from_numpy(array) for array in arrays)
-    return ids, places, chosen, before, packing
+    return Pack(input_ids=ids, position_ids=places, loss_positions=chosen, predictors=before, packing=packing)
 
 
 def learner_rate(policy: PolicyModel, prompts: int, length: int, new: int) -> float:
     """Return the completion tokens per second of one forward and backward."""
-    *tensors, packing = packed(prompts, length, new)
+    pack = packed(prompts, length, new)
     started = time.perf_counter()
-    policy(*tensors, packing, 1.0)[0].sum().backward()
+    policy(pack, 1.0)[0].sum().backward()
     return prompts * SIBLINGS * new / (time.perf_counter() - started)
 
 

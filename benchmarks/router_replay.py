@@ -114,8 +114,7 @@ def packed(groups: list[TrajectoryGroup], policy: PolicyModel) -> MicroBatch:
 
 
 def logprobs(policy: PolicyModel, batch: MicroBatch) -> Tensor:
-    given = (batch.input_ids, batch.position_ids, batch.loss_positions, batch.predictors, batch.packing)
-    return policy(*given, 1.0)[0]
+    return policy(batch, 1.0)[0]
 
 
 def gaps(policy: PolicyModel, batch: MicroBatch) -> dict[str, Any]:

@@ -94,5 +94,4 @@ def likeliest_by_learner(policy: PolicyModel, siblings: Sequence[Sibling], tempe
 
 
 def _forward(policy: PolicyModel, batch: MicroBatch, temperature: float, candidates: Any) -> tuple[Any, ...]:
-    places = (batch.input_ids, batch.position_ids, batch.loss_positions, batch.predictors, batch.packing)
-    return policy(*places, temperature, batch.support, candidates)
+    return policy(batch, temperature, batch.support, candidates)

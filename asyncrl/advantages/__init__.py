@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from asyncrl.advantages.group import BASELINES, STDS, gdpo, group_advantages, reward_components
 from asyncrl.advantages.own import AdvantageInputs
-from asyncrl.advantages.returns import kl_in_reward, reinforce_plus_plus, returns_to_go, token_rewards
+from asyncrl.advantages.returns import reinforce_plus_plus, returns_to_go, token_rewards
 from asyncrl.advantages.traces import gae, length_adaptive_lambda, retrace, segment_log_ratio, vtrace
 from asyncrl.advantages.turns import turn_advantages
 from asyncrl.advantages.whitening import WHITENINGS, masked_whiten, whitening_moments
@@ -23,7 +23,6 @@ __all__ = [
     "gae",
     "gdpo",
     "group_advantages",
-    "kl_in_reward",
     "length_adaptive_lambda",
     "masked_whiten",
     "reinforce_plus_plus",

@@ -67,18 +67,3 @@ def token_rewards(
     last = (position * inside).amax(1)
     terminal = torch.where(inside.any(1), rewards, torch.zeros_like(rewards))
     return charged.scatter_add(1, last[:, None], terminal[:, None].to(charged.dtype))
-
-
-@torch.no_grad()
-def kl_in_reward(
-    rewards: Float[Tensor, " B"],
-    learner_logprobs: Float[Tensor, "B T"],
-    ref_logprobs: Float[Tensor, "B T"],
-    mask: Tensor,
-    coefficient: float,
-) -> Float[Tensor, "B T"]:
-    """`token_rewards` with the penalty coefficient * (learner - ref), the k1 estimate, at every sampled token.
-
-    For another estimator: `token_rewards(rewards, mask, coefficient * kl_estimate(learner, ref, kind))`.
-    """
-    return token_rewards(rewards, mask, coefficient * (learner_logprobs - ref_logprobs))

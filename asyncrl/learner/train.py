@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from asyncrl.background import in_background
 from asyncrl.checks.evaluations import EvalSet, eval_sets
 from asyncrl.checks.parallel import ParallelDims
 from asyncrl.checks.rules.learner import early_groups
@@ -18,7 +19,7 @@ from asyncrl.config import disk_patience
 from asyncrl.data.mixture import source_names
 from asyncrl.errors import NoProgress
 from asyncrl.evaluation.orders import EvalSummary
-from asyncrl.learner.batch.prefetch import LeasePrefetch, in_background
+from asyncrl.learner.batch.prefetch import LeasePrefetch
 from asyncrl.learner.checkpoints.checkpoint import Checkpoints, LearnerState
 from asyncrl.learner.checkpoints.export import export_critic, export_hf
 from asyncrl.learner.checkpoints.resume import Start

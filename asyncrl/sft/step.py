@@ -113,9 +113,7 @@ def accumulate(model: PolicyModel, batches: Sequence[MicroBatch], tokens: float,
     for i, batch in enumerate(batches):
         set_gradient_sync(model, i == len(batches) - 1)
         with span("forward"):
-            logprobs, entropy = model(
-                batch.input_ids, batch.position_ids, batch.loss_positions, batch.predictors, batch.packing, 1.0
-            )
+            logprobs, entropy = model(batch, 1.0)
             loss = -logprobs.sum() / tokens  # the log-prob is 0 at all other positions
         with span("backward"):
             backward(loss, world)
@@ -134,9 +132,7 @@ def evaluate(
     for start, lease in _chunks(examples, rank, world):
         batches, _ = micro_batches(config, policy, lease, rank, device)
         for batch in batches:
-            logprobs, likeliest, _ = policy.judge(
-                batch.input_ids, batch.position_ids, batch.loss_positions, batch.predictors, batch.packing
-            )
+            logprobs, likeliest, _ = policy.judge(batch)
             found = torch.stack([-logprobs.double(), likeliest.double(), torch.ones_like(logprobs).double()], dim=1)
             sums.index_add_(0, start + batch.group_ids[batch.loss_positions], found)
     policy.settle()

@@ -102,23 +102,3 @@ class Publisher(Protocol):
     def close(self, *, failed: bool = False) -> None:
         """Let pending sends finish. `failed`: this rank ends with an error, so the other ranks wait for it in vain."""
         ...
-
-
-class Subscriber(Protocol):
-    """Runs its own thread from construction to `close`."""
-
-    @property
-    def policy_version(self) -> int: ...
-
-    @property
-    def proven(self) -> bool:
-        """Whether the engine's present output may leave the worker: false while a version waits for its canary."""
-        ...
-
-    def check(self) -> None:
-        """Raise the error that stopped the thread, if one did."""
-        ...
-
-    def stats(self) -> dict[str, float]: ...
-
-    def close(self) -> None: ...

@@ -26,8 +26,8 @@ _COUNTERS = (
 )  # fmt: skip
 
 
-class SubscriberThread:
-    """Implements `weights.base.Subscriber`; a transport overrides `_run`, which ends when `_closed` is set."""
+class Subscriber:
+    """The worker's end of a transport, which overrides `_run`. Its thread runs until `close`, which sets `_closed`."""
 
     def __init__(
         self,
@@ -56,10 +56,12 @@ class SubscriberThread:
 
     @property
     def proven(self) -> bool:
-        """False from the moment a version that has to be proven is loaded, until its canary has passed."""
+        """Whether the engine's present output may leave the worker: false from the moment a version that has to be
+        proven is loaded, until its canary has passed."""
         return self._proven
 
     def check(self) -> None:
+        """Raise the error that stopped the thread, if one did."""
         if self._failure is not None:
             raise self._failure
 

@@ -10,10 +10,10 @@ from asyncrl.advantages import (
     gae,
     gdpo,
     group_advantages,
-    kl_in_reward,
     length_adaptive_lambda,
     masked_whiten,
     reinforce_plus_plus,
+    token_rewards,
     vtrace,
 )
 from asyncrl.errors import ConfigError
@@ -233,10 +233,10 @@ def test_gdpo_adds_z_scores_of_the_components_and_whitens() -> None:
     assert gdpo(torch.ones(1, 2), torch.zeros(1).long()).tolist() == [0.0]
 
 
-def test_kl_in_reward_charges_every_token_and_pays_at_the_last() -> None:
+def test_token_rewards_charge_every_token_and_pay_at_the_last() -> None:
     mask = torch.tensor([[True, False, True, False], [False, False, False, False]])
     learner, ref = torch.full((2, 4), -1.0).double(), torch.full((2, 4), -1.5).double()
-    got = kl_in_reward(torch.tensor([2.0, 5.0]).double(), learner, ref, mask, 0.1)
+    got = token_rewards(torch.tensor([2.0, 5.0]).double(), mask, 0.1 * (learner - ref))
     np.testing.assert_allclose(got.numpy(), [[-0.05, 0.0, 1.95, 0.0], [0.0, 0.0, 0.0, 0.0]])
 
 

@@ -8,7 +8,7 @@ from asyncrl import advantages
 from asyncrl.config import config_dir
 
 HELPERS = {
-    *("kl_in_reward", "length_adaptive_lambda", "masked_whiten", "returns_to_go", "reward_components"),
+    *("length_adaptive_lambda", "masked_whiten", "returns_to_go", "reward_components"),
     *("segment_log_ratio", "token_rewards", "whitening_moments", "BASELINES", "STDS", "WHITENINGS"),
 }
 

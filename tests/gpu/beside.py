@@ -13,8 +13,8 @@ from asyncrl.engines.base import Engine, GenerateRequest
 from asyncrl.engines.factory import make_engine
 from asyncrl.schema import Config
 from asyncrl.types import SamplingParams
-from asyncrl.weights.base import Subscriber
 from asyncrl.weights.factory import make_subscriber
+from asyncrl.weights.subscriber import Subscriber
 from tests.weights.board import WorkerRendezvous, end_with_tests
 
 NAMES, INCARNATION = ("a", "b"), "1"

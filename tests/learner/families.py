@@ -202,7 +202,7 @@ def told_what_to_choose(hf: PreTrainedModel, routing: Tensor) -> None:
 
 def trained_logprobs(model: PolicyModel, batch: MicroBatch) -> Tensor:
     """Return the [chosen] log-probs of the trained tokens, in the order of the sequences."""
-    scored = model(batch.input_ids, batch.position_ids, batch.loss_positions, batch.predictors, batch.packing, 1.0)[0]
+    scored = model(batch, 1.0)[0]
     return scored[batch.loss_positions]
 
 

@@ -192,14 +192,13 @@ def outcome(model: PackedModel, number: int, data: int) -> dict[str, Tensor]:
     """Return the log-probs and entropies of the trained tokens (a critic's values), and the whole gradient of their sum
     with random factors. The loss of each of the `data` ranks counts its own tokens only."""
     batch = siblings(model.routers if isinstance(model, PolicyModel) else None)
-    given = (batch.input_ids, batch.position_ids, batch.loss_positions, batch.predictors, batch.packing)
     if isinstance(model, PolicyModel):
         model.through_entropy = True
         move_adapters(model)
-        logprobs, entropy = (each[batch.loss_positions] for each in model(*given, 1.0))
+        logprobs, entropy = (each[batch.loss_positions] for each in model(batch, 1.0))
         found = {"logprobs": logprobs, "entropy": entropy}
     else:
-        found = {"values": model(*given)[batch.loss_positions]}
+        found = {"values": model(batch)[batch.loss_positions]}
     loss = in_a_direction(*found.values())
     mine = torch.arange(len(loss)) % data == number % data
     (loss * mine).sum().mul(data).backward()

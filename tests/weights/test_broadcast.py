@@ -13,7 +13,7 @@ import torch
 
 from asyncrl.engines.parameters import ParameterTable
 from asyncrl.errors import ModelMismatchError, WeightsError
-from asyncrl.weights.broadcast import absent, staging
+from asyncrl.weights.broadcast import door, staging
 from asyncrl.weights.broadcast import publisher as broadcast_publisher
 from asyncrl.weights.broadcast.group import WeightGroup
 from asyncrl.weights.broadcast.publisher import BroadcastSender
@@ -262,7 +262,7 @@ def test_a_damaged_bucket_is_never_loaded_and_the_version_is_sent_again(cluster)
 
 
 def test_a_worker_that_never_comes_is_named_once_with_the_address_it_should_come_to(cluster, monkeypatch, caplog):
-    monkeypatch.setattr(absent, "TOLD_S", 0.2)
+    monkeypatch.setattr(door, "TOLD_S", 0.2)
     cluster.board.join("far away", "its life")
     with publishing(cluster.board) as publisher:
         publisher.publish(0, weights(0).items())
@@ -270,7 +270,7 @@ def test_a_worker_that_never_comes_is_named_once_with_the_address_it_should_come
         wait_stats(publisher, sent_version=0, engines=1)
         time.sleep(1.0)
         port = cluster.board.view()[1]["weights"]["port"]
-    said = [each.getMessage() for each in caplog.records if each.name == absent.__name__]
+    said = [each.getMessage() for each in caplog.records if each.name == door.__name__]
     told = [line for line in said if "far away" in line]
     assert len(told) == 1 and told[0].startswith("weights: far away is known to the replay server, but has not come")
     assert f" to 127.0.0.1:{port}, for " in told[0]
@@ -331,7 +331,7 @@ def test_a_stalled_member_is_left_out_and_returns_by_itself(cluster):
 
 
 def test_an_engine_without_any_process_is_not_waited_for_and_joins_when_it_has_one(cluster, monkeypatch, caplog):
-    monkeypatch.setattr(absent, "TOLD_S", 1.0)
+    monkeypatch.setattr(door, "TOLD_S", 1.0)
     cluster.worker("a")
     cluster.worker("b", group="away")
     with publishing(cluster.board) as publisher:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.errors import EpisodeError, LedgerError
-from asyncrl.learner.batch.packing import Packing, Siblings, plan_packing
+from asyncrl.learner.batch.packing import Pack, Siblings, plan_packing
 from asyncrl.learner.batch.plan import Member
 from asyncrl.learner.batch.recorded import routing_of, topk_of
 from asyncrl.learner.batch.sending import sent
@@ -23,7 +23,7 @@ from asyncrl.types import NO_VERSION, REF_LOGPROBS, Routers, StepPlan, Trajector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
+class MicroBatch(Pack):
     """One forward and backward of one rank. [T] packed tokens: per group its prompt once, then its completions.
 
     Example: a group with prompt `p q` and completions `a b` and `c`; the tokens at `loss_positions` are a, b and c::
@@ -34,14 +34,8 @@ class MicroBatch:
         predictors     [    1 2 1]      indices of q, a, q
     """
 
-    input_ids: Int[Tensor, " tokens"]
-    position_ids: Int[Tensor, " tokens"]
     loss_mask: Bool[Tensor, " tokens"]
-    """Sampled tokens within the staleness bound."""
-    loss_positions: Int[Tensor, " chosen"]
-    """Indices at which loss_mask is true."""
-    predictors: Int[Tensor, " chosen"]
-    """Index of the preceding token of each of them in its sequence: its hidden state predicts the token."""
+    """Sampled tokens within the staleness bound: true at `loss_positions`."""
     behavior_logprobs: Float[Tensor, " tokens"]
     members: tuple[Member, ...]
     """The trajectories, in the order of `sequence_ids`; empty in a batch that only joins collectives."""
@@ -55,7 +49,6 @@ class MicroBatch:
     """Fresh loss tokens of the whole group, over all ranks."""
     staleness: Int[Tensor, " tokens"]
     """Staleness of sampled tokens; 0 elsewhere."""
-    packing: Packing
     truncated: int
     """Number of trajectories that ended at the length limit."""
     fresh: NDArray[np.int64]

@@ -8,7 +8,7 @@ Every layer except attention computes a shared prompt once; attention reads it f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -106,6 +106,31 @@ class Packing:
     def real(self, *, any_length: bool) -> int:
         """Number of `slots` that are no padding."""
         return int(self.lengths.sum()) if any_length or self.shared is None else self.shared.real
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pack:
+    """Packed tokens, as a model takes them, and those of them that it scores."""
+
+    input_ids: Int[Tensor, " tokens"]
+    position_ids: Int[Tensor, " tokens"]
+    loss_positions: Int[Tensor, " chosen"]
+    """Indices of the tokens that are scored; the head is applied to no others."""
+    predictors: Int[Tensor, " chosen"]
+    """Index of the preceding token of each of them in its sequence: its hidden state predicts the token."""
+    packing: Packing
+
+    @classmethod
+    def of(cls, sequences: Sequence[NDArray[np.int32]], device: torch.device) -> Pack:
+        """Sequences that share no prompt, end to end; all tokens but the first of each are scored."""
+        lengths = np.array([len(ids) for ids in sequences])
+        total = int(lengths.sum())
+        positions = np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        chosen = np.flatnonzero(positions)
+        arrays = (np.concatenate(sequences).astype(np.int64), positions, chosen, chosen - 1)
+        ids, places, scored, predictors = (torch.from_numpy(array).to(device) for array in arrays)
+        packing = plan_packing(np.arange(total), lengths, total, device)
+        return cls(input_ids=ids, position_ids=places, loss_positions=scored, predictors=predictors, packing=packing)
 
 
 def plan_packing(

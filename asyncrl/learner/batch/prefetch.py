@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import TypeVar
+from typing import Protocol
 
-from asyncrl.replay.protocol import LearnerReplay, Lease
+from asyncrl.background import in_background
+from asyncrl.replay.protocol import Lease
 from asyncrl.spans import span
 
 LOOK_S = 0.2
 """Seconds between two checks whether the learner is to stop."""
 
-Answer = TypeVar("Answer")
 
+class Leases(Protocol):
+    """Source of batches (`LearnerReplay`)."""
 
-def in_background(name: str, ask: Callable[[], Answer]) -> Future[Answer]:
-    """Call `ask` on a thread of its own; the future gets what it returns or raises."""
-    future: Future[Answer] = Future()
-    # A daemon thread, so that a learner that fails while waiting for a batch ends at once and not `wait_s` later.
-    threading.Thread(target=_ask, args=(ask, future), name=name, daemon=True).start()
-    return future
-
-
-def _ask(ask: Callable[[], Answer], future: Future[Answer]) -> None:
-    try:
-        future.set_result(ask())
-    except BaseException as error:  # the thread ends here: any exception goes to the reader of the future
-        future.set_exception(error)
+    def lease(self, *, step: int, rank: int, world: int, wait_s: float) -> Lease: ...
 
 
 class LeasePrefetch:
@@ -38,7 +27,7 @@ class LeasePrefetch:
     Consumes: `lease` of the replay server. Waits for: rollout workers to fill the next batch. Unblocked by: the server.
     """
 
-    def __init__(self, replay: LearnerReplay, *, rank: int, world: int, wait_s: float) -> None:
+    def __init__(self, replay: Leases, *, rank: int, world: int, wait_s: float) -> None:
         self._replay, self._rank, self._world, self._wait_s = replay, rank, world, wait_s
         self._pending: tuple[int, Future[Lease]] | None = None
 

@@ -10,6 +10,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from asyncrl.background import in_background
 from asyncrl.errors import AsyncRLError, CheckpointError
 from asyncrl.learner.parallel.sharding import local
 from asyncrl.weights.publishing.copying import CopyStream
@@ -88,11 +90,10 @@ class BackgroundSave:
 
     def __init__(self, within_s: float) -> None:
         self._within_s = within_s
-        self._thread: threading.Thread | None = None
+        self._save: Future[None] | None = None
         self._name = ""
         self._started = 0.0
         self._copied = threading.Event()
-        self._failure: BaseException | None = None
         self._stream = CopyStream()
         self._took = dict.fromkeys(("checkpoint/save_s", "checkpoint/copy_wait_s", "checkpoint/wait_s"), 0.0)
 
@@ -106,25 +107,21 @@ class BackgroundSave:
         """
         self._name, self._started = name, time.monotonic()
         self._copied.clear()
-        work = (partial(self._stream.after_now(device), copied), write)
-        # A daemon thread, so that a disk that hangs does not keep a learner from ending when nothing else is left.
-        self._thread = threading.Thread(target=self._main, args=work, name="checkpoint", daemon=True)
-        self._thread.start()
+        work = partial(self._run, partial(self._stream.after_now(device), copied), write)
+        self._save = in_background("checkpoint", work)  # a disk that hangs keeps no learner from ending
 
-    def _main(self, copied: Callable[[], None], write: Callable[[], None]) -> None:
+    def _run(self, copied: Callable[[], None], write: Callable[[], None]) -> None:
         try:
             copied()
             self._copied.set()
             write()
             self._took["checkpoint/save_s"] = time.monotonic() - self._started
-        except BaseException as error:  # thread boundary: `finish` raises it
-            self._failure = error
         finally:
             self._copied.set()
 
     def wait_copied(self) -> None:
         """Wait until weights and moments are no longer read. Raises CheckpointError after the deadline."""
-        if self._thread is None or self._copied.is_set():
+        if self._save is None or self._copied.is_set():
             return
         began = time.monotonic()
         if not self._copied.wait(self._within_s):
@@ -135,7 +132,7 @@ class BackgroundSave:
 
     @property
     def busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return self._save is not None and not self._save.done()
 
     def timings(self) -> dict[str, float]:
         """Seconds since the last call: of the last save, and of waits of steps for its copy and for its end."""
@@ -149,20 +146,20 @@ class BackgroundSave:
             CheckpointError: it could not be written, or takes too long.
             DiskFullError, RunFolderError: raised by `write`.
         """
-        if self._thread is None:
+        if self._save is None:
             return
         began = time.monotonic()
-        self._thread.join(max(0.0, self._started + self._within_s - began if within_s is None else within_s))
+        left_s = max(0.0, self._started + self._within_s - began if within_s is None else within_s)
+        late = wait([self._save], left_s).not_done
         self._took["checkpoint/wait_s"] += time.monotonic() - began
-        if self._thread.is_alive():
+        if late:
             raise CheckpointError(
                 f"{self._name} is still being written after {time.monotonic() - self._started:.0f} s: the disk, or "
                 "another learner rank, is slow or hangs. Earlier checkpoints are intact; raise learner.save_timeout_s"
             )
-        self._thread, failure, self._failure = None, self._failure, None
-        if isinstance(failure, AsyncRLError):
-            raise failure
-        if isinstance(failure, (RuntimeError, EOFError)):  # a collective failed because another rank is gone
+        failure, self._save = self._save.exception(), None
+        # A collective failed because another rank is gone.
+        if isinstance(failure, (RuntimeError, EOFError)) and not isinstance(failure, AsyncRLError):
             raise CheckpointError(
                 f"{self._name} could not be written, see the other learner ranks: {failure}"
             ) from failure

@@ -29,8 +29,9 @@ from torch.fx.experimental import _config as symbolic
 from transformers import AttentionInterface
 
 from asyncrl.errors import ConfigError
+from asyncrl.learner.batch.packing import Pack
 from asyncrl.learner.model.attention import PACKED_ATTENTION, packed_attention
-from asyncrl.learner.model.layout import end_to_end, probes_for
+from asyncrl.learner.model.layout import probes_for
 from asyncrl.learner.model.packed import Layout, PackedModel
 from asyncrl.learner.parallel.collectives import is_first
 
@@ -90,13 +91,13 @@ def warm_up(model: PackedModel, setting: str) -> None:
         ConfigError: it cannot be built; ranks that can build it are left waiting for this one.
     """
     started, device = time.monotonic(), model.device
-    pack = end_to_end(probes_for(model.hf), device)
+    pack = Pack.of(probes_for(model.hf), device)
     with _buildable(f"the layers of {setting}", device, UNBUILT):
         if any(parameter.requires_grad for parameter in model.parameters()):
-            model.seen(*pack).sum().backward()  # some graphs have their backward compiled here, not with the forward
+            model.seen(pack).sum().backward()  # some graphs have their backward compiled here, not with the forward
             model.zero_grad()
         with torch.no_grad():
-            model.seen(*pack)
+            model.seen(pack)
     model.settle()
     if is_first():
         log.info("model.compile=true: the layers of %s were compiled in %.0f s", setting, time.monotonic() - started)

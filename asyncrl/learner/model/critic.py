@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import AutoConfig, AutoModelForTokenClassification, PreTrained
 from asyncrl.checks.architecture import longest_sequence
 from asyncrl.errors import ConfigError
 from asyncrl.learner.backends.base import Backend
-from asyncrl.learner.batch.packing import Packing
+from asyncrl.learner.batch.packing import Pack
 from asyncrl.learner.model.building import Build, built
 from asyncrl.learner.model.layout import with_our_attention
 from asyncrl.learner.model.loading import REFUSALS, Recipe, of_transformers, refuse_random
@@ -36,28 +37,20 @@ class CriticModel(PackedModel):
         super().__init__(hf)
         value_head(hf)
 
-    def forward(
-        self,
-        input_ids: Int[Tensor, " tokens"],
-        position_ids: Int[Tensor, " tokens"],
-        loss_positions: Int[Tensor, " chosen"],
-        predictors: Int[Tensor, " chosen"],
-        packing: Packing,
-    ) -> Float[Tensor, " tokens"]:
+    def forward(self, pack: Pack) -> Float[Tensor, " tokens"]:
         """Values, fp32 [T], 0 outside `loss_positions`. Computed at the token before the sampled one."""
-        hidden, mine = self.states_at(input_ids, position_ids, predictors, packing)
+        hidden, mine = self.states_at(pack)
         head = value_head(self.hf)
         bias = None if head.bias is None else whole(head.bias).float()
         found = functional.linear(hidden.float(), whole(head.weight).float(), bias)[:, 0]
-        values = self.told(found, mine, len(predictors))
-        return torch.zeros(len(input_ids), device=values.device).index_copy(0, loss_positions, values)
+        values = self.told(found, mine, len(pack.predictors))
+        return torch.zeros(len(pack.input_ids), device=values.device).index_copy(0, pack.loss_positions, values)
 
-    def seen(
-        self, ids: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"], packing: Packing
-    ) -> Float[Tensor, "tokens width"]:
+    def seen(self, pack: Pack) -> Float[Tensor, "tokens width"]:
         """Hidden states normalised to unit RMS, because a new head's values are all 0."""
-        hidden, mine = self.states_at(ids, positions, torch.arange(len(ids), device=ids.device), packing)
-        return _of_unit_size(self.told(hidden, mine, len(ids)))
+        everywhere = torch.arange(len(pack.input_ids), device=pack.input_ids.device)
+        hidden, mine = self.states_at(replace(pack, predictors=everywhere))
+        return _of_unit_size(self.told(hidden, mine, len(everywhere)))
 
     def seen_alone(self, ids: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens width"]:
         """The same for one sequence, computed by transformers alone."""

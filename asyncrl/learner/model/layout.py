@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from asyncrl.checks.architecture import too_long_to_guess
 from asyncrl.errors import ConfigError
-from asyncrl.learner.batch.packing import Packing, plan_packing
+from asyncrl.learner.batch.packing import Pack
 from asyncrl.learner.model.attention import PACKED_ATTENTION, UnpackedCall
 from asyncrl.learner.model.packed import Layout, PackedModel
 from asyncrl.learner.parallel.collectives import is_first, text_of_rank_zero
@@ -213,22 +213,13 @@ def apart(
         note_window: see `Packing`.
     """
     use_layout(model, layout)
-    ids, positions, packing = end_to_end(canary.sequences, model.device)
+    pack = Pack.of(canary.sequences, model.device)
     try:
-        seen = model.seen(ids, positions, replace(packing, note_window=note_window))
+        seen = model.seen(replace(pack, packing=replace(pack.packing, note_window=note_window)))
     finally:
         model.settle()
     lengths = [len(each) for each in canary.sequences]
     return compare(canary, [_flat(part) for part in seen.split(lengths)], _allowed(canary.learner_dtype).max)
-
-
-def end_to_end(sequences: Sequence[NDArray[np.int32]], device: torch.device) -> tuple[Tensor, Tensor, Packing]:
-    """Ids [T], positions [T] and packing of sequences that do not share a prompt."""
-    lengths = np.array([len(ids) for ids in sequences])
-    total = int(lengths.sum())
-    positions = np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    ids = torch.from_numpy(np.concatenate(sequences)).long().to(device)
-    return ids, torch.from_numpy(positions).to(device), plan_packing(np.arange(total), lengths, total, device)
 
 
 def fits(found: Difference, dtype: str) -> bool:

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from asyncrl.learner.backends.base import HeldModel
-from asyncrl.learner.batch.packing import Packing, as_rows
+from asyncrl.learner.batch.packing import Pack, Packing, as_rows
 
 
 class Layout(str, Enum):
@@ -50,15 +50,10 @@ class PackedModel(HeldModel):
         out = self.body(input_ids=input_ids[rows], use_cache=False)
         return out.last_hidden_state.flatten(0, 1).index_select(0, slots)
 
-    def states_at(
-        self,
-        input_ids: Int[Tensor, " tokens"],
-        position_ids: Int[Tensor, " tokens"],
-        places: Int[Tensor, " chosen"],
-        packing: Packing,
-    ) -> tuple[Float[Tensor, "mine width"], Int[Tensor, " mine"] | None]:
-        """`hidden_states` at `places` that this rank has, and the indices of these within `places` (None: all)."""
-        hidden = self.hidden_states(input_ids, position_ids, packing)
+    def states_at(self, pack: Pack) -> tuple[Float[Tensor, "mine width"], Int[Tensor, " mine"] | None]:
+        """`hidden_states` at those of `pack.predictors` that this rank has, and the indices of these among them (None:
+        all)."""
+        hidden, places = self.hidden_states(pack.input_ids, pack.position_ids, pack.packing), pack.predictors
         if self.sequence is None or self.layout is not Layout.PACKED:
             return hidden.index_select(0, places), None
         mine = self.sequence.mine(places)
@@ -70,9 +65,7 @@ class PackedModel(HeldModel):
             return values
         return self.sequence.told(values, mine, count)
 
-    def seen(
-        self, ids: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"], packing: Packing
-    ) -> Float[Tensor, "tokens ..."]:
+    def seen(self, pack: Pack) -> Float[Tensor, "tokens ..."]:
         """[T, ...] the values by which the layout is chosen, as training computes them in it."""
         raise NotImplementedError
 

@@ -21,7 +21,7 @@ from asyncrl.checks.dtypes import dtype_on
 from asyncrl.errors import ConfigError
 from asyncrl.exact.model import make_exact
 from asyncrl.learner.backends.base import Backend
-from asyncrl.learner.batch.packing import Packing
+from asyncrl.learner.batch.packing import Pack
 from asyncrl.learner.batch.support import Support
 from asyncrl.learner.model.attention import EXACT_PACKED_ATTENTION
 from asyncrl.learner.model.building import DTYPES, Build, built
@@ -58,11 +58,7 @@ class PolicyModel(PackedModel):
 
     def forward(
         self,
-        input_ids: Int[Tensor, " tokens"],
-        position_ids: Int[Tensor, " tokens"],
-        loss_positions: Int[Tensor, " chosen"],
-        predictors: Int[Tensor, " chosen"],
-        packing: Packing,
+        pack: Pack,
         temperature: float,
         support: Support | None = None,
         candidates: Int[Tensor, "chosen k"] | None = None,
@@ -70,8 +66,6 @@ class PolicyModel(PackedModel):
         """Log-prob of each token at `loss_positions` given the preceding tokens of its sequence, and the entropy there.
 
         Args:
-            loss_positions: indices in [T] whose log-prob is wanted; the head is applied to no others.
-            predictors: index of the preceding token of each of them in its sequence.
             temperature: the sampling temperature, by which logits are divided.
             support: what each token at `loss_positions` was drawn from; None is the whole vocabulary.
             candidates: further tokens whose log-probs are wanted there.
@@ -80,19 +74,19 @@ class PolicyModel(PackedModel):
             learner_logprobs, entropy: fp32 [T], 0 outside `loss_positions`. The entropy has a gradient only with
             `through_entropy`. With `candidates` also their log-probs, fp32 [chosen, k], with gradient.
         """
-        hidden, mine = self.states_at(input_ids, position_ids, predictors, packing)
-        wanted = input_ids.index_select(0, loss_positions)
+        hidden, mine = self.states_at(pack)
+        wanted = pack.input_ids.index_select(0, pack.loss_positions)
         if candidates is not None:
             wanted = torch.cat([wanted[:, None], candidates], 1)
         if mine is not None:
             wanted, support = wanted[mine], None if support is None else support.of(mine)
         how = {"exact": self.exact, "through_entropy": self.through_entropy, "wide": self.fp32_head}
         scores = token_logprobs(hidden, *self.head_weights, wanted, temperature / self.factor, support, **how)
-        found, entropy = (self.told(each, mine, len(predictors)) for each in scores)
-        zeros = torch.zeros(len(input_ids), dtype=torch.float32, device=hidden.device)
+        found, entropy = (self.told(each, mine, len(pack.predictors)) for each in scores)
+        zeros = torch.zeros(len(pack.input_ids), dtype=torch.float32, device=hidden.device)
         chosen = found if candidates is None else found[:, 0]
-        of_tokens = zeros.index_copy(0, loss_positions, chosen), zeros.index_copy(0, loss_positions, entropy)
-        return of_tokens if candidates is None else (*of_tokens, found[:, 1:])
+        of_tokens = (zeros.index_copy(0, pack.loss_positions, each) for each in (chosen, entropy))
+        return tuple(of_tokens) if candidates is None else (*of_tokens, found[:, 1:])
 
     @property
     def routers(self) -> Routers | None:
@@ -123,31 +117,21 @@ class PolicyModel(PackedModel):
         return head
 
     @torch.no_grad()
-    def judge(
-        self,
-        input_ids: Int[Tensor, " tokens"],
-        position_ids: Int[Tensor, " tokens"],
-        loss_positions: Int[Tensor, " chosen"],
-        predictors: Int[Tensor, " chosen"],
-        packing: Packing,
-    ) -> tuple[Float[Tensor, " chosen"], Bool[Tensor, " chosen"], Float[Tensor, " chosen"]]:
+    def judge(self, pack: Pack) -> tuple[Float[Tensor, " chosen"], Bool[Tensor, " chosen"], Float[Tensor, " chosen"]]:
         """Log-probs bitwise as in `forward` at temperature 1, whether greedy decoding would have chosen each token, and
         the largest |logit| of its distribution."""
-        hidden, mine = self.states_at(input_ids, position_ids, predictors, packing)
-        wanted = input_ids.index_select(0, loss_positions)
+        hidden, mine = self.states_at(pack)
+        wanted = pack.input_ids.index_select(0, pack.loss_positions)
         wanted = wanted if mine is None else wanted[mine]
         how = {"exact": self.exact, "wide": self.fp32_head}
         logprobs, likeliest, largest = judged_logprobs(hidden, *self.head_weights, wanted, 1.0 / self.factor, **how)
         found = logprobs, likeliest.to(logprobs.dtype), largest
-        logprobs, counted, largest = (self.told(each, mine, len(predictors)) for each in found)
+        logprobs, counted, largest = (self.told(each, mine, len(pack.predictors)) for each in found)
         return logprobs, counted.bool(), largest
 
-    def seen(
-        self, ids: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"], packing: Packing
-    ) -> Float[Tensor, " tokens"]:
+    def seen(self, pack: Pack) -> Float[Tensor, " tokens"]:
         """Log-prob of every token at temperature 1, 0 for the first of each sequence."""
-        chosen = positions.nonzero()[:, 0]
-        return self(ids, positions, chosen, chosen - 1, packing, 1.0)[0]
+        return self(pack, 1.0)[0]
 
     def seen_alone(self, ids: Int[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
         """The same for one sequence, computed by transformers alone."""

@@ -1,4 +1,5 @@
-"""Base class of AdamW variants that step one parameter at a time and store its moments differently from torch."""
+"""AdamW variants that step one parameter at a time and store its moments differently from torch: their base class, and
+moments in host memory (`learner.offload=optimizer`)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from asyncrl.learner.parallel.sharding import local
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
+HOST = torch.device("cpu")
 
 
 class OneByOne(torch.optim.AdamW):
@@ -66,3 +70,22 @@ def step_one(values: Tensor, gradient: Tensor, state: Sequence[Tensor], group: M
         eps=group["eps"],
         maximize=False,
     )
+
+
+class HostMoments(OneByOne):
+    """The moments and step count of a parameter are copied to its device for its step, and back. Uses the same kernel
+    as when all of them are kept there, with bitwise the same result."""
+
+    def _step_of(self, parameter: nn.Parameter, kept: dict[str, Tensor], group: Mapping[str, Any]) -> None:
+        if not kept:
+            kept["step"] = torch.zeros((), device=HOST)
+            kept |= {name: torch.zeros_like(parameter, device=HOST) for name in MOMENTS}
+        names = ("step", *MOMENTS)
+        here = [local(kept[name]).to(parameter.device) for name in names]
+        assert parameter.grad is not None
+        step_one(local(parameter), local(parameter.grad), here, group)
+        for name, value in zip(names, here, strict=True):
+            local(kept[name]).copy_(value)
+
+    def _home(self, parameter: nn.Parameter) -> torch.device:
+        return HOST

@@ -19,7 +19,7 @@ from torch.nn.utils import get_total_norm
 from asyncrl.errors import NonFiniteError
 from asyncrl.learner.batch.micro_batch import MicroBatch
 from asyncrl.learner.optimizer.eight_bits import EightBits, check_blocks
-from asyncrl.learner.optimizer.host_moments import HostMoments
+from asyncrl.learner.optimizer.one_by_one import HostMoments
 from asyncrl.learner.parallel.collectives import data_ranks
 from asyncrl.learner.parallel.sharding import local, shards_of
 from asyncrl.schema import LearnerConfig

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from asyncrl.checks.parallel import EXPERT
-from asyncrl.learner.parallel.all_to_all import exchanged
+from asyncrl.learner.parallel.collectives import exchanged
 from asyncrl.learner.parallel.sharding import dim_size
 from asyncrl.learner.parallel.tensor import shared
 

@@ -22,8 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from asyncrl.learner.batch.packing import Gather, Packing
-from asyncrl.learner.parallel.all_to_all import exchanged
-from asyncrl.learner.parallel.collectives import sequence_group
+from asyncrl.learner.parallel.collectives import exchanged, sequence_group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

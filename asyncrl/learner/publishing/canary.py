@@ -17,7 +17,7 @@ from asyncrl.chat.base import PromptRenderer
 from asyncrl.checks.architecture import experts_in
 from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.errors import NonFiniteError
-from asyncrl.learner.batch.packing import plan_packing
+from asyncrl.learner.batch.packing import Pack
 from asyncrl.learner.model.policy import PolicyModel
 from asyncrl.learner.publishing.probes import agreed_probes
 from asyncrl.schema import Config
@@ -113,24 +113,18 @@ def canary_of(
 
     Collective over the ranks; all compute the same. `with_noise` computes them twice, see `Canary.noise`.
     """
-    lengths = np.array([len(ids) for ids in sequences])
-    total, starts = int(lengths.sum()), np.cumsum(lengths) - lengths
-    position = np.arange(total) - np.repeat(starts, lengths)
-    targets = np.flatnonzero(position > 0)
-    packing = plan_packing(np.arange(total), lengths, total, device)
-    arrays = (np.concatenate(sequences).astype(np.int64), position, targets, targets - 1)
-    ids, positions, chosen, predictors = (torch.from_numpy(array).to(device) for array in arrays)
-    logprobs, _, largest = model.judge(ids, positions, chosen, predictors, packing)
+    pack = Pack.of(sequences, device)
+    logprobs, _, largest = model.judge(pack)
     noise = math.inf
     if with_noise:
         with disturbed(model) as layers:
-            others, *_ = model.judge(ids, positions, chosen, predictors, packing)
+            others, *_ = model.judge(pack)
         if layers:  # for a model that does not name its layers the noise is unknown, which does not mean 0
             noise = float((others.float() - logprobs.float()).abs().mean()) / DISTURBED
     model.settle()
     return Canary(
         sequences=tuple(sequences),
-        logprobs=tuple(np.split(logprobs.float().cpu().numpy(), np.cumsum(lengths - 1)[:-1])),
+        logprobs=tuple(np.split(logprobs.float().cpu().numpy(), np.cumsum([len(ids) - 1 for ids in sequences])[:-1])),
         learner_dtype=learner_dtype,
         wire_dtype=wire_dtype,
         routed=is_routed(model),

@@ -12,7 +12,7 @@ from asyncrl.checks.parallel import TENSOR
 from asyncrl.learner.backends.base import Backend
 from asyncrl.learner.memory_plan import MASTER, held, reduces_each
 from asyncrl.learner.optimizer.eight_bits import EightBits
-from asyncrl.learner.optimizer.host_moments import HOST, HostMoments
+from asyncrl.learner.optimizer.one_by_one import HOST, HostMoments
 from asyncrl.learner.parallel.collectives import text_of_rank_zero
 from asyncrl.learner.parallel.place import memory_of
 from asyncrl.learner.parallel.sharding import device_of, dim_size, numbers_computed_with, shards_of

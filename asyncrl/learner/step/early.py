@@ -190,8 +190,6 @@ def give_up_gradients(roles: Roles, lease: Lease, device: torch.device, why: str
     log.info("%s: the results from before the batch was full are computed again", why)
     set_gradient_sync(roles.policy, True)
     empty = pack(lease, (), device)
-    logprobs, *_ = roles.policy(
-        empty.input_ids, empty.position_ids, empty.loss_positions, empty.predictors, empty.packing, 1.0
-    )
+    logprobs, *_ = roles.policy(empty, 1.0)
     logprobs.sum().backward()
     roles.optimizer.zero_grad()

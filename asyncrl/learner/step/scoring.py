@@ -10,7 +10,6 @@ from torch import Tensor
 
 from asyncrl.learner.batch.micro_batch import MicroBatch, pack
 from asyncrl.learner.batch.plan import Member
-from asyncrl.learner.model.critic import CriticModel
 from asyncrl.learner.model.packed import PackedModel
 from asyncrl.learner.model.policy import PolicyModel
 from asyncrl.learner.roles import Roles
@@ -39,21 +38,7 @@ def score_with_topk(config: Config, model: PolicyModel, batch: MicroBatch) -> tu
 def _forward(
     config: Config, model: PolicyModel, batch: MicroBatch, candidates: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    return model(
-        batch.input_ids,
-        batch.position_ids,
-        batch.loss_positions,
-        batch.predictors,
-        batch.packing,
-        config.rollout.temperature or 1.0,
-        batch.support,
-        candidates,
-    )
-
-
-def evaluate_states(model: CriticModel, batch: MicroBatch) -> Tensor:
-    """Values [T]."""
-    return model(batch.input_ids, batch.position_ids, batch.loss_positions, batch.predictors, batch.packing)
+    return model(batch, config.rollout.temperature or 1.0, batch.support, candidates)
 
 
 def anchor_of(config: Config) -> str:
@@ -99,7 +84,7 @@ def with_scores(config: Config, roles: Roles, batches: Sequence[MicroBatch]) -> 
     values: Sequence[Tensor | None] = nothing
     if roles.critic is not None:
         critic = roles.critic.model
-        values = _pass(critic, lambda batch: evaluate_states(critic, batch), batches)
+        values = _pass(critic, critic, batches)
     return [
         replace(batch, current_logprobs=now, proximal_logprobs=prox, ref_logprobs=ref, values=value)
         for batch, now, prox, ref, value in zip(batches, current, proximal, reference, values, strict=True)

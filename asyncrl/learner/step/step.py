@@ -22,7 +22,7 @@ from asyncrl.learner.step.early import Begun, same_advantages, still_of
 from asyncrl.learner.step.gradients import Accumulated, accumulate, backward
 from asyncrl.learner.step.memory_peak import begin_peak, peak_row
 from asyncrl.learner.step.metrics import Measured
-from asyncrl.learner.step.scoring import evaluate_states, scored_batches
+from asyncrl.learner.step.scoring import scored_batches
 from asyncrl.learner.step.targets import with_targets
 from asyncrl.losses import Denominators
 from asyncrl.losses.anchor import ema_update
@@ -222,7 +222,7 @@ def fit_values(
         set_gradient_sync(model, i == len(batches) - 1)
         assert batch.value_targets is not None and batch.values is not None
         loss = value_loss(
-            evaluate_states(model, batch),
+            model(batch),
             batch.value_targets,
             batch.values,
             batch.loss_mask,

@@ -47,8 +47,8 @@ from asyncrl.rollout.worker.tokenizer import (
 from asyncrl.rollout.worker.worker import Evaluate, RolloutWorker
 from asyncrl.schema import Config, EnvironmentConfig, EvalConfig, RewardConfig, RolloutConfig
 from asyncrl.types import SamplingParams
-from asyncrl.weights.base import Subscriber
 from asyncrl.weights.factory import make_subscriber
+from asyncrl.weights.subscriber import Subscriber
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,5 @@
-"""Candidates for the publisher's group: which workers are live, which of them said hello, and the answers to them."""
+"""Candidates for the publisher's group: which workers are live, which of them said hello or never came, and the answers
+to them."""
 
 # torch documents its stores at `torch.distributed` but does not list them in `__all__`.
 # pyright: reportPrivateImportUsage=false
@@ -13,20 +14,38 @@ from typing import Any
 import torch.distributed as dist
 
 from asyncrl.weights.base import PublisherRendezvous
-from asyncrl.weights.broadcast.protocol import Peer, fetch, hello_key, invite_key, other_version, post, wait_key
+from asyncrl.weights.broadcast.protocol import (
+    Peer,
+    fetch,
+    hello_key,
+    introduced,
+    invite_key,
+    other_version,
+    post,
+    wait_key,
+)
 
 log = logging.getLogger(__name__)
+
+
+TOLD_S = 15.0
+"""Seconds after which a worker counts as absent. A worker comes here as soon as the replay server knows it; one try to
+connect takes 5 s at most."""
 
 
 class Door:
     """Receives hellos and answers them.
 
     Args:
+        where: the address of the `store` that workers should connect to.
         grace_s: seconds that a live member has to say hello or accept.
     """
 
-    def __init__(self, rendezvous: PublisherRendezvous, store: dist.Store, grace_s: float) -> None:
-        self._rendezvous, self._store, self._grace_s = rendezvous, store, grace_s
+    def __init__(self, rendezvous: PublisherRendezvous, store: dist.Store, where: str, grace_s: float) -> None:
+        self._rendezvous, self._store, self._where, self._grace_s = rendezvous, store, where, grace_s
+        self._since: dict[Peer, float] = {}
+        self._known: set[Peer] = set()
+        """Peers that came once, or were reported as absent."""
         self._seen = 0
         """Number of hellos at the last call to `waiting`."""
         self.refused = 0
@@ -34,6 +53,23 @@ class Door:
 
     def live(self) -> list[Peer]:
         return [(member.worker, member.incarnation) for member in self._rendezvous.members()]
+
+    def report_absent(self, live: Collection[Peer]) -> None:
+        """Report each peer once that the replay server knows but that has not come here for `TOLD_S`: it cannot reach
+        `weights.host`."""
+        now = time.monotonic()
+        self._known &= set(live)
+        self._known |= {peer for peer in live if peer not in self._known and introduced(self._store, peer)}
+        self._since = {peer: self._since.get(peer, now) for peer in live if peer not in self._known}
+        late = sorted(peer for peer, since in self._since.items() if now - since >= TOLD_S)
+        self._known |= set(late)
+        for worker, _ in late:
+            log.warning(
+                "weights: %s is known to the replay server, but has not come here for weights, to %s, for %.0f s. "
+                "weights.host must be an address of the learner that its machine can reach, with an open port "
+                "(weights.port sets it). The log of the worker says what went wrong",
+                worker, self._where, TOLD_S,
+            )  # fmt: skip
 
     @property
     def rang(self) -> bool:

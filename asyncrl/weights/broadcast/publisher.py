@@ -19,7 +19,6 @@ import torch
 from asyncrl.errors import WeightsError, WeightsGoneError
 from asyncrl.types import NO_VERSION
 from asyncrl.weights.base import PublisherRendezvous
-from asyncrl.weights.broadcast.absent import Absent
 from asyncrl.weights.broadcast.door import Door
 from asyncrl.weights.broadcast.group import STRETCH, WeightGroup, publisher_store
 from asyncrl.weights.broadcast.protocol import (
@@ -96,8 +95,7 @@ class BroadcastSender:
         self._base: int | None = None
         """Version that every member of this epoch has staged completely; None if there is none."""
         self._store, self._port = publisher_store(host, timeout_s, port)
-        self._door = Door(rendezvous, self._store, min(_GRACE_S, timeout_s))
-        self._absent = Absent(self._store, f"{host}:{self._port}")
+        self._door = Door(rendezvous, self._store, f"{host}:{self._port}", min(_GRACE_S, timeout_s))
         self._publisher = secrets.token_hex(8)
         self._others = OtherSenders(self._store, senders, self._publisher, timeout_s)
         self._epoch = 0
@@ -175,7 +173,7 @@ class BroadcastSender:
             return  # the learner is about to write the next version, which goes to all
         self._next_look = time.monotonic() + self._poll_members_s
         waiting = self._door.waiting(self._members, live := self._live())
-        self._absent.look(live)
+        self._door.report_absent(live)
         if waiting:
             self._dissolve()
             self.send(newest)

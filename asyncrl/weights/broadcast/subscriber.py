@@ -49,7 +49,7 @@ from asyncrl.weights.fingerprint import chain
 from asyncrl.weights.ipc import machine
 from asyncrl.weights.manifest import Manifest
 from asyncrl.weights.sliced import wanted_to_wire
-from asyncrl.weights.subscriber import SubscriberThread
+from asyncrl.weights.subscriber import Subscriber
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +59,8 @@ _SILENCE_S = 5.0
 """Seconds without an event or a tick, until the board is checked for another publisher."""
 
 
-class BroadcastSubscriber(SubscriberThread):
-    """Implements `weights.base.Subscriber`. `receiver` is where the bytes are received; without one, in this
+class BroadcastSubscriber(Subscriber):
+    """`receiver` is where the bytes are received; without one, in this
     process."""
 
     def __init__(

@@ -25,7 +25,7 @@ from asyncrl.weights.files.items import Item, way
 from asyncrl.weights.files.sender import HEADERS, MANIFEST
 from asyncrl.weights.fingerprint import bucket_fingerprint, chain
 from asyncrl.weights.manifest import Manifest
-from asyncrl.weights.subscriber import SubscriberThread
+from asyncrl.weights.subscriber import Subscriber
 
 log = logging.getLogger(__name__)
 _AGAIN_S, _AGAIN_MOST_S = 0.2, 5.0
@@ -94,8 +94,8 @@ class Staged:
         return self._manifest.views(self._buffers)
 
 
-class FilesSubscriber(SubscriberThread):
-    """Implements `weights.base.Subscriber` for the transports `files` and `pull`.
+class FilesSubscriber(Subscriber):
+    """Subscriber of the transports `files` and `pull`.
 
     Args:
         timeout_s: longest wait for bytes; also how long a version that arrives altered from everywhere is requested

@@ -7,14 +7,15 @@ Weights change only in the optimizer step, so they can be read until then; the s
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
 
 import torch
 
+from asyncrl.background import in_background
 from asyncrl.errors import WeightsError
 
 
@@ -50,9 +51,8 @@ class BackgroundCopy:
 
     def __init__(self, wait_s: float) -> None:
         self._wait_s = wait_s
-        self._thread: threading.Thread | None = None
         self._version = 0
-        self._failure: Exception | None = None
+        self._copy: Future[None] | None = None
         self._stream = CopyStream()
 
     def start(self, policy_version: int, work: Callable[[], None], device: torch.device | None) -> None:
@@ -63,13 +63,11 @@ class BackgroundCopy:
                 until now; what is enqueued later does not wait.
         """
         self._version = policy_version
-        ordered = partial(self._stream.after_now(device), work)
-        self._thread = threading.Thread(target=self._main, args=(ordered,), name="weights-copy", daemon=True)
-        self._thread.start()
+        self._copy = in_background("weights-copy", partial(self._stream.after_now(device), work))
 
     @property
     def running(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return self._copy is not None and not self._copy.done()
 
     def wait(self) -> float:
         """Wait until nothing reads the weights any more. Returns the seconds that took.
@@ -77,33 +75,25 @@ class BackgroundCopy:
         Raises:
             WeightsError: the copy failed, or takes longer than `wait_s`.
         """
-        waited = 0.0
-        if self._thread is not None:
-            started = time.perf_counter()
-            self._thread.join(self._wait_s)
-            if self._thread.is_alive():
-                raise WeightsError(
-                    f"version {self._version} is still being copied out of the learner after {self._wait_s:.0f} s: "
-                    "another learner rank is silent in the gather. See its log, or raise weights.timeout_s."
-                )
-            self._thread = None
-            waited = time.perf_counter() - started
-        if self._failure is not None:
+        if self._copy is None:
+            return 0.0
+        started = time.perf_counter()
+        if wait([self._copy], self._wait_s).not_done:
             raise WeightsError(
-                f"version {self._version} could not be copied out of the learner: {self._failure}"
-            ) from self._failure
-        return waited
+                f"version {self._version} is still being copied out of the learner after {self._wait_s:.0f} s: "
+                "another learner rank is silent in the gather. See its log, or raise weights.timeout_s."
+            )
+        if failure := self._copy.exception():
+            raise WeightsError(
+                f"version {self._version} could not be copied out of the learner: {failure}"
+            ) from failure
+        self._copy = None
+        return time.perf_counter() - started
 
     def close(self, wait_s: float) -> None:
         """Wait at most `wait_s` for the copy to end; never raises."""
-        if self._thread is not None:
-            self._thread.join(wait_s)
-
-    def _main(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except Exception as error:  # thread boundary: `wait` raises it in the learner
-            self._failure = error
+        if self._copy is not None:
+            wait([self._copy], wait_s)
 
 
 @contextmanager

@@ -76,9 +76,7 @@ def test_logprobs_of_a_pack_equal_those_of_each_sequence_alone(family: str):
     hf.set_attn_implementation(PACKED_ATTENTION)
     model = PolicyModel(hf)
     for members, batch in micro_batches:
-        logprobs, entropy = model(
-            batch.input_ids, batch.position_ids, batch.loss_positions, batch.predictors, batch.packing, 0.7
-        )
+        logprobs, entropy = model(batch, 0.7)
         for i, member in enumerate(members):
             ids = torch.from_numpy(lease.trajectories[member].token_ids).long()
             table = (alone(input_ids=ids[None]).logits[0, :-1] / 0.7).log_softmax(-1)
@@ -95,7 +93,7 @@ def test_a_rank_without_trajectories_contributes_exactly_nothing():
     hf = tiny_model()
     hf.set_attn_implementation(PACKED_ATTENTION)
     model = PolicyModel(hf)
-    logprobs, _ = model(batch.input_ids, batch.position_ids, batch.loss_positions, batch.predictors, batch.packing, 1.0)
+    logprobs, _ = model(batch, 1.0)
     logprobs.sum().backward()
     assert not batch.loss_mask.any()
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())

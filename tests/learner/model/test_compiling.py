@@ -53,8 +53,7 @@ def batch_of(groups: int, seed: int) -> MicroBatch:
 
 def scores(model: PolicyModel, batch: MicroBatch) -> Tensor:
     """[2, chosen] log-probs and entropies."""
-    places = (batch.input_ids, batch.position_ids, batch.loss_positions, batch.predictors)
-    return torch.stack([each[batch.loss_positions] for each in model(*places, batch.packing, 1.0)])
+    return torch.stack([each[batch.loss_positions] for each in model(batch, 1.0)])
 
 
 def gradients(model: PolicyModel, batch: MicroBatch) -> dict[str, Tensor]:

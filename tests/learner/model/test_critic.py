@@ -38,7 +38,7 @@ def test_a_value_is_that_of_the_sequence_alone_up_to_the_token_before(tmp_path: 
     again = critic_of(tmp_path / "policy", str(tmp_path / "critic"))
     lease, micro_batches = packed_step(1)
     for members, batch in micro_batches:
-        values = again(batch.input_ids, batch.position_ids, batch.loss_positions, batch.predictors, batch.packing)
+        values = again(batch)
         assert not values[~batch.loss_mask].any()
         for i, member in enumerate(members):
             ids = torch.from_numpy(lease.trajectories[member].token_ids).long()

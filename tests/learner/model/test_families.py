@@ -220,13 +220,12 @@ def test_logits_that_are_multiplied_by_a_number_are_no_reason_to_refuse():
 @pytest.mark.parametrize("name", ["Granite", "Cohere"])
 def test_evaluations_and_canaries_see_multiplied_logits_too(name: str, tmp_path: Path):
     model, batch = build(name, tmp_path), siblings()
-    places = batch.input_ids, batch.position_ids, batch.loss_positions, batch.predictors, batch.packing
     trained = trained_logprobs(model, batch).detach()
-    judged, _, largest = model.judge(*places)
+    judged, _, largest = model.judge(batch)
     torch.testing.assert_close(judged, trained)
     factor, model.factor = model.factor, 1.0
     assert factor != 1.0
-    torch.testing.assert_close(largest, factor * model.judge(*places)[2])
+    torch.testing.assert_close(largest, factor * model.judge(batch)[2])
 
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0, 3.0, 2.0, 5.0]}

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from asyncrl.errors import WeightsError
-from asyncrl.learner.optimizer.host_moments import HostMoments
+from asyncrl.learner.optimizer.one_by_one import HostMoments
 from asyncrl.learner.publishing.holding import hold_back
 from asyncrl.weights.publishing import snapshot
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher

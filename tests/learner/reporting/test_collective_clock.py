@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from asyncrl.learner.backends.fsdp2 import FSDP2
-from asyncrl.learner.batch.packing import plan_packing
+from asyncrl.learner.batch.packing import Pack
 from asyncrl.learner.model.attention import PACKED_ATTENTION
 from asyncrl.learner.model.policy import PolicyModel
 from asyncrl.learner.reporting import collective_clock
@@ -45,7 +45,7 @@ def test_every_gather_and_reduce_of_a_sharded_model_is_timed(
     clock = clock_of(roles, 2, CPU)
     ticks = iter(range(1000))
     monkeypatch.setattr(collective_clock.time, "perf_counter", lambda: float(next(ticks)))
-    model.seen(torch.arange(8), torch.arange(8), plan_packing(np.arange(8), np.array([8]), 8)).sum().backward()
+    model.seen(Pack.of([np.arange(8, dtype=np.int32)], CPU)).sum().backward()
     # Two layers and the rest; the layers again in the backward, where the rest is whole still.
     assert clock.take() == {"perf/gather_s": 5.0, "perf/reduce_s": reduce_s}
     assert clock.take() == {GATHER: 0.0, REDUCE: 0.0}

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +10,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from asyncrl.learner.backends.fsdp2 import FSDP2
-from asyncrl.learner.batch.packing import plan_packing
+from asyncrl.learner.batch.packing import Pack
 from asyncrl.learner.memory_plan import held, reduces_each
 from asyncrl.learner.model.attention import PACKED_ATTENTION
 from asyncrl.learner.model.packed import set_gradient_sync
@@ -57,12 +58,11 @@ def test_between_micro_batches_the_gradient_is_whole_or_met(mesh: DeviceMesh, ea
     model = PolicyModel(hf)
     FSDP2(mesh).shard(model, torch.bfloat16)
     model.reduce_each = each
-    packing = plan_packing(torch.arange(6).numpy(), torch.tensor([6]).numpy(), 6)
-    ids = torch.arange(6)
+    pack = Pack.of([np.arange(6, dtype=np.int32)], torch.device("cpu"))
 
     def backward(last: bool) -> None:
         set_gradient_sync(model, last)
-        model(ids, ids, ids[1:], ids[:-1], packing, 1.0)[0].sum().backward()
+        model(pack, 1.0)[0].sum().backward()
 
     backward(last=False)
     assert [parameter.grad is not None for parameter in model.parameters()] == [each] * len(list(model.parameters()))
