@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,15 +18,7 @@ from torch import Tensor
 
 from asyncrl.errors import OwnCodeError
 from asyncrl.own_code import called, made_once
-
-
-@runtime_checkable
-class OwnSettings(Protocol):
-    """The settings under `advantage` that are read here."""
-
-    function: str
-    args: dict[str, Any]
-    components: dict[str, float]
+from asyncrl.schema import AdvantageConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +43,7 @@ class AdvantageInputs:
 
 
 @torch.no_grad()
-def own_advantages(inputs: AdvantageInputs, config: OwnSettings) -> Float[Tensor, "N L"]:
+def own_advantages(inputs: AdvantageInputs, config: AdvantageConfig) -> Float[Tensor, "N L"]:
     """The advantage of each sampled token of each trajectory; one column if all tokens of a trajectory share one.
 
     Raises:
@@ -83,7 +74,7 @@ def own_advantages(inputs: AdvantageInputs, config: OwnSettings) -> Float[Tensor
     return table
 
 
-def try_advantages(config: OwnSettings) -> None:
+def try_advantages(config: AdvantageConfig) -> None:
     """Call the function twice on a synthetic step, in which all rewards of one group are the same.
 
     Raises:

@@ -102,42 +102,29 @@ def exact_attention(
     return kernels.attention(query, key, value, scale, attention_mask).transpose(1, 2), None
 
 
+Kernel = Callable[[Any, Any, Tensor], Tensor]
+"""Result of a layer for its input, from the `Exact` of its model and the layer."""
+
+
 def _replacement(leaf: nn.Module) -> Callable[[Exact, Any], Callable[..., Any]] | None:
     name = type(leaf).__name__
     if type(leaf) is nn.Linear:
-        return _linear
+        return _computing(lambda exact, layer, x: kernels.linear(x, exact.weight(layer), layer.bias))
     if name.endswith("RMSNorm") and hasattr(leaf, "variance_epsilon"):
-        return _rms_norm
+        return _computing(lambda _, norm, x: kernels.rms_norm(x, norm.weight, norm.variance_epsilon))
     if name in ("SiLU", "SiLUActivation"):
-        return _silu
+        return _computing(lambda _, activation, x: kernels.silu(x))
     return _rotary if name.endswith("RotaryEmbedding") else None
 
 
-def _linear(exact: Exact, layer: nn.Linear) -> Callable[[Tensor], Tensor]:
-    plain = layer.forward
+def _computing(kernel: Kernel) -> Callable[[Exact, Any], Callable[[Tensor], Tensor]]:
+    """Maker of a layer's forward: the kernel's value with the gradient of its own."""
 
-    def forward(x: Tensor) -> Tensor:
-        return valued(lambda: plain(x), lambda: kernels.linear(x, exact.weight(layer), layer.bias))
+    def make(exact: Exact, layer: Any) -> Callable[[Tensor], Tensor]:
+        plain = layer.forward
+        return lambda x: valued(lambda: plain(x), lambda: kernel(exact, layer, x))
 
-    return forward
-
-
-def _rms_norm(_: Exact, norm: Any) -> Callable[[Tensor], Tensor]:
-    plain = norm.forward
-
-    def forward(x: Tensor) -> Tensor:
-        return valued(lambda: plain(x), lambda: kernels.rms_norm(x, norm.weight, norm.variance_epsilon))
-
-    return forward
-
-
-def _silu(_: Exact, activation: nn.Module) -> Callable[[Tensor], Tensor]:
-    plain = activation.forward
-
-    def forward(x: Tensor) -> Tensor:
-        return valued(lambda: plain(x), lambda: kernels.silu(x))
-
-    return forward
+    return make
 
 
 def _rotary(_: Exact, rotary: Any) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:

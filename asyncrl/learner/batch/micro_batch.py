@@ -11,15 +11,14 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.errors import EpisodeError, LedgerError
+from asyncrl.errors import LedgerError
 from asyncrl.learner.batch.packing import Pack, Siblings, plan_packing
 from asyncrl.learner.batch.plan import Member
-from asyncrl.learner.batch.recorded import routing_of, topk_of
+from asyncrl.learner.batch.recorded import reference_of, routing_of, topk_of
 from asyncrl.learner.batch.sending import sent
 from asyncrl.learner.batch.support import Support, support_of
-from asyncrl.replay.codec.recorded import reference_fault
 from asyncrl.replay.protocol import Lease
-from asyncrl.types import NO_VERSION, REF_LOGPROBS, Routers, StepPlan, Trajectory
+from asyncrl.types import NO_VERSION, Routers, StepPlan, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,26 +158,6 @@ def pack(
         ages=tuple(np.unique(staleness[loss_positions]).tolist()),
         support=support_of(chosen, loss_rows, device),
     )
-
-
-def reference_of(plan: StepPlan, members: Sequence[Member], chosen: Sequence[Trajectory]) -> list[NDArray[np.float32]]:
-    """[T] log-probs of the reference for each trajectory, as its environment attached them.
-
-    Raises:
-        EpisodeError: it attached none, or invalid ones.
-    """
-    if not members:
-        return [np.zeros(len(trajectory.token_ids), np.float32) for trajectory in chosen]
-    for (g, t), trajectory in zip(members, chosen, strict=True):
-        fault = reference_fault(trajectory)
-        if fault:
-            group = plan.groups[g]
-            raise EpisodeError(
-                f"step {plan.step}: trajectory {t} of group {group.group_id}, made by {group.worker}: {fault}. "
-                "reference.path=rollout needs them. Start the workers with the learner's settings (for a rerun, take "
-                "a run of such workers), or set reference.path=MODEL"
-            )
-    return [trajectory.extras[REF_LOGPROBS] for trajectory in chosen]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

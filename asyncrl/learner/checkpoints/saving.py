@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.background import in_background
 from asyncrl.errors import AsyncRLError, CheckpointError
-from asyncrl.learner.parallel.sharding import local
 from asyncrl.weights.publishing.copying import CopyStream
+from asyncrl.weights.publishing.sharding import local
 
 HOST = torch.device("cpu")
 """Device with which the ranks of a save communicate."""

@@ -18,7 +18,7 @@ from asyncrl.learner.backends.base import Backend
 from asyncrl.learner.batch.packing import Pack
 from asyncrl.learner.model.building import Build, built
 from asyncrl.learner.model.layout import with_our_attention
-from asyncrl.learner.model.loading import REFUSALS, Recipe, of_transformers, refuse_random
+from asyncrl.learner.model.loading import Recipe, as_config_error, of_transformers, refuse_random
 from asyncrl.learner.model.packed import PackedModel
 from asyncrl.learner.parallel.tensor import whole
 from asyncrl.schema import Config
@@ -94,15 +94,9 @@ def build_critic(config: Config, device: torch.device, backend: Backend | None) 
         make=CriticModel,
         kept="float32",
     )
-    try:
+    way_out = "Give a causal LM, or a token classifier with num_labels=1"
+    with as_config_error(build.setting, "a token classifier with one label", way_out):
         return built(build, config.model, longest_sequence(config), device, backend)
-    except ConfigError:
-        raise  # is a ValueError too, but its message is complete
-    except REFUSALS as error:
-        raise ConfigError(
-            f"critic.path={path} cannot be loaded as a token classifier with one label: {error}. Give a causal LM, or "
-            "a token classifier with num_labels=1"
-        ) from error
 
 
 OPTIONS: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from asyncrl.errors import ConfigError
 from asyncrl.learner.model.reading import (
     Checkpoint,
     EmptyOnMeta,
@@ -52,6 +53,17 @@ def of_transformers() -> Iterator[None]:
         raise
     except Exception as error:
         raise ValueError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
+@contextmanager
+def as_config_error(setting: str, kind: str, way_out: str) -> Iterator[None]:
+    """Turn any error in loading the checkpoint of a setting, as a model of this kind, into a ConfigError."""
+    try:
+        yield
+    except ConfigError:
+        raise  # is a ValueError too, but its message is complete
+    except REFUSALS as error:
+        raise ConfigError(f"{setting} cannot be loaded as {kind}: {error}. {way_out}") from error
 
 
 def refuse_random(missing: Collection[str]) -> None:

@@ -6,7 +6,7 @@ The reference and the averaged policy are the same class; the critic (critic.py)
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -27,7 +27,7 @@ from asyncrl.learner.model.attention import EXACT_PACKED_ATTENTION
 from asyncrl.learner.model.building import DTYPES, Build, built
 from asyncrl.learner.model.flops import Work
 from asyncrl.learner.model.layout import with_our_attention
-from asyncrl.learner.model.loading import REFUSALS, Recipe, of_transformers, refuse_random
+from asyncrl.learner.model.loading import Recipe, as_config_error, of_transformers, refuse_random
 from asyncrl.learner.model.logprobs import judged_logprobs, token_logprobs
 from asyncrl.learner.model.lora import Adapters, add_adapters, base_fingerprint, start_adapters
 from asyncrl.learner.model.packed import PackedModel
@@ -189,7 +189,8 @@ def build_model(
         if model.adapters is not None:
             start_adapters(model.adapters, config.seed)
 
-    with as_causal_lm(setting):
+    way_out = "Give a directory with config.json and *.safetensors, or a hub name"
+    with as_config_error(setting, "a causal LM", way_out):
         recipe = causal_lm(settings, setting, DTYPES[kept])
         build = Build(
             setting=setting,
@@ -239,20 +240,6 @@ def causal_lm(config: ModelConfig, setting: str, dtype: torch.dtype = torch.floa
 
     load = partial(with_our_attention, partial(_load_whole, config.path, options))
     return Recipe(path=config.path, load=load, build=build)
-
-
-@contextmanager
-def as_causal_lm(setting: str) -> Iterator[None]:
-    """Turns any error in loading the checkpoint of a setting into a ConfigError."""
-    try:
-        yield
-    except ConfigError:
-        raise  # is a ValueError too, but its message is complete
-    except REFUSALS as error:
-        raise ConfigError(
-            f"{setting} cannot be loaded as a causal LM: {error}. "
-            "Give a directory with config.json and *.safetensors, or a hub name"
-        ) from error
 
 
 def _load_whole(path: str, options: dict[str, Any], **attention: str) -> PreTrainedModel:

@@ -20,7 +20,7 @@ from asyncrl.checks.architecture import BLOCK, torn_blocks
 from asyncrl.errors import ConfigError
 from asyncrl.learner.memory_plan import in_eight_bits
 from asyncrl.learner.optimizer.one_by_one import MOMENTS, OneByOne, step_one
-from asyncrl.learner.parallel.sharding import local
+from asyncrl.weights.publishing.sharding import local
 
 SCALE = "_scale"
 """Suffix to the name of a moment, in the state of a parameter and in checkpoints."""
@@ -96,7 +96,11 @@ class EightBits(OneByOne):
         # A view, because a copy would be stepped instead of the parameter.
         rows, gradients = values.view(-1, width), gradient.reshape(-1, width)
         coded = [
-            (local(kept[name]).view(-1, width), local(kept[name + SCALE]).view(-1, width // BLOCK), name == MOMENTS[0])
+            (
+                local(kept[name]).view(-1, width),
+                local(kept[name + SCALE]).view(-1, width // BLOCK),
+                name == MOMENTS[0],
+            )
             for name in MOMENTS
         ]
         at_once = max(1, CHUNK // width)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from asyncrl.learner.parallel.sharding import local
+from asyncrl.weights.publishing.sharding import local
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 HOST = torch.device("cpu")

@@ -21,8 +21,9 @@ from asyncrl.learner.batch.micro_batch import MicroBatch
 from asyncrl.learner.optimizer.eight_bits import EightBits, check_blocks
 from asyncrl.learner.optimizer.one_by_one import HostMoments
 from asyncrl.learner.parallel.collectives import data_ranks
-from asyncrl.learner.parallel.sharding import local, shards_of
+from asyncrl.learner.parallel.sharding import shards_of
 from asyncrl.schema import LearnerConfig
+from asyncrl.weights.publishing.sharding import local
 
 log = logging.getLogger(__name__)
 

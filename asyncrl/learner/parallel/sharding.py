@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from asyncrl.checks.parallel import EXPERT, REPLICATE, SHARD, TENSOR
 from asyncrl.weights.boxes import Box, whole
-from asyncrl.weights.publishing.sharding import box_at
+from asyncrl.weights.publishing.sharding import box_at, local
 
 SHARDED = "sharded"
 """Mesh dimension of the ranks that shard one copy, flattened from `SHARD` and `EXPERT` with expert parallelism."""
@@ -47,11 +47,6 @@ def _without(mesh: DeviceMesh, *dims: str) -> DeviceMesh:
     names = mesh.mesh_dim_names or ()
     kept = tuple(name for name in names if name not in dims)
     return mesh if kept == names else mesh[kept]
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, sharing memory with the DTensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def shards_of(tensor: Tensor) -> int:

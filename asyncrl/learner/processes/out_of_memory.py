@@ -37,16 +37,10 @@ def _note(run_dir: Path) -> Path:
 
 def _of(config: Config) -> list[object]:
     """The settings that the memory of a step depends on: the note does not apply with others."""
-    checkpointing: list[object] = [config.model.activation_checkpointing, config.model.checkpoint_every]
-    if config.model.checkpoint_keep != "nothing":
-        checkpointing.append(config.model.checkpoint_keep)
-    if config.learner.offload != "none":
-        checkpointing.append(config.learner.offload)
-    if config.learner.optimizer != "adamw":
-        checkpointing.append(config.learner.optimizer)
-    dims = {name: getattr(config.learner, name) for name in LAID_OUT_BY}
-    checkpointing += [f"{name}={size}" for name, size in dims.items() if size > 1]
-    return [str(checkpointing), config.learner.ranks, config.model.lora_rank]
+    model, learner = config.model, config.learner
+    kept = model.activation_checkpointing, model.checkpoint_every, model.checkpoint_keep, model.lora_rank
+    dims = (getattr(learner, name) for name in LAID_OUT_BY)
+    return [*kept, learner.offload, learner.optimizer, learner.ranks, *dims]
 
 
 def _noted(note: Path, config: Config) -> int:

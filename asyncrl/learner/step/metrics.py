@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,11 +31,14 @@ class Told:
     per_update: Mapping[str, Tensor] = field(default_factory=dict)
     group_weights: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def parts(self) -> tuple[Mapping[str, Tensor], ...]:
-        """The numbers in the order in which `Measured.of` reads them."""
-        means = {name: torch.stack([n.double(), d.double()]) for name, (n, d) in self.sums.means.items()}
+    def parts(self) -> dict[str, Mapping[str, Tensor]]:
+        """The numbers, by the field of `Measured` that they belong to."""
         sums = self.sums
-        return means, sums.tokens, sums.ages, sums.sequences, sums.maxima, self.per_update, self.group_weights
+        return {
+            "ratios": {name: torch.stack([n.double(), d.double()]) for name, (n, d) in sums.means.items()},
+            **{"tokens": sums.tokens, "ages": sums.ages, "sequences": sums.sequences, "maxima": sums.maxima},
+            **{"per_update": self.per_update, "group_weights": self.group_weights},
+        }
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,25 +70,18 @@ class Measured:
     def of(cls, *told: Told) -> Measured:
         """Combine them, with a single transfer from the device."""
         everything = [each.parts() for each in told]
-        tensors = [t.detach().double().reshape(-1) for parts in everything for part in parts for t in part.values()]
-        values: Iterator[float] = iter(torch.cat(tensors).tolist() if tensors else [])
+        tensors = [tensor for parts in everything for part in parts.values() for tensor in part.values()]
+        flat = [tensor.detach().double().reshape(-1) for tensor in tensors]
+        values: Iterator[float] = iter(torch.cat(flat).tolist() if flat else [])
         together = cls()
         for parts in everything:
-            ratios, tokens, ages, sequences, maxima, updates, weights = (
-                {name: tuple(itertools.islice(values, tensor.numel())) for name, tensor in part.items()}
-                for part in parts
-            )
-            together.add(
-                cls(
-                    ratios=ratios,
-                    tokens=tokens,
-                    ages=ages,
-                    sequences=sequences,
-                    maxima={name: value for name, (value,) in maxima.items()},
-                    per_update={name: value for name, (value,) in updates.items()},
-                    group_weights=weights,
-                )
-            )
+            read: dict[str, Any] = {
+                kind: {name: tuple(itertools.islice(values, tensor.numel())) for name, tensor in part.items()}
+                for kind, part in parts.items()
+            }
+            for kind in ("maxima", "per_update"):  # a single number each
+                read[kind] = {name: value for name, (value,) in read[kind].items()}
+            together.add(cls(**read))
         return together
 
     def add(self, other: Measured) -> None:

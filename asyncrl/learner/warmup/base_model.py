@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch.nn import functional
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.data.byte_tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, save_byte_tokenizer
 from asyncrl.data.modes import reverse, sample_word, warmup_example
@@ -52,6 +53,24 @@ def build_model(recipe: WarmupRecipe, vocab_size: int = VOCAB_SIZE) -> Qwen2ForC
             eos_token_id=EOS_ID,
         )
     )
+
+
+def fit(model: PreTrainedModel, steps: int, lr: float, loss: Callable[[], torch.Tensor]) -> None:
+    """AdamW steps down `loss`, with a learning rate that falls to 0."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 - step / steps)
+    for _ in range(steps):
+        loss().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+
+
+def next_token_loss(model: Qwen2ForCausalLM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy of the labels that are not IGNORED."""
+    logits = model(input_ids=ids[:, :-1]).logits
+    return functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
 
 
 def padded(rows: list[list[int]], labels: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,10 +126,7 @@ def train(
     """Train until samples are right often enough. Returns the steps taken, and sampled and greedy accuracy."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(1, recipe.max_steps + 1):
-        ids, labels = task.batch(rng, recipe.batch_size)
-        logits = model(input_ids=ids[:, :-1]).logits
-        loss = functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
-        loss.backward()
+        next_token_loss(model, *task.batch(rng, recipe.batch_size)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

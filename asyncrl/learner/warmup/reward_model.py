@@ -18,6 +18,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from asyncrl.data.byte_tokenizer import PAD_ID, save_byte_tokenizer
 from asyncrl.data.judged import judged_example
 from asyncrl.data.warmup_recipe import RewardRecipe
+from asyncrl.learner.warmup.base_model import fit
 
 PROBES = 512
 """Answers on which the accuracy is measured: a standard error of one point around 95 %."""
@@ -39,16 +40,13 @@ def train(model: PreTrainedModel, recipe: RewardRecipe, rng: random.Random) -> f
     Raises:
         SystemExit: the accuracy is below `min_accuracy`.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 - step / recipe.steps)
-    for _ in range(recipe.steps):
+
+    def loss() -> Tensor:
         ids, attention, labels = make_batch(rng, recipe.batch_size)
         logits = model(input_ids=ids, attention_mask=attention).logits[:, 0]
-        functional.binary_cross_entropy_with_logits(logits, labels).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
+        return functional.binary_cross_entropy_with_logits(logits, labels)
+
+    fit(model, recipe.steps, recipe.lr, loss)
     with torch.no_grad():
         ids, attention, labels = make_batch(rng, PROBES)
         logits = model(input_ids=ids, attention_mask=attention).logits[:, 0]

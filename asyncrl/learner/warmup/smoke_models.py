@@ -16,13 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch.nn import functional
 from transformers import AutoModelForSequenceClassification, Qwen2ForCausalLM
 
 from asyncrl.data.byte_tokenizer import EOS_ID, PAD_ID, save_byte_tokenizer
 from asyncrl.data.smoke_rows import ANSWERS
 from asyncrl.data.warmup_recipe import WarmupRecipe
-from asyncrl.learner.warmup.base_model import IGNORED, build_model
+from asyncrl.learner.warmup.base_model import IGNORED, build_model, fit, next_token_loss
 
 STEPS, CALLER_STEPS, TEACHER_STEPS, BATCH, LR = 150, 200, 20, 8, 3e-3
 LONGEST_PROMPT = 200
@@ -70,16 +69,7 @@ def train(model: Qwen2ForCausalLM, answers: Sequence[int], steps: int, ways: Way
         SystemExit: less than MIN_READABLE of its samples are one of the completions.
     """
     rng = random.Random(f"smoke-{steps}")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 - step / steps)
-    for _ in range(steps):
-        ids, labels = make_batch(rng, answers, ways)
-        logits = model(input_ids=ids[:, :-1]).logits
-        functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
+    fit(model, steps, LR, lambda: next_token_loss(model, *make_batch(rng, answers, ways)))
     readable = min(share_readable(model, answers, *way) for way in ways)
     print(f"{readable:.0%} of the samples are answers")
     if readable < MIN_READABLE:

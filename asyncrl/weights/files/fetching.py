@@ -37,7 +37,6 @@ class Source(Protocol):
 
         Raises:
             UnreachableError: no further byte within the time limit, or none at all.
-            UnreachableError: no further byte within the time limit, or none at all.
         """
         ...
 

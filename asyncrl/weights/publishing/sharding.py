@@ -37,10 +37,10 @@ class OwnShare:
         """
         held = {name: held_boxes(name, tensor, world) for name, tensor in named}
         for name, tensor in named:
-            box, local = held[name][rank], local_part(tensor)
-            if box is not None and sizes(box) != tuple(local.shape):
+            box, mine = held[name][rank], local(tensor)
+            if box is not None and sizes(box) != tuple(mine.shape):
                 raise WeightsError(
-                    f"rank {rank} holds {tuple(local.shape)} of {name} {tuple(tensor.shape)}, expected {box}. {RANK0}"
+                    f"rank {rank} holds {tuple(mine.shape)} of {name} {tuple(tensor.shape)}, expected {box}. {RANK0}"
                 )
         shares = divide(plan(named, wire_dtype, cap_bytes), held, world, cap_bytes)
         return cls(shares=shares, share=shares.of[rank], _held={name: boxes[rank] for name, boxes in held.items()})
@@ -51,7 +51,7 @@ class OwnShare:
         for name, box in self.share.boxes.items():
             held = self._held[name]
             assert held is not None  # the plan takes from a rank only what it holds
-            found.append((name, local_part(by_name[name])[slices(within(held, box))]))
+            found.append((name, local(by_name[name])[slices(within(held, box))]))
         return found
 
 
@@ -89,11 +89,11 @@ def box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
     return box_of(tensor.shape, splits)
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the tensor."""
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of the tensor, sharing memory with it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def memory_of(tensor: torch.Tensor) -> int:
     """Address of the memory that holds this rank's part: the same for all views of one storage."""
-    return local_part(tensor).untyped_storage().data_ptr()
+    return local(tensor).untyped_storage().data_ptr()

@@ -33,7 +33,7 @@ from asyncrl.weights.publishing.copying import BackgroundCopy, CopyStream
 from asyncrl.weights.publishing.filling import Filling
 from asyncrl.weights.publishing.gather import Route, choose_route, gather_into, plan, unique_tensors
 from asyncrl.weights.publishing.reading import Reading
-from asyncrl.weights.publishing.sharding import OwnShare, local_part, memory_of
+from asyncrl.weights.publishing.sharding import OwnShare, local, memory_of
 from asyncrl.weights.shares import Shares
 
 _GATHER_S = 60.0
@@ -255,7 +255,7 @@ class BackgroundPublisher:
 
     def _read(self, snapshot: Snapshot, named: list[tuple[str, torch.Tensor]], device: torch.device | None) -> None:
         """Hand the weights themselves to the sender."""
-        tensors = {name: local_part(tensor) for name, tensor in named}
+        tensors = {name: local(tensor) for name, tensor in named}
         ordered = self._stream.after_now(device)
         self._reading = snapshot.reading = Reading(snapshot.policy_version, tensors, ordered, self._wait_s)
         snapshot.filling.end()
@@ -364,7 +364,7 @@ def _free_parts(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> Iter
     MiB or more."""
     ends, before = list[tuple[int, torch.Tensor]](), 0
     for bucket in manifest.buckets:
-        ends += [(before + e.offset + e.nbytes, local_part(tensors[e.name])) for e in bucket.entries]
+        ends += [(before + e.offset + e.nbytes, local(tensors[e.name])) for e in bucket.entries]
         before += bucket.nbytes
     last = {memory_of(tensor): end for end, tensor in ends}
     least, begun, part = max(before // _PARTS, _LEAST_PART), 0, list[torch.Tensor]()
