@@ -57,34 +57,15 @@ class Hook:
     def __init__(self, config: LearnerConfig, *, rank: int, world: int) -> None:
         self._named = f"learner.hook={config.hook}"
         self._call: Callable[[Update], Any] = with_args(config.hook, config.hook_args, "learner.hook", takes=1)
-        self._rank, self._world = rank, world
+        self.rank, self.world = rank, world
 
-    def call(
-        self,
-        moment: str,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        step: int,
-        index: int,
-        report: UpdateReport | None = None,
-    ) -> dict[str, float]:
+    def call(self, update: Update) -> dict[str, float]:
         """Call the hook and return its metrics as `hook/<name>`.
 
         Raises:
             OwnCodeError: it raised, or returned something other than finite numbers.
         """
-        update = Update(
-            moment=moment,
-            step=step,
-            index=index,
-            rank=self._rank,
-            world=self._world,
-            model=model,
-            optimizer=optimizer,
-            report=report,
-        )
-        where = f"{self._named}, {moment} update {index} of step {step}"
+        where = f"{self._named}, {update.moment} update {update.index} of step {update.step}"
         found = called(self._call, where, update)
         if found is None:
             return {}
@@ -95,4 +76,4 @@ class Hook:
         for name, value in found.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise OwnCodeError(f"{where}: {name!r} must be a finite number, as it is logged; got {value!r}")
-        return {f"hook/{name}": float(value) for name, value in found.items()} if self._rank == 0 else {}
+        return {f"hook/{name}": float(value) for name, value in found.items()} if self.rank == 0 else {}

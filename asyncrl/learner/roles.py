@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from asyncrl.learner.backends.base import Backend
-from asyncrl.learner.hook import Hook
+from asyncrl.learner.hook import Hook, Update
 from asyncrl.learner.model.critic import CriticModel, build_critic
 from asyncrl.learner.model.packed import Layout, PackedModel
 from asyncrl.learner.model.policy import PolicyModel, build_model
@@ -69,7 +69,17 @@ class Roles:
         """Call the hook. Returns its metrics; an empty dict without a hook."""
         if self.hook is None:
             return {}
-        return self.hook.call(moment, self.policy.hf, self.optimizer, step=step, index=index, report=report)
+        update = Update(
+            moment=moment,
+            step=step,
+            index=index,
+            rank=self.hook.rank,
+            world=self.hook.world,
+            model=self.policy.hf,
+            optimizer=self.optimizer,
+            report=report,
+        )
+        return self.hook.call(update)
 
     @property
     def in_rows(self) -> bool:

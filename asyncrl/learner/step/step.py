@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -80,8 +81,8 @@ def train_step(
     batches, measured = with_targets(plan, batches, config.advantage, roles.kl_coef, device)
     sums = begun.sums if begun and same_advantages(begun, batches, roles, lease, device) else None
     early = float(len(begun.plan.groups)) if begun and sums else 0.0
-    if rank == 0:
-        measured.add(_of_no_update())
+    if rank == 0:  # also the row of a step without a fresh token, which has no update, has these names
+        measured.add(replace(_of_an_update(NO_UPDATE, 0.0), updates=0.0))
     shares = list(zip(minibatches, shares_of(batches, minibatches), strict=True))
     for index, (minibatch, share) in enumerate(shares * settings.epochs_per_batch):
         report, numbers = update_policy(
@@ -92,7 +93,7 @@ def train_step(
             numbers.group_weights = {}  # only the first pass counts: its weights are those the step starts with
         measured.add(numbers)
         if rank == 0:
-            measured.add(_of_an_update(report, minibatch))
+            measured.add(_of_an_update(report, minibatch.denominators.tokens))
         if roles.critic is not None:
             fit, numbers = update_critic(config, roles, roles.critic, share, minibatch.denominators, plan.step, world)
             measured.add(numbers)
@@ -124,19 +125,13 @@ def _of_the_step(config: Config, roles: Roles, guard: NonFiniteGuard, early: flo
     return told
 
 
-def _of_an_update(report: UpdateReport, minibatch: MinibatchPlan) -> Measured:
+def _of_an_update(report: UpdateReport, tokens: float) -> Measured:
     """Numbers that are the same on every rank."""
-    return Measured(updates=1.0, per_update=_optim(report), totals={TRAINED_TOKENS: minibatch.denominators.tokens})
+    optim = {"optim/lr": report.lr, "optim/grad_norm": report.grad_norm, "loss/total": report.loss}
+    return Measured(updates=1.0, per_update=optim, totals={TRAINED_TOKENS: tokens})
 
 
-def _of_no_update() -> Measured:
-    """Numbers of a step without a fresh token: it has no update, but its row has the same names."""
-    nothing = UpdateReport(loss=0.0, grad_norm=0.0, applied=True, lr=0.0)
-    return Measured(per_update=_optim(nothing), totals={TRAINED_TOKENS: 0.0})
-
-
-def _optim(report: UpdateReport) -> dict[str, float]:
-    return {"optim/lr": report.lr, "optim/grad_norm": report.grad_norm, "loss/total": report.loss}
+NO_UPDATE = UpdateReport(loss=0.0, grad_norm=0.0, applied=True, lr=0.0)
 
 
 def shares_of(batches: Sequence[MicroBatch], minibatches: Sequence[MinibatchPlan]) -> list[Sequence[MicroBatch]]:
@@ -172,7 +167,7 @@ def update_policy(
             loss, measured = accumulate(config, roles.policy, batches, denominators, world)
         roles.policy.settle()
         total = float(sum_over_data(loss.double().cpu(), device))
-        return UpdateReport(loss=total, grad_norm=0.0, applied=True, lr=0.0), measured
+        return replace(NO_UPDATE, loss=total), measured
     loss, measured = accumulate(config, roles.policy, batches, denominators, world, sums)
     rate = learning_rate(step, config.learner, first=config.critic.warmup_steps)
     if scales_learning_rate(config.loss):
