@@ -18,7 +18,7 @@ import sys
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ def main(run: Path, overrides: Sequence[str]) -> int:
     if config.learner.ranks > 1 and "WORLD_SIZE" not in os.environ:
         history_for(config, run / JOURNAL_DIR)  # checked first: refused by the ranks, it would leave a folder
         return on_ranks(config, run, overrides)
-    return as_one_rank(run, overrides)
+    return to_the_end(lambda opened: work(run, overrides, opened))
 
 
 def on_ranks(config: Config, run: Path, overrides: Sequence[str]) -> int:
@@ -115,18 +115,6 @@ def on_ranks(config: Config, run: Path, overrides: Sequence[str]) -> int:
         return 1
     print(ranks.log.read_text(errors="replace"), end="")
     return 0
-
-
-def as_one_rank(run: Path, overrides: Sequence[str], failed: Callable[[AsyncRLError], None] | None = None) -> int:
-    """Run as one rank.
-
-    Args:
-        failed: called with the error that ends it, before anything is closed.
-
-    Raises:
-        AsyncRLError: see `main`.
-    """
-    return to_the_end(lambda opened: work(run, overrides, opened), failed)
 
 
 def work(run: Path, overrides: Sequence[str], opened: ExitStack) -> None:
@@ -330,4 +318,4 @@ def report(run: Path, folder: Path, changed: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     make_streams_plain()
-    sys.exit(as_rank(lambda failed: as_one_rank(Path(sys.argv[1]), sys.argv[2:], failed), "asyncrl.cli.rerun"))
+    sys.exit(as_rank(lambda opened: work(Path(sys.argv[1]), sys.argv[2:], opened), "asyncrl.cli.rerun"))

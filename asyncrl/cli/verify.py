@@ -27,7 +27,6 @@ from asyncrl.schema import Config
 from asyncrl.storage.checkpoints import CHECKPOINT_DIR, EXPORT_DIR, newest_whole
 from asyncrl.telemetry.folder.resumed import is_supervised
 from asyncrl.weights.canary import Canary, Difference, Tolerance, compare
-from asyncrl.weights.publishing.gather import unique_tensors
 
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -136,7 +135,7 @@ def verify_engine(
         settings.engine = replace(settings.engine, tensor_parallel=1, max_model_len=0, kv_cache_mb=0, vllm={})
     canary = replace(canary, wire_dtype=dtype)
     allowed = canary.tolerance(dtype)
-    wire = {name: _cast(tensor, DTYPES[dtype]) for name, tensor in unique_tensors(policy.named_hf_parameters())}
+    wire = {name: _cast(tensor, DTYPES[dtype]) for name, tensor in policy.named_hf_parameters()}
     try:
         served = make_engine(settings)
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -22,7 +22,6 @@ from asyncrl.checks.placement import gpus_seen
 from asyncrl.config import JOURNAL_DIR, KEYS_DIR, begin_trace, load_config
 from asyncrl.data.local_tokenizer import own_tokenizer
 from asyncrl.digests import run_digest
-from asyncrl.errors import AsyncRLError
 from asyncrl.learner.assembly import assemble
 from asyncrl.learner.backends.base import Backend
 from asyncrl.learner.backends.factory import joined_ranks
@@ -48,16 +47,9 @@ from asyncrl.weights.factory import backend_of, make_publisher
 log = logging.getLogger("asyncrl.learner")
 
 
-def main(overrides: Sequence[str], failed: Callable[[AsyncRLError], None] | None = None) -> int:
-    """Run one rank until training ends.
-
-    Args:
-        failed: called with the error that ended training, before anything is closed.
-
-    Raises:
-        AsyncRLError: a refused setting, or what ended training.
-    """
-    return to_the_end(lambda opened: work(overrides, opened), failed)
+def main(overrides: Sequence[str]) -> int:
+    """Run one rank until training ends. Raises AsyncRLError: a refused setting, or what ended training."""
+    return to_the_end(lambda opened: work(overrides, opened))
 
 
 def work(overrides: Sequence[str], opened: ExitStack) -> None:
@@ -145,7 +137,7 @@ def choices(config: Config, place: Place, layout: str) -> str:
 
 def rank_main(overrides: Sequence[str]) -> int:
     """Run `main` as a process: an error is printed and gives exit code 1."""
-    return as_rank(lambda failed: main(overrides, failed), "asyncrl.learner")
+    return as_rank(lambda opened: work(overrides, opened), "asyncrl.learner")
 
 
 if __name__ == "__main__":

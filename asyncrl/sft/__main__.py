@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,6 @@ if __name__ == "__main__":
 
 from asyncrl.checks.dtypes import dtype_on
 from asyncrl.config import begin_trace
-from asyncrl.errors import AsyncRLError
 from asyncrl.learner.backends.factory import joined_ranks
 from asyncrl.learner.parallel.place import Place, prepare_process
 from asyncrl.learner.processes.launcher import as_rank, to_the_end
@@ -36,16 +35,9 @@ from asyncrl.telemetry.metrics.log import METRICS_FILE
 log = logging.getLogger("asyncrl.sft")
 
 
-def main(overrides: Sequence[str], failed: Callable[[AsyncRLError], None] | None = None) -> int:
-    """Run one rank to the end of training.
-
-    Args:
-        failed: called with the error that ended training, before anything is closed.
-
-    Raises:
-        AsyncRLError: a setting or row was refused, or training failed.
-    """
-    return to_the_end(lambda opened: work(overrides, opened), failed)
+def main(overrides: Sequence[str]) -> int:
+    """Run one rank to the end of training. Raises AsyncRLError: a setting or row was refused, or training failed."""
+    return to_the_end(lambda opened: work(overrides, opened))
 
 
 def work(overrides: Sequence[str], opened: ExitStack) -> None:
@@ -93,7 +85,7 @@ def open_log(given: SftConfig, run_dir: Path, start: Start) -> PrintingLog:
 
 def rank_main(overrides: Sequence[str]) -> int:
     """Run `main` as a process: print an error and return exit code 1 if it fails."""
-    return as_rank(lambda failed: main(overrides, failed), "asyncrl.sft")
+    return as_rank(lambda opened: work(overrides, opened), "asyncrl.sft")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import torch
 from asyncrl.errors import ModelMismatchError
 from asyncrl.weights.adapter import SCALING, peft_names, read_pairs, read_scaling, scaling_tensor
 from asyncrl.weights.manifest import Manifest
-from asyncrl.weights.publishing.gather import gather_into, plan, unique_tensors
+from asyncrl.weights.publishing.gather import gather_into, plan
 
 
 def adapter(rank: int = 3, alpha: int = 7) -> dict[str, torch.Tensor]:
@@ -18,7 +18,7 @@ def adapter(rank: int = 3, alpha: int = 7) -> dict[str, torch.Tensor]:
 
 
 def test_the_scaling_survives_a_bfloat16_wire_exactly():
-    tensors = unique_tensors(adapter(rank=13, alpha=501).items())
+    tensors = list(adapter(rank=13, alpha=501).items())
     manifest = Manifest.from_wire(plan(tensors, torch.bfloat16, 1 << 20).to_wire())
     buffers = manifest.allocate()
     gather_into(manifest, tensors, buffers)

@@ -11,12 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from asyncrl.errors import WeightsError
 from asyncrl.learner.publishing.holding import hold_back
 from asyncrl.weights.fingerprint import bucket_fingerprint
 from asyncrl.weights.publishing import gather, snapshot
 from asyncrl.weights.publishing.filling import Filling
-from asyncrl.weights.publishing.gather import clean_name, gather_into, plan, unique_tensors
+from asyncrl.weights.publishing.gather import gather_into, plan
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher, Snapshot
 from tests.forked import run_ranks
 
@@ -35,23 +34,11 @@ class Net(nn.Module):
 
 
 def gathered(model: nn.Module, wire_dtype: torch.dtype, cap: int, rank: int) -> dict[str, torch.Tensor]:
-    named = unique_tensors(model.named_parameters(remove_duplicate=False))
+    named = list(model.named_parameters())
     manifest = plan(named, wire_dtype, cap)
     buffers = manifest.allocate() if rank == 0 else None
     gather_into(manifest, named, buffers)
     return manifest.views(buffers) if buffers is not None else {}
-
-
-def test_wrapper_prefixes_are_stripped_anywhere_in_a_name():
-    assert clean_name("_orig_mod.model.layers.0._checkpoint_wrapped_module.w") == "model.layers.0.w"
-
-
-def test_tied_parameters_go_once_and_name_clashes_are_refused():
-    model = Net()
-    names = [name for name, _ in unique_tensors(model.named_parameters(remove_duplicate=False))]
-    assert "embed.weight" in names and "head.weight" not in names
-    with pytest.raises(WeightsError, match="two tensors"):
-        unique_tensors([("a", torch.zeros(1)), ("_orig_mod.a", torch.zeros(1))])
 
 
 @pytest.mark.parametrize("wire_dtype", [torch.float32, torch.bfloat16])
@@ -59,7 +46,7 @@ def test_plain_tensors_are_cast_and_integers_are_not(wire_dtype):
     model = Net()
     model.register_parameter("steps", nn.Parameter(torch.tensor([3, 2**40]), requires_grad=False))
     views = gathered(model, wire_dtype, 64, rank=0)
-    for name, parameter in unique_tensors(model.named_parameters()):
+    for name, parameter in model.named_parameters():
         expected = parameter.to(wire_dtype) if parameter.is_floating_point() else parameter
         assert torch.equal(views[name], expected)
 

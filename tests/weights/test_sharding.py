@@ -30,7 +30,7 @@ from asyncrl.weights.broadcast.staging import Seat, Staging
 from asyncrl.weights.fingerprint import bucket_fingerprint
 from asyncrl.weights.flows import Flows, cut
 from asyncrl.weights.manifest import Manifest
-from asyncrl.weights.publishing.gather import gather_into, plan, unique_tensors
+from asyncrl.weights.publishing.gather import gather_into, plan
 from asyncrl.weights.publishing.sharding import OwnShare
 from asyncrl.weights.shares import Shares, divide, slices
 from tests.forked import run_ranks
@@ -187,7 +187,7 @@ def _rank(rank: int, world: int, folder: str) -> None:
     for layout in LAYOUTS:
         net = Net(layout)
         shard(net, layout, world)
-        named = unique_tensors((name, p.detach()) for name, p in net.named_parameters())
+        named = [(name, p.detach()) for name, p in net.named_parameters()]
         own = OwnShare.of(named, rank, world, torch.bfloat16, 64)
         parts = own.parts(named)
         buffers = own.share.manifest.allocate()

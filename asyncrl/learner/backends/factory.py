@@ -47,8 +47,11 @@ def _interface_towards(host: str) -> str:
         return ""
 
 
-def join_ranks(config: Config, place: Place) -> FSDP2:
-    """Create the process group of the ranks, also for a single rank, so that the same code runs everywhere.
+@contextmanager
+def joined_ranks(config: Config, place: Place) -> Iterator[FSDP2]:
+    """The process group of the ranks, also for a single rank, so that the same code runs everywhere. On exit the ranks
+    leave together, because rank 0 hosts the store of the others and must not leave first; a rank that fails leaves at
+    once.
 
     Its timeout covers what rank 0 may do alone while the others wait in a collective: wait for a batch, wait for the
     engines to acknowledge weights, write a checkpoint, wait for space on a full disk.
@@ -61,11 +64,16 @@ def join_ranks(config: Config, place: Place) -> FSDP2:
     backend = "nccl" if place.device.type == "cuda" else "gloo"
     held = group_interfaces(os.environ, config.weights.host, config.weights.interface)
     os.environ.update(held | {OF_THE_RANKS: held.get("GLOO_SOCKET_IFNAME", "")})
-    if place.world == 1 and "MASTER_ADDR" not in os.environ:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=patience)
-    else:
-        dist.init_process_group(backend, timeout=patience)
-    return backend_of(config, place)
+    try:
+        if place.world == 1 and "MASTER_ADDR" not in os.environ:
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=patience)
+        else:
+            dist.init_process_group(backend, timeout=patience)
+        yield backend_of(config, place)
+        barrier()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def backend_of(config: Config, place: Place) -> FSDP2:
@@ -81,15 +89,3 @@ def backend_of(config: Config, place: Place) -> FSDP2:
     sizes = dims.mesh
     mesh = init_device_mesh(place.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     return FSDP2(mesh, on_host=config.learner.offload == "all")
-
-
-@contextmanager
-def joined_ranks(config: Config, place: Place) -> Iterator[FSDP2]:
-    """`join_ranks`; on exit the ranks leave together, because rank 0 hosts the store of the others and must not leave
-    first. A rank that fails leaves at once."""
-    try:
-        yield join_ranks(config, place)
-        barrier()
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()

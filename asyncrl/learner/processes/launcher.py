@@ -120,7 +120,7 @@ def tell(number: int) -> None:
             os.kill(int(pid), number)
 
 
-def to_the_end(work: Callable[[ExitStack], None], failed: Callable[[AsyncRLError], None] | None = None) -> int:
+def to_the_end(work: Callable[[ExitStack], None], failed: Callable[[AsyncRLError], None] = lambda error: None) -> int:
     """Run `work`, then close what it put into the stack. Returns exit code 0.
 
     Args:
@@ -133,17 +133,15 @@ def to_the_end(work: Callable[[ExitStack], None], failed: Callable[[AsyncRLError
         try:
             work(opened)
         except AsyncRLError as error:
-            if failed is not None:
-                failed(error)
+            failed(error)
             raise
     return 0
 
 
-def as_rank(main: Callable[[Callable[[AsyncRLError], None]], int], name: str) -> int:
-    """Run `main` as a process and return its exit code; an error is printed and gives exit code 1.
+def as_rank(work: Callable[[ExitStack], None], name: str) -> int:
+    """Run `work` to its end as a process and return its exit code; an error is printed and gives exit code 1.
 
     Args:
-        main: called with a function that it must call with the error that ends it, before it closes anything.
         name: name of the module, for the error message.
     """
     told()
@@ -159,9 +157,8 @@ def as_rank(main: Callable[[Callable[[AsyncRLError], None]], int], name: str) ->
 
     try:
         with watched_supervisors():
-            code = main(failed)
+            to_the_end(work, failed)
     except AsyncRLError:
         return 1
-    if code == 0:
-        tell(ENDED)
-    return code
+    tell(ENDED)
+    return 0

@@ -166,14 +166,18 @@ MOST_DRAWN = math.log(5.0)
 """Limit on log(learner / behavior): a token's weight in a mean over the learner's distribution is clipped here."""
 
 
-def price_of_all(prices: Table, plan: StepPlan) -> Table:
-    """[N] KL penalty of every trajectory, extrapolated from its fresh tokens. Otherwise siblings that are too old to be
-    trained on would be in the baseline without a penalty, and push all fresh ones down.
+def price_of_all(plan: StepPlan, rows: Rows, penalty: Table, device: torch.device) -> Float[Tensor, " N"]:
+    """KL penalty of every trajectory, extrapolated from its fresh tokens. Collective.
+
+    Without it, siblings that are too old to be trained on would be in the baseline without a penalty, and push all
+    fresh ones down.
 
     A trajectory is charged per loss token what it is charged per fresh one; one without fresh tokens is charged the
     mean of its siblings that have some.
     """
     headers = [trajectory for group in plan.groups for trajectory in group.trajectories]
+    mine = torch.zeros(len(headers), dtype=torch.float64).index_add(0, places(plan, rows), penalty.sum(1))
+    prices = sum_over_data(mine, device)
     fresh = torch.tensor([plan.fresh_tokens(trajectory) for trajectory in headers], dtype=torch.float64)
     tokens = torch.tensor([trajectory.loss_tokens for trajectory in headers], dtype=torch.float64)
     whole = prices / fresh.clamp(min=1) * tokens
@@ -203,9 +207,7 @@ def against_siblings(
     rewards = torch.tensor([trajectory.reward for trajectory in headers], dtype=torch.float64)
     place = places(plan, rows)
     if penalty is not None:
-        prices = torch.zeros(len(everything), dtype=torch.float64).index_add(0, place, penalty.sum(1))
-        all_prices = price_of_all(sum_over_data(prices, device), plan)
-        rewards = rewards - torch.zeros_like(rewards).index_add(0, episode, all_prices)
+        rewards = rewards - torch.zeros_like(rewards).index_add(0, episode, price_of_all(plan, rows, penalty, device))
     if config.estimator == "gdpo":
         parts = reward_components([trajectory.rewards for trajectory in headers], list(config.components)).double()
         advantages = gdpo(parts, group_ids, torch.tensor(list(config.components.values()), dtype=torch.float64))
@@ -291,8 +293,7 @@ def from_own(plan: StepPlan, rows: Rows, penalty: Table | None, config: Advantag
     inputs = own_inputs(plan, config.components)
     place = places(plan, rows)
     if penalty is not None:
-        prices = torch.zeros(len(inputs.rewards), dtype=torch.float64).index_add(0, place, penalty.sum(1))
-        inputs = replace(inputs, rewards=inputs.rewards - price_of_all(sum_over_data(prices, device), plan))
+        inputs = replace(inputs, rewards=inputs.rewards - price_of_all(plan, rows, penalty, device))
     table = own_advantages(inputs, config)[place]
     if table.shape[1] == 1 and rows.mask.shape[1] != 1:
         return torch.where(rows.mask, table, 0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -11,40 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from asyncrl.errors import WeightsError
 from asyncrl.weights.fingerprint import Fingerprint
 from asyncrl.weights.manifest import Bucket, Entry, Manifest, build_manifest
 from asyncrl.weights.publishing.filling import Filling
 
 _BLOCK = 1 << 18
 """Bytes copied at a time: with their source they fit the cache of one core, where the fingerprint reads them."""
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-
-
-def clean_name(name: str) -> str:
-    """Return the Hugging Face name, without the prefixes of `torch.compile` and activation checkpointing."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
-
-
-def unique_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """Return clean names with each tensor once: tied parameters are sent under their first name.
-
-    Raises:
-        WeightsError: two different tensors under one name.
-    """
-    seen: set[int] = set()
-    by_name: dict[str, torch.Tensor] = {}
-    for raw, tensor in tensors:
-        name = clean_name(raw)
-        if id(tensor) in seen:
-            continue
-        if name in by_name:
-            raise WeightsError(f"two tensors are called {name!r} after wrapper prefixes are stripped")
-        seen.add(id(tensor))
-        by_name[name] = tensor
-    return list(by_name.items())
 
 
 def plan(tensors: Sequence[tuple[str, torch.Tensor]], wire_dtype: torch.dtype, cap_bytes: int) -> Manifest:

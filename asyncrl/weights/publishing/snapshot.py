@@ -31,7 +31,7 @@ from asyncrl.weights.fingerprint import bucket_fingerprint
 from asyncrl.weights.manifest import Manifest
 from asyncrl.weights.publishing.copying import BackgroundCopy, CopyStream
 from asyncrl.weights.publishing.filling import Filling
-from asyncrl.weights.publishing.gather import Route, choose_route, gather_into, plan, unique_tensors
+from asyncrl.weights.publishing.gather import Route, choose_route, gather_into, plan
 from asyncrl.weights.publishing.reading import Reading
 from asyncrl.weights.publishing.sharding import OwnShare, local, memory_of
 from asyncrl.weights.shares import Shares
@@ -183,7 +183,7 @@ class BackgroundPublisher:
     ) -> PublishStats:
         self._stats["weights/copy_wait_s"], self._held_s = self._held_s, 0.0
         waited = self._wait(to_write=True)
-        named = unique_tensors(tensors)
+        named = list(tensors)
         manifest = self._manifest_of(named)
         if self._own is not None:
             named = self._own.parts(named)

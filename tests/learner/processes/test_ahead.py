@@ -19,9 +19,9 @@ from asyncrl.learner.torchrun import take_first
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 RANK = "import json, os, sys; from asyncrl.learner.processes.launcher import as_rank; from pathlib import Path\n"
-RANK += "def main(failed):\n    told = {'pid': os.getpid(), 'input': sys.stdin.read(), **os.environ}\n"
-RANK += "    Path(sys.argv[1] + os.environ['LOCAL_RANK']).write_text(json.dumps(told)); return 7\n"
-RANK += "sys.exit(as_rank(main, 'test'))"
+RANK += "def work(opened):\n    told = {'pid': os.getpid(), 'input': sys.stdin.read(), **os.environ}\n"
+RANK += "    Path(sys.argv[1] + os.environ['LOCAL_RANK']).write_text(json.dumps(told)); sys.exit(7)\n"
+RANK += "sys.exit(as_rank(work, 'test'))"
 
 
 def test_the_ranks_of_a_run_on_this_machine_are_known_from_the_command_that_starts_their_torchrun() -> None:

@@ -67,7 +67,7 @@ def test_nobody_but_the_torchrun_that_started_the_rank_is_told(parent: Parent):
 def test_a_rank_whose_torchrun_died_while_it_imported_ends():
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait(60)
-    rank = "import sys; from asyncrl.learner import __main__ as rank; rank.main = print; sys.exit(rank.rank_main([]))"
+    rank = "import sys; from asyncrl.learner import __main__ as rank; rank.work = print; sys.exit(rank.rank_main([]))"
     done = subprocess.run(
         [sys.executable, "-c", rank],
         env={**os.environ, **environment(), launcher.LAUNCHER: str(gone.pid)},

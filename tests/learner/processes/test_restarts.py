@@ -113,14 +113,13 @@ import os, sys
 from pathlib import Path
 from asyncrl.learner.processes.launcher import as_rank
 
-def main(failed):
+def work(opened):
     starts = Path(sys.argv[1])
     starts.write_text(starts.read_text() + "s")
     if len(starts.read_text()) <= int(sys.argv[2]):
         os._exit(0)  # as code of the user's may
-    return 0
 
-sys.exit(as_rank(main, "rank"))
+sys.exit(as_rank(work, "rank"))
 """
 
 
