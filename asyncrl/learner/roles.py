@@ -87,7 +87,6 @@ class Roles:
         return any(model.layout is Layout.ROWS for model in self.models())
 
     def models(self) -> list[PackedModel]:
-        """All models."""
         others = (self.reference, self.average)
         return [*(model for _, model, _ in self.trained()), *(model for model in others if model is not None)]
 

@@ -62,7 +62,6 @@ SEQUENCE_LIMIT = 300.0
 
 
 def token_moments(log_ratio: Float[Tensor, " T"]) -> list[Float[Tensor, " T"]]:
-    """The `TOKEN_MOMENTS` of each token."""
     safe = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     offset = safe.expm1()
     return [offset, offset.square(), log_ratio.square(), -log_ratio, offset - safe, offset.abs()]

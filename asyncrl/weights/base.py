@@ -51,8 +51,6 @@ class SubscriberRendezvous(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishStats:
-    """Statistics of one `publish`."""
-
     wait_previous_s: float
     """Seconds that the call waited: for the copy of the previous version, if nobody had waited for it, and for a free
     snapshot, if two versions were still being sent."""

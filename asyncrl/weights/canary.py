@@ -133,31 +133,26 @@ class Canary:
     def from_wire(cls, wire: Mapping[str, Any]) -> Canary:
         """Raises WeightsError if the arrays do not fit each other, or exceed the limits of a canary."""
         try:
-            sequences = tuple(np.frombuffer(data, "<i4").astype(np.int32) for data in wire["sequences"])
-            logprobs = tuple(np.frombuffer(data, "<f4").astype(np.float32) for data in wire["logprobs"])
             learner_dtype, wire_dtype = map(str, wire["dtypes"])
-            routed = bool(wire["routed"])
-            largest_logit = float(wire.get("largest_logit", math.inf))
-            noise = float(wire.get("noise", math.inf))
+            found = cls(
+                sequences=tuple(np.frombuffer(data, "<i4").astype(np.int32) for data in wire["sequences"]),
+                logprobs=tuple(np.frombuffer(data, "<f4").astype(np.float32) for data in wire["logprobs"]),
+                learner_dtype=learner_dtype,
+                wire_dtype=wire_dtype,
+                routed=bool(wire["routed"]),
+                largest_logit=float(wire.get("largest_logit", math.inf)),
+                noise=float(wire.get("noise", math.inf)),
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise WeightsError(f"a canary arrived damaged: {error!r}") from error
-        fits = [len(ids) == len(values) + 1 for ids, values in zip(sequences, logprobs, strict=False)]
-        if len(sequences) != len(logprobs) or not fits or not all(fits) or len(fits) > MAX_PROBES:
-            raise WeightsError(f"a canary has {len(sequences)} probes and {len(logprobs)} results that do not fit them")
-        if max(map(len, sequences)) > MAX_TOKENS:
+        probes, results = ([len(each) for each in part] for part in (found.sequences, found.logprobs))
+        if not probes or probes != [length + 1 for length in results] or len(probes) > MAX_PROBES:
+            raise WeightsError(f"a canary has {len(probes)} probes and {len(results)} results that do not fit them")
+        if max(probes) > MAX_TOKENS:
             raise WeightsError(f"a canary's probe has more than {MAX_TOKENS} tokens")
-        return cls(
-            sequences=sequences,
-            logprobs=logprobs,
-            learner_dtype=learner_dtype,
-            wire_dtype=wire_dtype,
-            routed=routed,
-            largest_logit=largest_logit,
-            noise=noise,
-        )
+        return found
 
     def tolerance(self, engine_dtype: str) -> Tolerance:
-        """Tolerance for an engine of that dtype."""
         dtypes = self.learner_dtype, self.wire_dtype, engine_dtype
         return tolerance(*dtypes, routed=self.routed, largest_logit=self.largest_logit, noise=self.noise)
 

@@ -32,7 +32,6 @@ class Flow:
     parts: Mapping[str, tuple[str, Box]]
     """Maps that name to the tensor and the part of it."""
     lanes: tuple[int, ...]
-    """Lane of each bucket."""
 
     @classmethod
     def of(cls, share: Share) -> Flow:
@@ -48,7 +47,6 @@ class Flows:
     lanes: tuple[tuple[int, ...], ...]
     """Ranks of the receivers of each lane, ascending."""
     of: tuple[Flow, ...]
-    """Flows by sender."""
 
     def received(self, rank: int) -> dict[str, list[Box]]:
         """The parts that a receiver gets, by tensor."""

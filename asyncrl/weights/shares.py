@@ -34,7 +34,6 @@ class Shares:
     whole: Manifest
     """Manifest of the model."""
     of: tuple[Share, ...]
-    """Shares by sender."""
 
 
 def divide(manifest: Manifest, held: Mapping[str, Sequence[Box | None]], senders: int, cap_bytes: int) -> Shares:

@@ -12,8 +12,6 @@ from asyncrl.storage.objects import read_object
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerState:
-    """State of the learner at a checkpoint."""
-
     step: int
     """Last trained step (from 0)."""
     policy_version: int

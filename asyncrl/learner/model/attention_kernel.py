@@ -24,7 +24,6 @@ class There:
     """What is available to a rank for computing attention."""
 
     device: str
-    """Device type."""
     capability: tuple[int, int] = (0, 0)
     """Compute capability of the GPU."""
     flash3: bool = False

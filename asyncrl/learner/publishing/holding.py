@@ -45,7 +45,6 @@ class _Behind:
     def _step(
         self, optimizer: torch.optim.Optimizer, waiting: dict[nn.Parameter, Tensor], free: Iterable[Tensor]
     ) -> None:
-        """Step those parameters that are `free`."""
         places = {memory_of(tensor) for tensor in free} - {0}  # tensors without elements have no memory
         ready = [parameter for parameter in waiting if memory_of(parameter) in places]
         if not ready:
@@ -62,7 +61,6 @@ class _Behind:
 
 
 def taken_gradients(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, Tensor]:
-    """Take the gradients from the parameters; returns them by parameter."""
     found = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:

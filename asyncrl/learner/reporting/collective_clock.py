@@ -67,7 +67,6 @@ class CollectiveClock:
         return taken
 
     def watch(self, model: nn.Module) -> None:
-        """Measure the collectives of `model` with this clock."""
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 with contextlib.suppress(ValueError):  # modules sharded over several meshes have no single collective

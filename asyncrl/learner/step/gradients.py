@@ -131,7 +131,6 @@ def kept_of(config: Config, model: PolicyModel, batches: Sequence[MicroBatch]) -
 
 
 def loss_inputs(config: Config, model: PolicyModel, batch: MicroBatch) -> LossInputs:
-    """Inputs of the loss for a micro-batch that `model` scores."""
     logprobs, entropy, topk = score_with_topk(config, model, batch)
     assert batch.advantages is not None
     groups = 1 + max((g for g, _ in batch.members), default=0)

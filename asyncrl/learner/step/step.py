@@ -135,7 +135,6 @@ NO_UPDATE = UpdateReport(loss=0.0, grad_norm=0.0, applied=True, lr=0.0)
 
 
 def shares_of(batches: Sequence[MicroBatch], minibatches: Sequence[MinibatchPlan]) -> list[Sequence[MicroBatch]]:
-    """Split the micro-batches by minibatch."""
     shares, start = [], 0
     for minibatch in minibatches:
         stop = start + len(minibatch.micro_batches)

@@ -47,7 +47,6 @@ class Lanes:
     """One sender's groups of an epoch, and what it sends to them."""
 
     groups: Mapping[int, WeightGroup]
-    """Groups by lane."""
     flow: Flow
     share: Share
     """Share of this sender, from which the flow is cut."""

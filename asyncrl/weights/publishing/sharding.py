@@ -22,7 +22,6 @@ class OwnShare:
     """What this rank sends, and its position in the rank's shards."""
 
     shares: Shares
-    """Shares of all ranks."""
     share: Share
     _held: Mapping[str, Box | None]
 
