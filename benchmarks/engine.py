@@ -29,6 +29,7 @@ from asyncrl.learner.model.policy import PolicyModel
 from asyncrl.types import SamplingParams
 from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
+from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher
 from benchmarks.parts.answer import answer, parse
 from benchmarks.parts.board import TIMEOUT_S, BoardManager, Rendezvous
@@ -67,7 +68,7 @@ def learner_process(board: Any, wanted: Any) -> None:
     torch.set_num_threads(1)
     policy = PolicyModel(tiny_model())  # pyright: ignore[reportArgumentType]
     publisher = BackgroundPublisher(
-        BroadcastSender(board, host="127.0.0.1", timeout_s=TIMEOUT_S),
+        BroadcastSender(board, Link(host="127.0.0.1", timeout_s=TIMEOUT_S)),
         wire_dtype=torch.float32,
         bucket_bytes=64 << 20,
         wait_s=TIMEOUT_S,

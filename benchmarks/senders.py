@@ -33,6 +33,7 @@ from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.staging import Staging
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
 from asyncrl.weights.broadcast.together import ShareSender, agree
+from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher
 from benchmarks.parts.answer import answer, parse
 from benchmarks.parts.board import TIMEOUT_S, BoardManager, Rendezvous
@@ -87,10 +88,10 @@ def publisher_of(way: str, board: Any, rank: int, world: int) -> BackgroundPubli
     shared = way == "all"
     sender: BroadcastSender | ShareSender | None = None
     if rank == 0:
-        sender = BroadcastSender(board, host="127.0.0.1", timeout_s=TIMEOUT_S, senders=world if shared else 1)
+        sender = BroadcastSender(board, Link(host="127.0.0.1", timeout_s=TIMEOUT_S), senders=world if shared else 1)
     if shared:
         meeting = agree(sender.meeting if isinstance(sender, BroadcastSender) else None, torch.device("cpu"))
-        sender = sender or ShareSender(meeting, rank, timeout_s=TIMEOUT_S)
+        sender = sender or ShareSender(meeting, rank, Link(host="127.0.0.1", timeout_s=TIMEOUT_S))
     return BackgroundPublisher(
         sender,
         wire_dtype=torch.float32,

@@ -43,6 +43,7 @@ from asyncrl.weights.broadcast import sending, staging
 from asyncrl.weights.broadcast.group import WeightGroup, connect_store, host_store
 from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
+from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.fingerprint import Fingerprint
 from asyncrl.weights.publishing import gather
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher
@@ -111,7 +112,9 @@ def receiver(board: Any, on: Any, worker: str, parameters: int) -> None:
 def bare_receiver(port: int, rank: int, world: int, nbytes: int, rounds: int) -> None:
     torch.set_num_threads(1)
     store = connect_store("127.0.0.1", port, TIMEOUT_S)
-    group = WeightGroup(store, backend="gloo", host="127.0.0.1", epoch=0, rank=rank, world=world, timeout_s=PATIENCE_S)
+    group = WeightGroup(
+        store, Link(backend="gloo", host="127.0.0.1", timeout_s=PATIENCE_S), epoch=0, rank=rank, world=world
+    )
     buffer = torch.zeros(nbytes, dtype=torch.uint8)
     for _ in range(rounds):
         for piece in group.pieces(buffer):
@@ -138,7 +141,7 @@ class BareBroadcast:
             process.start()
             self._pids.append(process.pid)
         self._group = WeightGroup(
-            self._store, backend="gloo", host="127.0.0.1", epoch=0, rank=0, world=world, timeout_s=PATIENCE_S
+            self._store, Link(backend="gloo", host="127.0.0.1", timeout_s=PATIENCE_S), epoch=0, rank=0, world=world
         )
         self._buffer = torch.zeros(nbytes, dtype=torch.uint8)
 
@@ -204,7 +207,7 @@ class Learner:
         self.step_alone()
         self.copy_alone()
         self._before = self.extra_memory = 0
-        sender = BroadcastSender(board, host="127.0.0.1", timeout_s=TIMEOUT_S)
+        sender = BroadcastSender(board, Link(host="127.0.0.1", timeout_s=TIMEOUT_S))
         self._publisher = Watched(
             sender, wire_dtype=torch.float32, bucket_bytes=bucket, wait_s=TIMEOUT_S, copied=copies == "two"
         )

@@ -316,9 +316,7 @@ def due(trained: int, every: int, last: bool) -> bool:
 
 def evaluation_due(given: EvalSet, trained: int) -> bool:
     """Whether the weights after `trained` steps are evaluated: at the start, the end, and every `eval.every` steps."""
-    every = given.config.eval.every
-    between = every > 0 and trained % every == 0
-    return trained in (0, given.config.learner.steps) or between
+    return trained in (0, given.config.learner.steps) or due(trained, given.config.eval.every, last=False)
 
 
 def evaluate(

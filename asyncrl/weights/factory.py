@@ -18,6 +18,7 @@ from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.staging import Receiver, Staging
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
 from asyncrl.weights.broadcast.together import ShareSender, agree
+from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.canary import Proof, Score
 from asyncrl.weights.files.sender import FilesSender
 from asyncrl.weights.files.server import FilesServer
@@ -47,20 +48,19 @@ def make_publisher(
     if weights.wire_dtype not in _DTYPES:
         raise ConfigError(f"weights.wire_dtype={weights.wire_dtype!r} is unknown; it is one of {', '.join(_DTYPES)}")
     backend = backend_of(config, device)
+    link = Link(
+        host=weights.host,
+        timeout_s=weights.timeout_s,
+        backend=backend,
+        interface=weights.interface,
+        device=device,
+    )
     sender: Sender | None = None
     wait_s = _PHASES * weights.timeout_s + (config.run.disk_patience_s if weights.transport != "broadcast" else 0)
     shared = weights.senders == "all" and world > 1
     if rank == 0 and weights.transport == "broadcast":
         sender = BroadcastSender(
-            rendezvous,
-            host=weights.host,
-            port=weights.port,
-            timeout_s=weights.timeout_s,
-            backend=backend,
-            device=device,
-            interface=weights.interface,
-            delta=weights.delta,
-            senders=world if shared else 1,
+            rendezvous, link, port=weights.port, delta=weights.delta, senders=world if shared else 1
         )
     elif rank == 0 and weights.transport in FILES:
         folder = Path(run_dir) / "weights"
@@ -81,15 +81,13 @@ def make_publisher(
     if shared:
         meeting = agree(sender.meeting if isinstance(sender, BroadcastSender) else None, device)
         if rank > 0:
-            sender = ShareSender(
-                meeting, rank, timeout_s=weights.timeout_s, backend=backend, device=device, interface=weights.interface
-            )
+            sender = ShareSender(meeting, rank, link)
     return BackgroundPublisher(
         sender,
         wire_dtype=_DTYPES[weights.wire_dtype],
         bucket_bytes=weights.bucket_mb << 20,
         wait_s=wait_s,
-        device=device if backend != "gloo" and weights.transport == "broadcast" else "cpu",
+        device=link.place if weights.transport == "broadcast" else "cpu",
         shared=backend == "ipc",
         ranks=(rank, world) if shared else None,
         copied=weights.copies == "two",

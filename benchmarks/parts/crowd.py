@@ -19,6 +19,7 @@ from asyncrl.weights.broadcast.group import WeightGroup
 from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.staging import Seat
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
+from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.fingerprint import bucket_fingerprint
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher
 from benchmarks.parts.board import TIMEOUT_S, Member, View
@@ -100,7 +101,7 @@ def control_cost(members: int, updates: int, idle_s: float = IDLE_S) -> dict[str
     """
     publisher_module.WeightGroup = NoBytes
     meeting = Meeting(members)
-    sender = BroadcastSender(meeting, host="127.0.0.1", timeout_s=TIMEOUT_S)
+    sender = BroadcastSender(meeting, Link(host="127.0.0.1", timeout_s=TIMEOUT_S))
     publisher = BackgroundPublisher(sender, wire_dtype=torch.float32, bucket_bytes=1 << 20, wait_s=TIMEOUT_S)
     context = multiprocessing.get_context("spawn")
     crowds = [

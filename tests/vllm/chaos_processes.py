@@ -24,6 +24,7 @@ from asyncrl.weights.broadcast import subscriber as broadcast_subscriber
 from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.staging import Staging
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
+from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.canary import Canary, Proof, random_probes
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher
 from tests.vllm.models import VOCABULARY, logprobs_of, make_model, prompt, request
@@ -191,7 +192,7 @@ def learner_process(board: Any, first: int, timeout_s: float, injection: Injecti
     broadcast_publisher.WeightGroup = trap.group()
     if injection is not None and injection.phase.split()[-1] in ("invite", "go"):
         trap.arm(injection.action, injection.phase, Path(fired).touch)
-    sender = BroadcastSender(board, host="127.0.0.1", timeout_s=timeout_s, poll_members_s=0.2)
+    sender = BroadcastSender(board, Link(host="127.0.0.1", timeout_s=timeout_s), poll_members_s=0.2)
     publisher = BackgroundPublisher(
         sender, wire_dtype=torch.float32, bucket_bytes=BUCKET, wait_s=60 * timeout_s, idle_s=0.005
     )

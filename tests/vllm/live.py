@@ -15,6 +15,7 @@ from asyncrl.engines.base import Several
 from asyncrl.engines.factory import make_engine
 from asyncrl.schema import Config
 from asyncrl.weights.broadcast.publisher import BroadcastSender
+from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.factory import make_subscriber
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher
 from tests.weights.board import BoardManager, WorkerRendezvous
@@ -52,7 +53,7 @@ BUCKET = 1 << 16
 
 
 def make_publisher(board: Any, timeout_s: float = 60.0) -> BackgroundPublisher:
-    sender = BroadcastSender(board, host="127.0.0.1", timeout_s=timeout_s, poll_members_s=0.2)
+    sender = BroadcastSender(board, Link(host="127.0.0.1", timeout_s=timeout_s), poll_members_s=0.2)
     return BackgroundPublisher(sender, wire_dtype=torch.float32, bucket_bytes=BUCKET, wait_s=120.0)
 
 

@@ -17,6 +17,7 @@ from asyncrl.weights.broadcast import subscriber as broadcast_subscriber
 from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
 from asyncrl.weights.broadcast.together import Meeting, ShareSender
+from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.canary import Canary, Proof, random_probes
 from asyncrl.weights.files.sender import FilesSender
 from asyncrl.weights.files.server import FilesServer
@@ -159,9 +160,12 @@ def sender_of(board: Any, rank: int, ranks: int, delta: str, backend: str, trap:
         broadcast_publisher.post = trap.post
         broadcast_publisher.WeightGroup = trap.group()
         sender = BroadcastSender(
-            board, host="127.0.0.1", timeout_s=TIMEOUT_S if ranks == 1 else SHARED_TIMEOUT_S, poll_members_s=0.2,
-            delta=delta, senders=ranks, backend=backend,
-        )  # fmt: skip
+            board,
+            Link(host="127.0.0.1", timeout_s=TIMEOUT_S if ranks == 1 else SHARED_TIMEOUT_S, backend=backend),
+            poll_members_s=0.2,
+            delta=delta,
+            senders=ranks,
+        )
         board.note("meeting", (sender.meeting.host, sender.meeting.port, sender.meeting.publisher))
         return sender
     together.post = trap.post
@@ -175,7 +179,9 @@ def sender_of(board: Any, rank: int, ranks: int, delta: str, backend: str, trap:
     together.send = send_share
     host, port, publisher = board.notes("meeting")[-1]
     return ShareSender(
-        Meeting(host=host, port=port, publisher=publisher), rank, timeout_s=SHARED_TIMEOUT_S, backend=backend
+        Meeting(host=host, port=port, publisher=publisher),
+        rank,
+        Link(host="127.0.0.1", timeout_s=SHARED_TIMEOUT_S, backend=backend),
     )
 
 

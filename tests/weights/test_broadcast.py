@@ -18,6 +18,7 @@ from asyncrl.weights.broadcast import publisher as broadcast_publisher
 from asyncrl.weights.broadcast.group import WeightGroup
 from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
+from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.canary import Canary, Proof, random_probes
 from asyncrl.weights.fingerprint import bucket_fingerprint
 from asyncrl.weights.publishing import snapshot
@@ -89,7 +90,7 @@ class AwayStaging(staging.Staging):
 
 
 def make_publisher(board, delta: str = "never", timeout_s: float = TIMEOUT_S) -> BackgroundPublisher:
-    sender = BroadcastSender(board, host="127.0.0.1", timeout_s=timeout_s, poll_members_s=0.2, delta=delta)
+    sender = BroadcastSender(board, Link(host="127.0.0.1", timeout_s=timeout_s), poll_members_s=0.2, delta=delta)
     return BackgroundPublisher(sender, wire_dtype=torch.float32, bucket_bytes=BUCKET, wait_s=120.0)
 
 
@@ -235,7 +236,7 @@ class CountingRendezvous:
 
 def test_the_server_is_not_asked_for_the_members_before_every_version_and_a_newcomer_is_served_all_the_same(cluster):
     rendezvous, versions = CountingRendezvous(cluster.board), 10
-    sender = BroadcastSender(rendezvous, host="127.0.0.1", timeout_s=TIMEOUT_S, poll_members_s=100.0)
+    sender = BroadcastSender(rendezvous, Link(host="127.0.0.1", timeout_s=TIMEOUT_S), poll_members_s=100.0)
     publisher = BackgroundPublisher(sender, wire_dtype=torch.float32, bucket_bytes=BUCKET, wait_s=120.0)
     cluster.worker("a")
     publisher.publish(0, weights(0).items())

@@ -20,6 +20,7 @@ from asyncrl.weights.broadcast.group import WeightGroup, connect_store, host_sto
 from asyncrl.weights.broadcast.local_wire import LocalWire
 from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
+from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.ipc import Opened, export, shared_bytes
 from tests.weights.board import Board, WorkerRendezvous
 
@@ -91,7 +92,7 @@ def formed(world: int, timeout_s: float = TIMEOUT_S) -> list[WeightGroup]:
 
     def join(rank: int) -> WeightGroup:
         own = store if rank == 0 else connect_store(HOST, port, timeout_s)
-        return WeightGroup(own, backend="ipc", host=HOST, epoch=1, rank=rank, world=world, timeout_s=timeout_s)
+        return WeightGroup(own, Link(backend="ipc", host=HOST, timeout_s=timeout_s), epoch=1, rank=rank, world=world)
 
     with ThreadPoolExecutor(world) as threads:
         return list(threads.map(join, range(world)))
@@ -129,7 +130,7 @@ def test_without_all_of_them_nobody_is_in():
         own = store if rank == 0 else connect_store(HOST, port, TIMEOUT_S)
         try:
             WeightGroup(
-                own, backend="ipc", host=HOST, epoch=1, rank=rank, world=3, timeout_s=1.0 if rank == 0 else 60.0
+                own, Link(backend="ipc", host=HOST, timeout_s=1.0 if rank == 0 else 60.0), epoch=1, rank=rank, world=3
             )
         except RuntimeError as error:
             return str(error)
@@ -165,7 +166,7 @@ def test_who_leaves_ends_it_for_the_others_at_once(leaver: int):
 
 def test_a_worker_on_another_machine_is_refused_in_a_sentence(monkeypatch):
     board = Board()
-    sender = BroadcastSender(board, host=HOST, timeout_s=TIMEOUT_S, backend="ipc")
+    sender = BroadcastSender(board, Link(host=HOST, timeout_s=TIMEOUT_S, backend="ipc"))
     monkeypatch.setattr(subscribers, "machine", lambda: "another")
     subscriber = BroadcastSubscriber(
         WorkerRendezvous(board, "w"), lambda *_: None, worker="w", incarnation="1", timeout_s=TIMEOUT_S

@@ -12,6 +12,7 @@ from asyncrl.weights.broadcast import publisher as broadcast_publisher
 from asyncrl.weights.broadcast import sending
 from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.sending import Lanes, send
+from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.delta import DeltaChoice
 from asyncrl.weights.publishing.filling import Filling
 from asyncrl.weights.publishing.gather import plan
@@ -114,7 +115,7 @@ def test_a_delta_is_charged_for_the_copy_that_a_whole_version_is_sent_beside(mon
     monkeypatch.setattr(sending, "time", clock)
     monkeypatch.setattr(broadcast_publisher, "time", clock)
     monkeypatch.setattr(DeltaChoice, "sent_delta", lambda self, encode_s, send_s: told.append((encode_s, send_s)))
-    sender = BroadcastSender(Board(), host="127.0.0.1", timeout_s=TIMEOUT_S, delta="auto")  # pyright: ignore
+    sender = BroadcastSender(Board(), Link(host="127.0.0.1", timeout_s=TIMEOUT_S), delta="auto")  # pyright: ignore
     first = snapshot_of(0, SlowFilling(clock, 0.0))
     sender._lanes = lanes_of(Wire(), first)
     sender.send(first)
@@ -132,7 +133,7 @@ def test_a_group_that_cannot_be_formed_is_tried_ever_later(monkeypatch):
         tried.append(clock.now)
         raise RuntimeError("10 vs 2")
 
-    sender = BroadcastSender(Board(), host="127.0.0.1", timeout_s=TIMEOUT_S)  # pyright: ignore
+    sender = BroadcastSender(Board(), Link(host="127.0.0.1", timeout_s=TIMEOUT_S))  # pyright: ignore
     monkeypatch.setattr(broadcast_publisher, "time", clock)
     monkeypatch.setattr(broadcast_publisher, "fetch", lambda *_: {"width": 1})
     monkeypatch.setattr(Lanes, "form", breaks)

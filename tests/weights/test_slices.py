@@ -18,6 +18,7 @@ from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.staging import Staging
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
 from asyncrl.weights.broadcast.together import ShareSender
+from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.fingerprint import Fingerprint
 from asyncrl.weights.publishing import gather
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher
@@ -102,13 +103,10 @@ def engines(board: Board, *keeps: dict[str, tuple[Box, ...]] | None) -> Iterator
 
 @contextmanager
 def publishers(board: Board, senders: int = 1, backend: str = "gloo", **options: Any) -> Iterator[list[Any]]:
-    first = BroadcastSender(
-        board, host="127.0.0.1", timeout_s=TIMEOUT_S, poll_members_s=0.1, senders=senders, backend=backend,
-        delta=options.pop("delta", "never"),
-    )  # fmt: skip
-    ends = [first, *(
-        ShareSender(first.meeting, rank, timeout_s=TIMEOUT_S, backend=backend) for rank in range(1, senders)
-    )]  # fmt: skip
+    link = Link(host="127.0.0.1", timeout_s=TIMEOUT_S, backend=backend)
+    delta = options.pop("delta", "never")
+    first = BroadcastSender(board, link, poll_members_s=0.1, senders=senders, delta=delta)
+    ends = [first, *(ShareSender(first.meeting, rank, link) for rank in range(1, senders))]
     found = [
         BackgroundPublisher(
             end, wire_dtype=torch.float32, bucket_bytes=1 << 12, wait_s=2 * TIMEOUT_S, shared=backend == "ipc",

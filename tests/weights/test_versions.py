@@ -14,6 +14,7 @@ from asyncrl.weights.broadcast import subscriber as module
 from asyncrl.weights.broadcast.protocol import PROTOCOL, other_version
 from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
+from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher
 from tests.weights.board import Board, WorkerRendezvous
 
@@ -55,7 +56,7 @@ def test_a_worker_refuses_a_learner_of_another_version(protocol):
 def test_a_learner_refuses_a_worker_of_another_version_and_tells_it(monkeypatch):
     board = Board()
     publisher = BackgroundPublisher(
-        BroadcastSender(board, host="127.0.0.1", timeout_s=30.0, poll_members_s=0.05),
+        BroadcastSender(board, Link(host="127.0.0.1", timeout_s=30.0), poll_members_s=0.05),
         wire_dtype=torch.float32, bucket_bytes=1 << 12, wait_s=120.0,
     )  # fmt: skip
     try:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from asyncrl.errors import WeightsError
 from asyncrl.weights.broadcast import protocol, publisher, subscriber
 from asyncrl.weights.broadcast.protocol import answer, beat, collect, introduce, post, pushed
-from asyncrl.weights.subscriber import SubscriberThread
+from asyncrl.weights.subscriber import Subscriber
 from tests.weights.board import Board, WorkerRendezvous
 
 
@@ -146,7 +146,7 @@ def test_a_worker_that_ends_blames_nobody_for_what_it_waits_for_no_more(ends, mo
     assert ("waited 0.05 s for the fingerprints of version 3" in caplog.text) is not ends
 
 
-class Loading(SubscriberThread):
+class Loading(Subscriber):
     """Serves one version, with an engine that takes until it is told to."""
 
     def __init__(self, board: Board) -> None:

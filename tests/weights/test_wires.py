@@ -15,7 +15,7 @@ from asyncrl.checks.addresses import OF_THE_RANKS, unknown_interfaces
 from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.weights.broadcast import wires
 from asyncrl.weights.broadcast.group import WeightGroup, host_store, publisher_store
-from asyncrl.weights.broadcast.wires import gloo_devices
+from asyncrl.weights.broadcast.wires import Link, gloo_devices
 
 GPU = torch.device("cuda", 0)
 SHORT_S = 0.2
@@ -94,7 +94,11 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Communicator]]:
 
 def form(timeout_s: float, device: torch.device | None = GPU) -> WeightGroup:
     return WeightGroup(
-        dist.HashStore(), backend="nccl", host="127.0.0.1", epoch=3, rank=0, world=2, timeout_s=timeout_s, device=device
+        dist.HashStore(),
+        Link(backend="nccl", host="127.0.0.1", timeout_s=timeout_s, device=device),
+        epoch=3,
+        rank=0,
+        world=2,
     )
 
 
@@ -215,7 +219,7 @@ def test_gloo_listens_on_the_interface_that_is_named_or_leads_to_the_publisher(
 def test_gloo_takes_a_named_interface():
     store, _ = host_store("127.0.0.1", ENOUGH_S)
     group = WeightGroup(
-        store, backend="gloo", host="127.0.0.1", epoch=1, rank=0, world=1, timeout_s=ENOUGH_S, interface="lo"
+        store, Link(backend="gloo", host="127.0.0.1", timeout_s=ENOUGH_S, interface="lo"), epoch=1, rank=0, world=1
     )
     send(group)
     group.abort()
@@ -225,7 +229,11 @@ def test_an_interface_that_is_not_there_is_refused_where_it_is_used_and_nccls_ow
     store, _ = host_store("127.0.0.1", ENOUGH_S)
     with pytest.raises(ConfigError, match=r"names eth77, which is not a network interface of .* It has lo"):
         WeightGroup(
-            store, backend="gloo", host="127.0.0.1", epoch=1, rank=0, world=2, timeout_s=SHORT_S, interface="eth77"
+            store,
+            Link(backend="gloo", host="127.0.0.1", timeout_s=SHORT_S, interface="eth77"),
+            epoch=1,
+            rank=0,
+            world=2,
         )
     assert unknown_interfaces("lo,eth77,l") == ["eth77", "l"]
     assert unknown_interfaces("l,^docker,=lo,eth77", nccl=True) == ["eth77"]

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from asyncrl.errors import CheckpointMismatchError
+from asyncrl.learner.checkpoints.writing import named_tensors
 from asyncrl.learner.optimizer.eight_bits import SCALE, in_fewer_bits
 from asyncrl.learner.optimizer.one_by_one import MOMENTS
 from asyncrl.learner.roles import Roles
@@ -26,21 +26,10 @@ def shapes_in(path: Path) -> Shapes:
     return {name: tuple(entry.size) for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
 
-def _shapes_of(values: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors to be filled, under the names that DCP gives them."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, value in values.items():
-        if isinstance(value, Tensor):
-            shapes[f"{prefix}{name}"] = tuple(value.shape)
-        elif isinstance(value, Mapping):
-            shapes |= _shapes_of(value, f"{prefix}{name}.")
-    return shapes
-
-
 def check_fits(path: Path, saved: Shapes, loaded: Mapping[str, Any]) -> None:
     """Raises CheckpointMismatchError if tensors differ. DCP loads what is requested and ignores the rest: a model with
     fewer layers would continue with part of another one."""
-    wanted = _shapes_of(loaded)
+    wanted = {name: tuple(tensor.shape) for name, tensor in named_tensors(loaded)}
     problems = [f"{_plain(name)} is in the checkpoint only" for name in saved if name not in wanted]
     problems += [f"{_plain(name)} is in the model only" for name in wanted if name not in saved]
     problems += [

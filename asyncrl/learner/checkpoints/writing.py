@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,8 @@ def write_tensors(
         CheckpointException: a rank could not write.
         DiskFullError: there was no space within the patience.
     """
-    nbytes, full = _bytes_of(tensors), FullDisk(patience)
+    nbytes = sum(tensor.numel() * tensor.element_size() for _, tensor in named_tensors(tensors))
+    full = FullDisk(patience)
     while True:
         if rank == 0:
             patience.through(aside, nbytes, lambda: _make_empty(aside))
@@ -81,7 +82,10 @@ def _make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def _bytes_of(values: Mapping[str, Any]) -> int:
-    """Bytes of all tensors in it, including other ranks' shards."""
-    nested = sum(_bytes_of(value) for value in values.values() if isinstance(value, Mapping))
-    return nested + sum(value.numel() * value.element_size() for value in values.values() if isinstance(value, Tensor))
+def named_tensors(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a nested dictionary, including other ranks' shards, under the names that DCP gives them."""
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            yield f"{prefix}{name}", value
+        elif isinstance(value, Mapping):
+            yield from named_tensors(value, f"{prefix}{name}.")

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.errors import WeightsError
-from asyncrl.weights.broadcast.wires import Place, open_wire
+from asyncrl.weights.broadcast.wires import Link, open_wire
 
 Tag = TypeVar("Tag")
 
@@ -75,30 +75,14 @@ class WeightGroup:
     then on.
     """
 
-    def __init__(
-        self,
-        store: dist.Store,
-        *,
-        backend: str,
-        host: str,
-        epoch: int,
-        rank: int,
-        world: int,
-        timeout_s: float,
-        device: torch.device | None = None,
-        interface: str = "",
-        name: str = "0",
-    ) -> None:
+    def __init__(self, store: dist.Store, link: Link, *, epoch: int, rank: int, world: int, name: str = "0") -> None:
         self.epoch, self.rank, self.world = epoch, rank, world
-        self.timeout_s = timeout_s
+        self.timeout_s = link.timeout_s
         self._deadline = 0.0
         """Deadline of the present stretch, by `time.monotonic()`."""
         prefixed = dist.PrefixStore(f"group/{epoch}/{name}", store)
-        prefixed.set_timeout(timedelta(seconds=timeout_s))
-        place = Place(
-            store=prefixed, host=host, rank=rank, world=world, timeout_s=timeout_s, interface=interface, device=device
-        )
-        self._wire = open_wire(backend, place)
+        prefixed.set_timeout(timedelta(seconds=link.timeout_s))
+        self._wire = open_wire(prefixed, link, rank, world)
 
     def pieces(self, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield flat `buffer` as it is broadcast, in the same parts at both ends. nccl divides buffers itself and gets

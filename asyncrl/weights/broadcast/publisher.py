@@ -14,8 +14,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from asyncrl.errors import WeightsError, WeightsGoneError
 from asyncrl.types import NO_VERSION
 from asyncrl.weights.base import PublisherRendezvous
@@ -34,6 +32,7 @@ from asyncrl.weights.broadcast.protocol import (
 )
 from asyncrl.weights.broadcast.sending import Deltas, Lanes, encode_deltas, send, send_deltas
 from asyncrl.weights.broadcast.together import Meeting, OtherSenders
+from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.delta import DeltaChoice
 from asyncrl.weights.flows import Flows, flows_of
 from asyncrl.weights.ipc import machine
@@ -62,11 +61,7 @@ class BroadcastSender:
     """Implements `snapshot.Sender`.
 
     Args:
-        host: address that the store binds, and at which workers reach it.
         port: port of the store; 0 for any free one.
-        timeout_s: timeout in seconds of the store, the group and the acknowledgements.
-        backend: `gloo`, `nccl` or `ipc`; subscribers learn it from the board.
-        interface: `weights.interface`, for this end.
         poll_members_s: longest time without asking the server who the members are; one that says hello is seen at
             once, and one that dies between two looks breaks the transfer, which is repeated without it.
         delta: `weights.delta`.
@@ -76,32 +71,26 @@ class BroadcastSender:
     def __init__(
         self,
         rendezvous: PublisherRendezvous,
+        link: Link,
         *,
-        host: str,
         port: int = 0,
-        timeout_s: float,
-        backend: str = "gloo",
-        device: torch.device | None = None,
-        interface: str = "",
         poll_members_s: float = 1.0,
         delta: str = "never",
         senders: int = 1,
     ) -> None:
-        self._rendezvous = rendezvous
-        self._host, self._timeout_s = host, timeout_s
-        self._backend, self._device, self._interface = backend, device, interface
+        self._rendezvous, self._link = rendezvous, link
         self._poll_members_s = poll_members_s
         self._delta = DeltaChoice(delta)
         self._base: int | None = None
         """Version that every member of this epoch has staged completely; None if there is none."""
-        self._store, self._port = publisher_store(host, timeout_s, port)
-        self._door = Door(rendezvous, self._store, f"{host}:{self._port}", min(_GRACE_S, timeout_s))
+        self._store, self._port = publisher_store(link.host, link.timeout_s, port)
+        self._door = Door(rendezvous, self._store, f"{link.host}:{self._port}", min(_GRACE_S, link.timeout_s))
         self._publisher = secrets.token_hex(8)
-        self._others = OtherSenders(self._store, senders, self._publisher, timeout_s)
+        self._others = OtherSenders(self._store, senders, self._publisher, link.timeout_s)
         self._epoch = 0
         self._event = 0
         self._lanes: Lanes | None = None
-        self._rooms = Rooms(device if device is not None and backend != "gloo" else "cpu", shared=backend == "ipc")
+        self._rooms = Rooms(link.place, shared=link.backend == "ipc")
         self._members: list[Peer] = []
         self._seats: dict[Peer, int] = {}
         """Member -> its first rank. An engine with several processes takes as many ranks."""
@@ -122,7 +111,7 @@ class BroadcastSender:
     @property
     def meeting(self) -> Meeting:
         """Address at which the other learner ranks connect to this one."""
-        return Meeting(host=self._host, port=self._port, publisher=self._publisher)
+        return Meeting(host=self._link.host, port=self._port, publisher=self._publisher)
 
     def send(self, snapshot: Snapshot, previous: Snapshot | None = None) -> None:
         try:
@@ -198,13 +187,13 @@ class BroadcastSender:
             self._lanes = None
 
     def _announce(self) -> None:
-        board = {"transport": "broadcast", "host": self._host, "port": self._port, "publisher": self._publisher}
+        board = {"transport": "broadcast", "host": self._link.host, "port": self._port, "publisher": self._publisher}
         board |= {
             "protocol": PROTOCOL,
-            "backend": self._backend,
+            "backend": self._link.backend,
             "epoch": self._epoch,
             "members": [list(peer) for peer in self._members],
-            "machine": machine() if self._backend == "ipc" else "",
+            "machine": machine() if self._link.backend == "ipc" else "",
         }
         self._rendezvous.announce({"weights": board})
 
@@ -217,7 +206,7 @@ class BroadcastSender:
         self._lanes.abort()
         self._lanes = self._base = None
         expected, self._members = set(self._members) & set(self._door.live()), []
-        deadline = time.monotonic() + min(_GRACE_S, self._timeout_s)
+        deadline = time.monotonic() + min(_GRACE_S, self._link.timeout_s)
         # Wait for the members of the old epoch; those that stay silent are left out.
         while expected and time.monotonic() < deadline:
             expected -= {peer for peer in expected if self._store.check([hello_key(*peer)])}
@@ -264,10 +253,7 @@ class BroadcastSender:
         return False
 
     def _group(self, name: str, world: int) -> WeightGroup:
-        return WeightGroup(
-            self._store, backend=self._backend, host=self._host, epoch=self._epoch, rank=0, world=world,
-            timeout_s=self._timeout_s, device=self._device, interface=self._interface, name=name,
-        )  # fmt: skip
+        return WeightGroup(self._store, self._link, epoch=self._epoch, rank=0, world=world, name=name)
 
     def _flows(self, snapshot: Snapshot, hellos: Mapping[Peer, Mapping[str, Any]]) -> Flows | None:
         wanted: list[Wanted] = []
@@ -325,7 +311,7 @@ class BroadcastSender:
             found = self._transmit(snapshot, deltas)
         answers = collect(
             self._store, self._members, epoch=self._epoch, event=self._event,
-            timeout_s=self._timeout_s, live=self._door.live, meanwhile=self._tick,
+            timeout_s=self._link.timeout_s, live=self._door.live, meanwhile=self._tick,
         )  # fmt: skip
         for (worker, _), (verdict, detail) in zip(self._members, answers, strict=True):
             if verdict == "bad":

@@ -23,6 +23,7 @@ from asyncrl.weights.base import StagedTensors
 from asyncrl.weights.boxes import Box, contains, sizes, whole, within
 from asyncrl.weights.broadcast.group import WeightGroup, connect_store, passed
 from asyncrl.weights.broadcast.landing import FlowLanding
+from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.delta import Encoded, apply, payload_limit
 from asyncrl.weights.fingerprint import Fingerprint, bucket_fingerprint
 from asyncrl.weights.flows import Flow, Flows, lane_name
@@ -141,7 +142,7 @@ class Staging:
         kept = self.keeps if flows is not None and self.keeps and flows.brings(seat.rank, self.keeps) else None
         if flows is not None and kept is None and not flows.brings(seat.rank, {}):
             raise WeightsError("the senders' shares do not add up to the tensors that this process needs")
-        place = self._device if seat.backend != "gloo" and self._device is not None else "cpu"
+        place = self._link(seat).place
         if (manifest, kept, place) != (self._manifest, self._kept, self._place) or not self._buffers:
             self._allocate(manifest, kept, place)
         self._parts = []
@@ -166,16 +167,23 @@ class Staging:
             boxes = kept.get(entry.name, (whole(entry.shape),))
             self._held[entry.name] = {box: views[f"{entry.name}#{i}"] for i, box in enumerate(boxes)}
 
+    def _link(self, seat: Seat) -> Link:
+        return Link(
+            host=seat.host,
+            timeout_s=seat.timeout_s,
+            backend=seat.backend,
+            interface=seat.interface,
+            device=self._device,
+        )
+
     def _join_sender(self, seat: Seat, sender: int, flows: Flows | None) -> None:
         """Join those groups of a sender that this process is in, in the same order at all ends."""
+        link = self._link(seat)
 
         def group(lane: int, receivers: Sequence[int]) -> WeightGroup:
-            self._groups.append(WeightGroup(
-                connect_store(seat.host, seat.port, seat.timeout_s), backend=seat.backend, host=seat.host,
-                epoch=seat.epoch, rank=receivers.index(seat.rank) + 1, world=len(receivers) + 1,
-                timeout_s=seat.timeout_s, device=self._device, interface=seat.interface,
-                name=lane_name(sender, lane),
-            ))  # fmt: skip
+            store = connect_store(seat.host, seat.port, seat.timeout_s)
+            rank, world, name = receivers.index(seat.rank) + 1, len(receivers) + 1, lane_name(sender, lane)
+            self._groups.append(WeightGroup(store, link, epoch=seat.epoch, rank=rank, world=world, name=name))
             return self._groups[-1]
 
         if flows is None:

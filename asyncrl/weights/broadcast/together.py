@@ -28,6 +28,7 @@ from asyncrl.errors import WeightsError, WeightsGoneError
 from asyncrl.weights.broadcast.group import WeightGroup, connect_store
 from asyncrl.weights.broadcast.protocol import Peer, answer, beat, collect, introduce, post, pushed, wait_key
 from asyncrl.weights.broadcast.sending import Lanes, send
+from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.flows import Flows
 from asyncrl.weights.publishing.reading import Rooms
 from asyncrl.weights.publishing.snapshot import Snapshot
@@ -164,25 +165,15 @@ class ShareSender:
 
     keeps_previous = False
 
-    def __init__(
-        self,
-        meeting: Meeting,
-        rank: int,
-        *,
-        timeout_s: float,
-        backend: str = "gloo",
-        device: torch.device | None = None,
-        interface: str = "",
-    ) -> None:
-        self._meeting, self._rank, self._timeout_s = meeting, rank, timeout_s
-        self._backend, self._device, self._interface = backend, device, interface
-        self._store = connect_store(meeting.host, meeting.port, timeout_s)
+    def __init__(self, meeting: Meeting, rank: int, link: Link) -> None:
+        self._meeting, self._rank, self._link = meeting, rank, link
+        self._store = connect_store(meeting.host, meeting.port, link.timeout_s)
         self._me = _peer(rank, meeting.publisher)
         self._number = 1
         self._over = False
         self._never = threading.Event()
         self._lanes: Lanes | None = None
-        self._rooms = Rooms(device if device is not None and backend != "gloo" else "cpu", shared=backend == "ipc")
+        self._rooms = Rooms(link.place, shared=link.backend == "ipc")
         self._beat_at = 0.0
         introduce(self._store, self._me)
 
@@ -233,15 +224,12 @@ class ShareSender:
     def _form(self, epoch: int, flows: list[Any], snapshot: Snapshot) -> None:
         self._leave()
         post(self._store, _accept_key(epoch, self._rank), True)
-        if not pushed(self._store, f"{epoch}/go", _GRACE * self._timeout_s, self._never):
+        if not pushed(self._store, f"{epoch}/go", _GRACE * self._link.timeout_s, self._never):
             return
 
         def group(name: str, world: int) -> WeightGroup:
-            return WeightGroup(
-                connect_store(self._meeting.host, self._meeting.port, self._timeout_s), backend=self._backend,
-                host=self._meeting.host, epoch=epoch, rank=0, world=world, timeout_s=self._timeout_s,
-                device=self._device, interface=self._interface, name=name,
-            )  # fmt: skip
+            store = connect_store(self._meeting.host, self._meeting.port, self._link.timeout_s)
+            return WeightGroup(store, self._link, epoch=epoch, rank=0, world=world, name=name)
 
         try:
             planned = Flows.from_wire(flows, snapshot.whole)

@@ -55,18 +55,25 @@ _CONSTRUCTION = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """A rank of one epoch, and how it reaches the others."""
+class Link:
+    """How a process joins the groups of all epochs."""
 
-    store: dist.Store
     host: str
-    """Host of the publisher's store."""
-    rank: int
-    world: int
+    """Host of the publisher's store, which binds it."""
     timeout_s: float
+    """Timeout in seconds of the store, the groups and the acknowledgements."""
+    backend: str = "gloo"
+    """`gloo`, `nccl` or `ipc`; subscribers learn it from the board."""
     interface: str = ""
-    """`weights.interface`: names of network interfaces, separated by commas; empty lets the backend find one."""
+    """`weights.interface` of this end: names of network interfaces, separated by commas; empty lets the backend find
+    one."""
     device: torch.device | None = None
+    """GPU of this process, with its index."""
+
+    @property
+    def place(self) -> torch.device | str:
+        """Device that the backend sends from, and receives into."""
+        return self.device if self.device is not None and self.backend != "gloo" else "cpu"
 
 
 class Wire(Protocol):
@@ -88,15 +95,15 @@ class Wire(Protocol):
         ...
 
 
-def open_wire(backend: str, place: Place) -> Wire:
+def open_wire(store: dist.Store, link: Link, rank: int, world: int) -> Wire:
     """Join the other members of this epoch.
 
     Raises:
         RuntimeError: not all arrived within `timeout_s`, or one died meanwhile.
     """
-    if backend == "ipc":
-        return LocalWire(place.store, place.rank, place.world, place.timeout_s)
-    return GlooWire(place) if backend == "gloo" else NcclWire(place)
+    if link.backend == "ipc":
+        return LocalWire(store, rank, world, link.timeout_s)
+    return (GlooWire if link.backend == "gloo" else NcclWire)(store, link, rank, world)
 
 
 def gloo_devices(interface: str, host: str, environment: Mapping[str, str]) -> list[dict[str, str]]:
@@ -133,13 +140,13 @@ class GlooWire:
 
     piece_bytes = _GLOO_PIECE
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, store: dist.Store, link: Link, rank: int, world: int) -> None:
         options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-        options._timeout = timedelta(seconds=place.timeout_s)  # pyright: ignore[reportAttributeAccessIssue]
+        options._timeout = timedelta(seconds=link.timeout_s)  # pyright: ignore[reportAttributeAccessIssue]
         options._devices = [  # pyright: ignore[reportAttributeAccessIssue]
-            _gloo_device(where) for where in gloo_devices(place.interface, place.host, os.environ)
+            _gloo_device(where) for where in gloo_devices(link.interface, link.host, os.environ)
         ]
-        self._group = dist.ProcessGroupGloo(place.store, place.rank, place.world, options)
+        self._group = dist.ProcessGroupGloo(store, rank, world, options)
 
     def broadcast(self, buffer: torch.Tensor, left_s: float) -> Any:
         return self._group.broadcast([buffer], broadcast_options(left_s))  # pyright: ignore[reportAttributeAccessIssue]
@@ -157,14 +164,14 @@ class NcclWire:
 
     piece_bytes = 1 << 62  # nccl divides buffers itself
 
-    def __init__(self, place: Place) -> None:
-        if place.device is None or place.device.index is None:
-            raise RuntimeError(f"nccl needs the number of its GPU, but was given {place.device}")
+    def __init__(self, store: dist.Store, link: Link, rank: int, world: int) -> None:
+        if link.device is None or link.device.index is None:
+            raise RuntimeError(f"nccl needs the number of its GPU, but was given {link.device}")
         self._group: Any = None
         self._left = False
         self._calls = Calls("weights-nccl")
         try:
-            self._calls.ask(lambda: self._form(place), place.timeout_s, "to form")
+            self._calls.ask(lambda: self._form(store, link, rank, world), link.timeout_s, "to form")
         except RuntimeError:
             self.abort()
             raise
@@ -190,20 +197,20 @@ class NcclWire:
             log.warning("weights: a communicator could not be closed: %s", error)
         last.end()
 
-    def _form(self, place: Place) -> None:
-        assert place.device is not None
+    def _form(self, store: dist.Store, link: Link, rank: int, world: int) -> None:
+        assert link.device is not None
         if torch.cuda.is_available():
-            torch.cuda.set_device(place.device)  # for this thread
-        if place.interface:  # nccl reads it once per process; a value that is already set stays
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", place.interface)
+            torch.cuda.set_device(link.device)  # for this thread
+        if link.interface:  # nccl reads it once per process; a value that is already set stays
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", link.interface)
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=place.timeout_s)
+        options._timeout = timedelta(seconds=link.timeout_s)
         options.is_high_priority_stream = True
         options.config.max_ctas = _CHANNELS
         with _without_watchdog():
-            group = dist.ProcessGroupNCCL(place.store, place.rank, place.world, options)
+            group = dist.ProcessGroupNCCL(store, rank, world, options)
         self._group = group
-        group.eager_connect_single_device(place.device)
+        group.eager_connect_single_device(link.device)
         if self._left:  # it formed after the caller had stopped waiting
             group.abort()
 
