@@ -113,11 +113,10 @@ class BackgroundSave:
     def _run(self, copied: Callable[[], None], write: Callable[[], None]) -> None:
         try:
             copied()
-            self._copied.set()
-            write()
-            self._took["checkpoint/save_s"] = time.monotonic() - self._started
         finally:
             self._copied.set()
+        write()
+        self._took["checkpoint/save_s"] = time.monotonic() - self._started
 
     def wait_copied(self) -> None:
         """Wait until weights and moments are no longer read. Raises CheckpointError after the deadline."""
