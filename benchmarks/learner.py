@@ -147,8 +147,7 @@ class Ours:
     guard: NonFiniteGuard
 
     def step(self, given: Batch) -> None:
-        cpu = torch.device("cpu")
-        train_step(self.config, self.roles, self.guard, given.lease, rank=0, world=1, device=cpu)
+        train_step(self.config, self.roles, self.guard, given.lease, rank=0)
 
 
 def begin_ours(

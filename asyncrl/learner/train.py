@@ -113,7 +113,7 @@ class _Loop:
         wait_s = config.replay.wait_timeout_s
         self.leases = LeasePrefetch(parts.replay, rank=self.shard, world=self.shards, wait_s=wait_s)
         self.early = (
-            Early(config, roles, parts.replay, self.leases, self.shard, self.shards, parts.device, parts.rank == 0)
+            Early(config, roles, parts.replay, self.leases, self.shard, self.shards, parts.rank == 0)
             if early_groups(config)
             else None
         )
@@ -193,9 +193,7 @@ class _Loop:
             one_more_try(config, parts.run_dir, parts.rank),
             span("train step", step=step + 1, version=self.version),
         ):
-            measured = train_step(
-                config, roles, self.guard, lease, rank=self.shard, world=self.shards, device=device, begun=begun
-            )
+            measured = train_step(config, roles, self.guard, lease, rank=self.shard, begun=begun)
         measured.ratios |= {name: (seconds, 1.0) for name, seconds in self.collectives.take().items()}
         measured = over_ranks(measured, device)
         control_kl(roles, measured, lease.plan)

@@ -41,8 +41,6 @@ def sft_step(
     lease: Lease,
     *,
     rank: int,
-    world: int,
-    device: torch.device,
 ) -> Measured:
     """One optimizer step on the mean loss over all trained tokens of the batch; collective over the ranks.
 
@@ -55,11 +53,11 @@ def sft_step(
         NonFiniteError: too many steps in a row were skipped.
     """
     step = lease.plan.step
-    batches, tokens = micro_batches(config, roles.policy, lease, rank, device)
+    batches, tokens = micro_batches(config, roles.policy, lease, rank, roles.policy.device)
     measured = Measured()
     report = UpdateReport(loss=0.0, grad_norm=0.0, applied=True, lr=0.0)
     if batches:
-        loss, measured = accumulate(roles.policy, batches, tokens, world)
+        loss, measured = accumulate(roles.policy, batches, tokens)
         trained = [parameter for parameter in roles.policy.parameters() if parameter.requires_grad]
         rate = learning_rate(step, config.learner)
         with span("optimizer step"):
@@ -102,7 +100,7 @@ def micro_batches(
     return packed, sum(each.denominators.tokens for each in planned)
 
 
-def accumulate(model: PolicyModel, batches: Sequence[MicroBatch], tokens: float, world: int) -> tuple[Tensor, Measured]:
+def accumulate(model: PolicyModel, batches: Sequence[MicroBatch], tokens: float) -> tuple[Tensor, Measured]:
     """Accumulate the gradients of all micro-batches; with the last one they are summed over the ranks.
 
     Returns:
@@ -116,7 +114,7 @@ def accumulate(model: PolicyModel, batches: Sequence[MicroBatch], tokens: float,
             logprobs, entropy = model(batch, 1.0)
             loss = -logprobs.sum() / tokens  # the log-prob is 0 at all other positions
         with span("backward"):
-            backward(loss, world)
+            backward(loss)
         total = total + loss.detach()
         told.append(Told(Sums(means={"policy/entropy": (entropy.sum(), batch.loss_mask.sum())})))
     return total, Measured.of(*told)

@@ -129,7 +129,7 @@ def train_rows(parts: SftTraining, asked: Asked = never) -> None:
         drawn = batches.told(step)
         agree_on_rows(step, drawn.digest, parts.device)
         with one_more_try(config, parts.run_dir, parts.rank):
-            measured = sft_step(config, parts.roles, guard, lease, rank=shard, world=shards, device=parts.device)
+            measured = sft_step(config, parts.roles, guard, lease, rank=shard)
         measured = over_ranks(measured, parts.device)
         clock.lap("train")
         row = step_row(measured, drawn, clock.next()) | parts.checkpoints.timings()

@@ -141,7 +141,7 @@ def stepping(scale: Scale, folder: Path, backend: Backend) -> tuple[Config, Role
     config = scale.config(folder, scale.model, dtype="bfloat16", activation_checkpointing=True)
     roles, lease = build_roles(config, scale.device, backend), scale.lease()
     guard = NonFiniteGuard(folder / "nonfinite", 0, 0)
-    return config, roles, lease, lambda: train_step(config, roles, guard, lease, rank=0, world=1, device=scale.device)
+    return config, roles, lease, lambda: train_step(config, roles, guard, lease, rank=0)
 
 
 def mfu(scale: Scale, folder: Path, backend: Backend) -> Found:

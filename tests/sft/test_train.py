@@ -57,7 +57,7 @@ def test_loss_and_gradient_are_those_of_the_mean_over_all_tokens_however_they_ar
     policy = build_model(config, CPU, None)
     batches, tokens = micro_batches(config, policy, lease, 0, CPU)
     assert (len(batches) > 3) == (budget == 30) and tokens == sum(row.loss_tokens for row in rows)
-    loss, measured = accumulate(policy, batches, tokens, world=1)
+    loss, measured = accumulate(policy, batches, tokens)
     expected, _, gradients = reference(given, rows)
     assert loss.item() == pytest.approx(expected, rel=1e-5)
     assert measured.row()["policy/entropy"] > 0

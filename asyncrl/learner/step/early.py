@@ -74,9 +74,12 @@ class Early:
     rank: int
     """Data rank: determines the trajectories to train on; equal for ranks that share the computation of a layer."""
     world: int
-    device: torch.device
     first: bool
     """Whether this is global rank 0, which decides."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.roles.policy.device
 
     def begin(self, step: int, asked: Asked, lap: Callable[[str], None]) -> Begun | None:
         """Train on the certain part of `step` as it arrives, until its lease is there or `asked`. Collective.
@@ -136,7 +139,7 @@ class Early:
             sums=Accumulated(loss=torch.zeros((), device=self.device)),
         )
         for batch in batches:
-            add_gradients(config, roles.policy, batch, UNDIVIDED, self.world, begun.sums, last=False)
+            add_gradients(config, roles.policy, batch, UNDIVIDED, begun.sums, last=False)
         before = begun.plan
         batches = [_counted_from(len(before.groups), batch) for batch in batches]
         both = replace(before, groups=before.groups + plan.groups, staleness={**before.staleness, **plan.staleness})
@@ -155,41 +158,33 @@ def _name_of(part: Lease | None) -> str:
     return " ".join(f"{group.group_id}.{group.attempt}" for group in groups)
 
 
-def still_of(
-    begun: Begun | None,
-    plan: StepPlan,
-    minibatches: Sequence[MinibatchPlan],
-    roles: Roles,
-    lease: Lease,
-    device: torch.device,
-) -> Begun | None:
+def still_of(begun: Begun | None, minibatches: Sequence[MinibatchPlan], roles: Roles, lease: Lease) -> Begun | None:
     """`begun`, if it belongs to the batch that was sealed; otherwise discard its gradients and return None.
     Collective."""
-    if begun is None or everywhere(bool(minibatches) and begun.is_of(plan, minibatches[0]), device):
+    plan = lease.plan
+    if begun is None or everywhere(bool(minibatches) and begun.is_of(plan, minibatches[0]), roles.policy.device):
         return begun
-    give_up_gradients(roles, lease, device, f"step {plan.step} was sealed with other groups than it began with")
+    give_up_gradients(roles, lease, f"step {plan.step} was sealed with other groups than it began with")
     return None
 
 
-def same_advantages(
-    begun: Begun, batches: Sequence[MicroBatch], roles: Roles, lease: Lease, device: torch.device
-) -> bool:
+def same_advantages(begun: Begun, batches: Sequence[MicroBatch], roles: Roles, lease: Lease) -> bool:
     """Whether the micro-batches of `begun` have the same advantages in the whole batch as they were trained with;
     otherwise discard their gradients. Collective."""
     pairs = [(mine.advantages, batch.advantages) for mine, batch in zip(begun.batches, batches, strict=False)]
     equal = [(mine == now).all() for mine, now in pairs if mine is not None and now is not None]
     same = len(equal) == len(pairs) and bool(torch.stack(equal).all())
-    if everywhere(same, device):
+    if everywhere(same, roles.policy.device):
         return True
-    give_up_gradients(roles, lease, device, f"step {begun.plan.step} has other advantages than its first groups alone")
+    give_up_gradients(roles, lease, f"step {begun.plan.step} has other advantages than its first groups alone")
     return False
 
 
-def give_up_gradients(roles: Roles, lease: Lease, device: torch.device, why: str) -> None:
+def give_up_gradients(roles: Roles, lease: Lease, why: str) -> None:
     """Discard the accumulated gradients. Collective: they are reduced once, because FSDP would keep them otherwise."""
     log.info("%s: the results from before the batch was full are computed again", why)
     set_gradient_sync(roles.policy, True)
-    empty = pack(lease, (), device)
+    empty = pack(lease, (), roles.policy.device)
     logprobs, *_ = roles.policy(empty, 1.0)
     logprobs.sum().backward()
     roles.optimizer.zero_grad()

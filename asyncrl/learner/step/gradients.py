@@ -12,7 +12,7 @@ from asyncrl.checks.rules.learner import early_groups
 from asyncrl.learner.batch.micro_batch import MicroBatch
 from asyncrl.learner.model.packed import set_gradient_sync
 from asyncrl.learner.model.policy import PolicyModel
-from asyncrl.learner.parallel.collectives import gather_over_data
+from asyncrl.learner.parallel.collectives import data_ranks, gather_over_data
 from asyncrl.learner.step.group_ess import group_weights
 from asyncrl.learner.step.metrics import Measured, Told
 from asyncrl.learner.step.scoring import anchor_of, score_with_topk
@@ -44,7 +44,6 @@ def accumulate(
     model: PolicyModel,
     batches: Sequence[MicroBatch],
     denominators: Denominators,
-    world: int,
     sums: Accumulated | None = None,
 ) -> tuple[Tensor, Measured]:
     """Accumulate the gradients of all micro-batches of a minibatch. They are reduced over the ranks with the last one.
@@ -58,7 +57,7 @@ def accumulate(
     done = sums.micro_batches if sums else 0
     sums = sums or Accumulated(loss=torch.zeros((), device=batches[0].input_ids.device))
     for i, batch in enumerate(batches[done:], done + 1):
-        add_gradients(config, model, batch, counts, world, sums, last=i == len(batches), kept=kept)
+        add_gradients(config, model, batch, counts, sums, last=i == len(batches), kept=kept)
     sums.measured.add(Measured.of(*sums.told))
     sums.told.clear()
     if undivided:
@@ -71,7 +70,6 @@ def add_gradients(
     model: PolicyModel,
     batch: MicroBatch,
     denominators: Denominators,
-    world: int,
     sums: Accumulated,
     *,
     last: bool,
@@ -84,7 +82,7 @@ def add_gradients(
         out = policy_loss(inputs, config.loss, denominators, kept=kept)
     told = gradients_told(inputs)
     with span("backward", groups=batch.groups):
-        backward(out.loss, world)
+        backward(out.loss)
     sums.loss = sums.loss + out.loss.detach()
     sums.micro_batches += 1
     for gradient in told:
@@ -151,8 +149,8 @@ def loss_inputs(config: Config, model: PolicyModel, batch: MicroBatch) -> LossIn
     )
 
 
-def backward(loss: Tensor, world: int) -> None:
-    """Backward of `loss * world`: the denominators already count all ranks, so gradients must be summed over the ranks,
-    but FSDP averages them."""
+def backward(loss: Tensor) -> None:
+    """Backward of the loss times the number of ranks: the denominators already count all ranks, so gradients must be
+    summed over the ranks, but FSDP averages them."""
     if loss.requires_grad:
-        (loss * world).backward()
+        (loss * data_ranks()).backward()

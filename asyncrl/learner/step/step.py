@@ -45,8 +45,6 @@ def train_step(
     lease: Lease,
     *,
     rank: int,
-    world: int,
-    device: torch.device,
     begun: Begun | None = None,
 ) -> Measured:
     """Train `updates_per_batch` optimizer steps on a lease, `epochs_per_batch` times. Collective over the ranks.
@@ -63,7 +61,7 @@ def train_step(
     Raises:
         NonFiniteError: too many steps in a row were skipped.
     """
-    plan, settings = lease.plan, config.learner
+    plan, settings, device = lease.plan, config.learner, roles.policy.device
     if begun is None:
         begin_peak(device)
     minibatches = plan_minibatches(
@@ -74,20 +72,18 @@ def train_step(
         in_rows=roles.in_rows,
         together=early_groups(config),
     )
-    begun = still_of(begun, plan, minibatches, roles, lease, device)
+    begun = still_of(begun, minibatches, roles, lease)
     scored = begun.batches if begun else []
     members = [members for minibatch in minibatches for members in minibatch.micro_batches]
     batches = scored + scored_batches(config, roles, lease, members[len(scored) :], device)
     batches, measured = with_targets(plan, batches, config.advantage, roles.kl_coef, device)
-    sums = begun.sums if begun and same_advantages(begun, batches, roles, lease, device) else None
+    sums = begun.sums if begun and same_advantages(begun, batches, roles, lease) else None
     early = float(len(begun.plan.groups)) if begun and sums else 0.0
     if rank == 0:  # also the row of a step without a fresh token, which has no update, has these names
         measured.add(replace(_of_an_update(NO_UPDATE, 0.0), updates=0.0))
     shares = list(zip(minibatches, shares_of(batches, minibatches), strict=True))
     for index, (minibatch, share) in enumerate(shares * settings.epochs_per_batch):
-        report, numbers = update_policy(
-            config, roles, share, minibatch.denominators, plan.step, world, device, index=index, sums=sums
-        )
+        report, numbers = update_policy(config, roles, share, minibatch.denominators, plan.step, index=index, sums=sums)
         sums = None
         if index >= len(shares):
             numbers.group_weights = {}  # only the first pass counts: its weights are those the step starts with
@@ -95,7 +91,7 @@ def train_step(
         if rank == 0:
             measured.add(_of_an_update(report, minibatch.denominators.tokens))
         if roles.critic is not None:
-            fit, numbers = update_critic(config, roles, roles.critic, share, minibatch.denominators, plan.step, world)
+            fit, numbers = update_critic(config, roles, roles.critic, share, minibatch.denominators, plan.step)
             measured.add(numbers)
             # One guard for both: an applied step of the critic must not hide that the policy's never succeeds.
             report = fit if report.applied or report.spike else report
@@ -149,8 +145,6 @@ def update_policy(
     batches: Sequence[MicroBatch],
     denominators: Denominators,
     step: int,
-    world: int,
-    device: torch.device,
     *,
     index: int = 0,
     sums: Accumulated | None = None,
@@ -163,14 +157,14 @@ def update_policy(
     """
     if step < config.critic.warmup_steps:
         with torch.no_grad():
-            loss, measured = accumulate(config, roles.policy, batches, denominators, world)
+            loss, measured = accumulate(config, roles.policy, batches, denominators)
         roles.policy.settle()
-        total = float(sum_over_data(loss.double().cpu(), device))
+        total = float(sum_over_data(loss.double().cpu(), roles.policy.device))
         return replace(NO_UPDATE, loss=total), measured
-    loss, measured = accumulate(config, roles.policy, batches, denominators, world, sums)
+    loss, measured = accumulate(config, roles.policy, batches, denominators, sums)
     rate = learning_rate(step, config.learner, first=config.critic.warmup_steps)
     if scales_learning_rate(config.loss):
-        rate *= ess_lr_scale(ess_of_sequences(measured, device))
+        rate *= ess_lr_scale(ess_of_sequences(measured, roles.policy.device))
     parameters = [parameter for parameter in roles.policy.parameters() if parameter.requires_grad]
     told = roles.call_hook(BEFORE, step, index)
     clip, limit = config.learner.clip_norm, roles.norm_limit("policy")
@@ -194,10 +188,9 @@ def update_critic(
     batches: Sequence[MicroBatch],
     denominators: Denominators,
     step: int,
-    world: int,
 ) -> tuple[UpdateReport, Measured]:
     """Make one optimizer step of the critic towards the targets computed before the first update on the batch."""
-    loss = fit_values(config, critic.model, batches, denominators, world)
+    loss = fit_values(config, critic.model, batches, denominators)
     rate = learning_rate(step, config.learner, config.critic.lr)
     parameters = list(critic.model.parameters())
     clip, limit = config.learner.clip_norm, roles.norm_limit("critic")
@@ -207,9 +200,7 @@ def update_critic(
     return report, Measured(ratios={f"critic/{name}": (value, 1.0) for name, value in numbers.items()})
 
 
-def fit_values(
-    config: Config, model: CriticModel, batches: Sequence[MicroBatch], denominators: Denominators, world: int
-) -> Tensor:
+def fit_values(config: Config, model: CriticModel, batches: Sequence[MicroBatch], denominators: Denominators) -> Tensor:
     """Accumulate the gradients of the value loss of a minibatch; returns this rank's share of the loss."""
     total = torch.zeros((), device=batches[0].input_ids.device)
     for i, batch in enumerate(batches):
@@ -223,7 +214,7 @@ def fit_values(
             config.critic.value_clip,
             denominators.tokens,
         )
-        backward(loss, world)
+        backward(loss)
         total = total + loss.detach()
     return total
 

@@ -290,7 +290,7 @@ def test_a_step_replays_in_every_pass_of_the_policy_and_its_average_and_not_in_t
     assert routers == Routers(layers=2, chosen=2, experts=6)
     lease = leased_siblings(routers)
     seen.clear()
-    row = train_step(config, roles, NonFiniteGuard(tmp_path, 0, 1), lease, rank=0, world=1, device=CPU).row()
+    row = train_step(config, roles, NonFiniteGuard(tmp_path, 0, 1), lease, rank=0).row()
     # Two layers of each: first the average scores the batch, or the policy without adapters, which is the reference.
     # A reference of its own has no router that could be told anything.
     assert seen[:4] == [bool(average)] * 2 + [True, True] and all(seen[4:])

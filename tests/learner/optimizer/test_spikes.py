@@ -109,7 +109,7 @@ def test_a_token_without_gradient_is_counted(tmp_path: Path):
     batches = [pack(lease, members, CPU) for members in minibatch.micro_batches]
     batches, _ = with_targets(plan, batches, config.advantage, 0.0, CPU)
     batches[0] = replace(batches[0], advantages=torch.zeros(len(batches[0].input_ids)))
-    _, measured = accumulate(config, roles.policy, batches, minibatch.denominators, 1)
+    _, measured = accumulate(config, roles.policy, batches, minibatch.denominators)
     idle = sum(int(((batch.advantages == 0) & batch.loss_mask).sum()) for batch in batches)
     assert measured.ratios["loss/zero_gradient_share"] == (idle, minibatch.denominators.tokens)
     assert len(batches) > 1 and 0 < idle < minibatch.denominators.tokens
@@ -127,7 +127,7 @@ def test_the_entropy_bonus_of_a_step_is_that_of_plain_transformers(tmp_path: Pat
         roles = build_roles(config, CPU, None)
         batches = [pack(lease, members, CPU) for members in minibatch.micro_batches]
         batches, _ = with_targets(plan, batches, config.advantage, 0.0, CPU)
-        accumulate(config, roles.policy, batches, minibatch.denominators, 1)
+        accumulate(config, roles.policy, batches, minibatch.denominators)
         entropy = loss_inputs(config, roles.policy, batches[0]).entropy
         assert entropy is not None and entropy.requires_grad == bool(coefficient)
         found.append(gradient(roles.policy))

@@ -149,10 +149,10 @@ def test_the_gradient_of_several_micro_batches_is_that_of_whole_rows_of_logits(m
             found.append(gradient(policy))
             policy.zero_grad()
             without = replace(config, loss=preset("dis", band_low=0.2, band_high=3.0))
-            accumulate(without, policy, batches, minibatch.denominators, 1)
+            accumulate(without, policy, batches, minibatch.denominators)
             plain = gradient(policy)
             policy.zero_grad()
-        _, measured = accumulate(config, policy, batches, minibatch.denominators, 1)
+        _, measured = accumulate(config, policy, batches, minibatch.denominators)
         found.append(gradient(policy))
         micro_batches.append(len(batches))
     assert micro_batches[0] == 1 < micro_batches[1] < micro_batches[2]

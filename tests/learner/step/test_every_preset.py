@@ -55,7 +55,7 @@ def lease_of(step: int) -> Lease:
 
 
 def train(config: Config, roles: Roles, lease: Lease, folder: Path) -> dict[str, float]:
-    measured = train_step(config, roles, NonFiniteGuard(folder, 0, 1), lease, rank=0, world=1, device=CPU)
+    measured = train_step(config, roles, NonFiniteGuard(folder, 0, 1), lease, rank=0)
     return measured.row() | plan_metrics(lease.plan)
 
 

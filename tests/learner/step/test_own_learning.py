@@ -122,7 +122,7 @@ def test_the_gradient_of_several_micro_batches_is_that_of_the_whole_batch(advant
             policy_loss(loss_inputs(config, roles.policy, batches[0]), config.loss).loss.backward()
             found.append(gradient(roles.policy))
             roles.policy.zero_grad()
-        accumulate(config, roles.policy, batches, minibatch.denominators, 1)
+        accumulate(config, roles.policy, batches, minibatch.denominators)
         found.append(gradient(roles.policy))
         micro_batches.append(len(batches))
     assert micro_batches[0] == 1 < micro_batches[1] < micro_batches[2]

@@ -66,7 +66,7 @@ def lease() -> Lease:
 
 def train(config: Config, lease: Lease, folder: Path) -> tuple[Roles, dict[str, float], dict[str, torch.Tensor]]:
     roles = build_roles(config, CPU, None)
-    row = train_step(config, roles, NonFiniteGuard(folder, 0, 1), lease, rank=0, world=1, device=CPU).row()
+    row = train_step(config, roles, NonFiniteGuard(folder, 0, 1), lease, rank=0).row()
     return roles, row, {name: p.detach().clone() for name, p in roles.policy.named_parameters()}
 
 

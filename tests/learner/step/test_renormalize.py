@@ -60,7 +60,7 @@ def test_what_a_loss_asks_of_all_tokens_is_asked_of_those_of_all_micro_batches(n
         (minibatch,) = plan_minibatches(plan, rank=0, updates=1, budget=Budget(tokens=budget, attention=4 * budget))
         batches = [pack(lease, members, CPU) for members in minibatch.micro_batches]
         batches, _ = with_targets(plan, batches, config.advantage, 0.0, CPU)
-        accumulate(config, roles.policy, batches, minibatch.denominators, 1)
+        accumulate(config, roles.policy, batches, minibatch.denominators)
         found.append(gradient(roles.policy))
         roles.policy.zero_grad()
         for batch in batches:  # as it was: each by itself
@@ -93,7 +93,7 @@ def test_the_gradient_of_several_micro_batches_is_that_of_the_whole_batch(name: 
             everything.loss.backward()
             assert not torch.allclose(gradient(roles.policy), found[0], rtol=0.02)  # the denominator matters here
             roles.policy.zero_grad()
-        accumulate(config, roles.policy, batches, minibatch.denominators, 1)
+        accumulate(config, roles.policy, batches, minibatch.denominators)
         found.append(gradient(roles.policy))
         micro_batches.append(len(batches))
     assert micro_batches[0] == 1 < micro_batches[1] < micro_batches[2]

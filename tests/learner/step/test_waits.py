@@ -95,7 +95,7 @@ def stepped(config: Config, folder: Path, lease: Lease, device: torch.device, st
         if roles.critic is not None:
             optimizer = make_optimizer(roles.critic.model.parameters(), config.learner)
             roles.critic = Critic(model=roles.critic.model, optimizer=optimizer)
-    return roles, step(config, roles, guard, lease, rank=0, world=1, device=device)
+    return roles, step(config, roles, guard, lease, rank=0)
 
 
 def waited(config: Config, folder: Path, lease: Lease, step: Step = train_step) -> list[str]:
