@@ -54,18 +54,36 @@ NUMBERS = ("current_logprobs", "ref_logprobs", "values", "behavior_logprobs", "p
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The trajectories of this rank's micro-batches, one row each, with their loss tokens in order."""
+    """The trajectories of this rank's micro-batches of a step, one row each, with their loss tokens in order."""
 
+    plan: StepPlan
     batches: Sequence[MicroBatch]
     members: tuple[Member, ...]
     mask: Bool[Tensor, "B L"]
 
     @classmethod
-    def of(cls, batches: Sequence[MicroBatch]) -> Rows:
+    def of(cls, plan: StepPlan, batches: Sequence[MicroBatch]) -> Rows:
         lengths = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *(batch.fresh for batch in batches)]))
         columns = torch.arange(max(int(lengths.max()) if len(lengths) else 0, 1))
         members = tuple(member for batch in batches for member in batch.members)
-        return cls(batches=batches, members=members, mask=columns < lengths[:, None])
+        return cls(plan=plan, batches=batches, members=members, mask=columns < lengths[:, None])
+
+    @cached_property
+    def headers(self) -> list[TrajectoryHeader]:
+        """All trajectories of the step, of all ranks, also those that are too old to be trained on."""
+        return [trajectory for group in self.plan.groups for trajectory in group.trajectories]
+
+    @cached_property
+    def group_ids(self) -> Int[Tensor, " N"]:
+        """Group of each of the `headers`."""
+        sizes = torch.tensor([len(group.trajectories) for group in self.plan.groups])
+        return torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+
+    @cached_property
+    def places(self) -> Int[Tensor, " B"]:
+        """Index of each row among the `headers`."""
+        first = [0, *itertools.accumulate(len(group.trajectories) for group in self.plan.groups)]
+        return torch.tensor([first[g] + t for g, t in self.members], dtype=torch.int64)
 
     @cached_property
     def _tokens(self) -> dict[str, Float[Tensor, " tokens"]]:
@@ -125,22 +143,22 @@ def with_targets(
     Raises:
         RewardError: a trajectory lacks a named reward that the settings require.
     """
-    rows = Rows.of(batches)
+    rows = Rows.of(plan, batches)
     gap = None
     if config.kl_coef > 0:
         gap = rows.gather("current_logprobs") - rows.gather("ref_logprobs")
     penalty = None if gap is None else kl_coef * gap
     per_sequence = config.estimator in ("group", "gdpo") or config.credits_turns
     if config.estimator == "own":
-        advantages, targets = from_own(plan, rows, penalty, config, device), None
+        advantages, targets = from_own(rows, penalty, config, device), None
     elif config.credits_turns:
-        advantages, targets = against_turns(plan, rows, config), None
+        advantages, targets = against_turns(rows, config), None
     elif config.baseline == "greedy" and penalty is not None:
-        advantages, targets = against_greedy(plan, rows, penalty), None
+        advantages, targets = against_greedy(rows, penalty), None
     elif per_sequence or (config.estimator == "reinforce_pp" and config.baseline != "none"):
-        advantages, targets = against_siblings(plan, rows, penalty, config, device), None
+        advantages, targets = against_siblings(rows, penalty, config, device), None
     else:
-        advantages, targets = per_token(plan, rows, penalty, config)
+        advantages, targets = per_token(rows, penalty, config)
     if not per_sequence and config.std == "batch":
         moments = sum_over_data(whitening_moments(advantages, rows.mask), device)
         advantages = masked_whiten(advantages, rows.mask, moments=moments)
@@ -166,7 +184,7 @@ MOST_DRAWN = math.log(5.0)
 """Limit on log(learner / behavior): a token's weight in a mean over the learner's distribution is clipped here."""
 
 
-def price_of_all(plan: StepPlan, rows: Rows, penalty: Table, device: torch.device) -> Float[Tensor, " N"]:
+def price_of_all(rows: Rows, penalty: Table, device: torch.device) -> Float[Tensor, " N"]:
     """KL penalty of every trajectory, extrapolated from its fresh tokens. Collective.
 
     Without it, siblings that are too old to be trained on would be in the baseline without a penalty, and push all
@@ -175,13 +193,12 @@ def price_of_all(plan: StepPlan, rows: Rows, penalty: Table, device: torch.devic
     A trajectory is charged per loss token what it is charged per fresh one; one without fresh tokens is charged the
     mean of its siblings that have some.
     """
-    headers = [trajectory for group in plan.groups for trajectory in group.trajectories]
-    mine = torch.zeros(len(headers), dtype=torch.float64).index_add(0, places(plan, rows), penalty.sum(1))
+    mine = torch.zeros(len(rows.headers), dtype=torch.float64).index_add(0, rows.places, penalty.sum(1))
     prices = sum_over_data(mine, device)
-    fresh = torch.tensor([plan.fresh_tokens(trajectory) for trajectory in headers], dtype=torch.float64)
-    tokens = torch.tensor([trajectory.loss_tokens for trajectory in headers], dtype=torch.float64)
+    fresh = torch.tensor([rows.plan.fresh_tokens(trajectory) for trajectory in rows.headers], dtype=torch.float64)
+    tokens = torch.tensor([trajectory.loss_tokens for trajectory in rows.headers], dtype=torch.float64)
     whole = prices / fresh.clamp(min=1) * tokens
-    sizes = [len(group.trajectories) for group in plan.groups]
+    sizes = [len(group.trajectories) for group in rows.plan.groups]
     parts = [
         torch.where(known > 0, price, price[known > 0].mean() if bool((known > 0).any()) else 0.0)
         for price, known in zip(whole.split(sizes), fresh.split(sizes), strict=True)
@@ -189,25 +206,20 @@ def price_of_all(plan: StepPlan, rows: Rows, penalty: Table, device: torch.devic
     return torch.cat(parts)
 
 
-def against_siblings(
-    plan: StepPlan, rows: Rows, penalty: Table | None, config: AdvantageConfig, device: torch.device
-) -> Table:
+def against_siblings(rows: Rows, penalty: Table | None, config: AdvantageConfig, device: torch.device) -> Table:
     """One number per trajectory, for all its tokens: its reward less its KL penalty, compared with its siblings' or
     with that of a greedy completion.
 
     Rewards come from the headers of all ranks, also of trajectories that are too old to be trained on. The branches of
     an episode count as one sibling: they share its advantage, and the episode is charged for the KL of all of them.
     """
-    everything = [trajectory for group in plan.groups for trajectory in group.trajectories]
-    firsts = members_of(everything)
-    headers = [everything[first] for first in firsts]
-    episode = torch.tensor([not each.branch for each in everything]).cumsum(0) - 1
-    sizes = torch.tensor([group.members for group in plan.groups])
-    group_ids = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+    firsts = members_of(rows.headers)
+    headers = [rows.headers[first] for first in firsts]
+    episode = torch.tensor([not each.branch for each in rows.headers]).cumsum(0) - 1
+    group_ids = rows.group_ids[firsts]
     rewards = torch.tensor([trajectory.reward for trajectory in headers], dtype=torch.float64)
-    place = places(plan, rows)
     if penalty is not None:
-        rewards = rewards - torch.zeros_like(rewards).index_add(0, episode, price_of_all(plan, rows, penalty, device))
+        rewards = rewards - torch.zeros_like(rewards).index_add(0, episode, price_of_all(rows, penalty, device))
     if config.estimator == "gdpo":
         parts = reward_components([trajectory.rewards for trajectory in headers], list(config.components)).double()
         advantages = gdpo(parts, group_ids, torch.tensor(list(config.components.values()), dtype=torch.float64))
@@ -219,36 +231,33 @@ def against_siblings(
             baseline="none" if greedy else config.baseline,
             std=config.std if config.estimator == "group" else "none",
             lengths=torch.zeros(len(headers), dtype=torch.int64).index_add(
-                0, episode, torch.tensor([trajectory.loss_tokens for trajectory in everything])
+                0, episode, torch.tensor([trajectory.loss_tokens for trajectory in rows.headers])
             ),
         )
-    return torch.where(rows.mask, advantages[episode[place]][:, None], 0.0)
+    return torch.where(rows.mask, advantages[episode[rows.places]][:, None], 0.0)
 
 
-def against_turns(plan: StepPlan, rows: Rows, config: AdvantageConfig) -> Table:
+def against_turns(rows: Rows, config: AdvantageConfig) -> Table:
     """One number per turn, for all its tokens; see `turn_advantages`. Rewards come from the headers of all ranks. Each
     branch of an episode is treated separately."""
-    headers = [trajectory for group in plan.groups for trajectory in group.trajectories]
-    if not all(trajectory.turn_rewards for trajectory in headers):
+    if not all(trajectory.turn_rewards for trajectory in rows.headers):
         raise RewardError(
             f"advantage.estimator={config.estimator} needs the reward of each turn, but some trajectories do not have "
             "it: they were made under another advantage. Start the workers with the learner's settings (for a rerun, "
             "take a run with that advantage)"
         )
-    earned, there = earned_by_turn(headers)
-    sizes = torch.tensor([len(group.trajectories) for group in plan.groups])
+    earned, there = earned_by_turn(rows.headers)
     advantages = turn_advantages(
         earned,
         there,
-        torch.repeat_interleave(torch.arange(len(sizes)), sizes),
+        rows.group_ids,
         config.gamma,
         config.baseline,
         config.std,
         same_number=config.estimator == "turns_by_number",
     )
-    place = places(plan, rows)
-    number = rows.turn_numbers(there.sum(1)[place])
-    return torch.where(rows.mask, advantages[place].gather(1, number), 0.0)
+    number = rows.turn_numbers(there.sum(1)[rows.places])
+    return torch.where(rows.mask, advantages[rows.places].gather(1, number), 0.0)
 
 
 def earned_by_turn(headers: Sequence[TrajectoryHeader]) -> tuple[Float[Tensor, "N K"], Bool[Tensor, "N K"]]:
@@ -262,10 +271,10 @@ def earned_by_turn(headers: Sequence[TrajectoryHeader]) -> tuple[Float[Tensor, "
     return earned, there
 
 
-def earned_by_token(plan: StepPlan, rows: Rows, penalty: Table | None) -> Table:
+def earned_by_token(rows: Rows, penalty: Table | None) -> Table:
     """The reward of each turn at its last token, less the KL penalty at each token. Without turn rewards it is the
     trajectory's reward, at its last token. Turns without a trained token are in no return."""
-    headers = [plan.groups[g].trajectories[t] for g, t in rows.members]
+    headers = [rows.headers[place] for place in rows.places.tolist()]
     whole = torch.tensor([header.reward for header in headers], dtype=torch.float64)
     if not any(header.turn_rewards for header in headers):
         return token_rewards(whole, rows.mask, penalty)
@@ -279,25 +288,24 @@ def earned_by_token(plan: StepPlan, rows: Rows, penalty: Table | None) -> Table:
     return table + torch.where(ends & (turns > 0)[:, None], earned.gather(1, number), 0.0)
 
 
-def against_greedy(plan: StepPlan, rows: Rows, penalty: Table) -> Table:
+def against_greedy(rows: Rows, penalty: Table) -> Table:
     """ReMax (2310.10505) with the KL in the reward: the return from each token on, less the reward of the greedy
     completion. A token is not charged for the KL of earlier tokens.
     """
-    greedy = greedy_rewards([trajectory for group in plan.groups for trajectory in group.trajectories])
-    advantages = returns_to_go(earned_by_token(plan, rows, penalty), rows.mask)
-    return torch.where(rows.mask, advantages - greedy[places(plan, rows)][:, None], 0.0)
+    greedy = greedy_rewards(rows.headers)
+    advantages = returns_to_go(earned_by_token(rows, penalty), rows.mask)
+    return torch.where(rows.mask, advantages - greedy[rows.places][:, None], 0.0)
 
 
-def from_own(plan: StepPlan, rows: Rows, penalty: Table | None, config: AdvantageConfig, device: torch.device) -> Table:
+def from_own(rows: Rows, penalty: Table | None, config: AdvantageConfig, device: torch.device) -> Table:
     """Advantages from the user's function for the headers of all ranks. A trajectory's trained tokens are its last."""
-    inputs = own_inputs(plan, config.components)
-    place = places(plan, rows)
+    inputs = own_inputs(rows.plan, config.components)
     if penalty is not None:
-        inputs = replace(inputs, rewards=inputs.rewards - price_of_all(plan, rows, penalty, device))
-    table = own_advantages(inputs, config)[place]
+        inputs = replace(inputs, rewards=inputs.rewards - price_of_all(rows, penalty, device))
+    table = own_advantages(inputs, config)[rows.places]
     if table.shape[1] == 1 and rows.mask.shape[1] != 1:
         return torch.where(rows.mask, table, 0.0)
-    skipped = (inputs.lengths - inputs.fresh)[place, None]
+    skipped = (inputs.lengths - inputs.fresh)[rows.places, None]
     columns = (torch.arange(rows.mask.shape[1]) + skipped).clamp(max=table.shape[1] - 1)
     return torch.where(rows.mask, table.gather(1, columns), 0.0)
 
@@ -330,13 +338,6 @@ def own_inputs(plan: StepPlan, components: Mapping[str, float]) -> AdvantageInpu
     )
 
 
-def places(plan: StepPlan, rows: Rows) -> Int[Tensor, " B"]:
-    """Index of each row among all trajectories of the step."""
-    sizes = [len(group.trajectories) for group in plan.groups]
-    first = [0, *itertools.accumulate(sizes)]
-    return torch.tensor([first[g] + t for g, t in rows.members], dtype=torch.int64)
-
-
 def greedy_rewards(headers: Sequence[TrajectoryHeader]) -> Float[Tensor, " N"]:
     """ReMax's baseline of each trajectory (2310.10505): the reward of the greedy completion of its prompt."""
     if not all(GREEDY_REWARD in trajectory.rewards for trajectory in headers):
@@ -348,9 +349,9 @@ def greedy_rewards(headers: Sequence[TrajectoryHeader]) -> Float[Tensor, " N"]:
     return torch.tensor([trajectory.rewards[GREEDY_REWARD] for trajectory in headers], dtype=torch.float64)
 
 
-def per_token(plan: StepPlan, rows: Rows, penalty: Table | None, config: AdvantageConfig) -> tuple[Table, Table | None]:
+def per_token(rows: Rows, penalty: Table | None, config: AdvantageConfig) -> tuple[Table, Table | None]:
     """Advantages, and value targets with a critic, from the rewards per token (`earned_by_token`)."""
-    rewards = earned_by_token(plan, rows, penalty)
+    rewards = earned_by_token(rows, penalty)
     if config.estimator == "reinforce_pp":
         return returns_to_go(rewards, rows.mask, config.gamma), None
     values = rows.gather("values")
