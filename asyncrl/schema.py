@@ -32,8 +32,31 @@ class RowSettings(Protocol):
     shuffle: bool
 
 
+class LearnerSettings(Protocol):
+    """Settings of the ranks and of their checkpoints, common to all kinds of runs; see `LearnerConfig`."""
+
+    ranks: int
+    replicas: int
+    sequence_parallel: int
+    expert_parallel: int
+    tensor_parallel: int
+    device: str
+    offload: str
+    optimizer: str
+    save_every: int
+    export_every: int
+    copy_to: str
+
+
+class SinkSettings(Protocol):
+    """Additional destinations of the metrics; see `TelemetryConfig`."""
+
+    wandb: bool
+    tensorboard: bool
+
+
 class RunSettings(Protocol):
-    """Settings common to all kinds of runs: folder, model, rows, and where to start. `Config` implements it."""
+    """Settings common to all kinds of runs: folder, model, rows, ranks, and where to start. `Config` implements it."""
 
     seed: int
     resume: str
@@ -47,6 +70,12 @@ class RunSettings(Protocol):
 
     @property
     def data(self) -> RowSettings: ...
+
+    @property
+    def learner(self) -> LearnerSettings: ...
+
+    @property
+    def telemetry(self) -> SinkSettings: ...
 
 
 @dataclass(kw_only=True, slots=True)

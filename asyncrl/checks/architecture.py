@@ -1,4 +1,8 @@
-"""Finds reasons against training a model in its `config.json` alone: without torch, hence before anything starts."""
+"""Finds reasons against training a model in its `config.json` alone: without torch, hence before anything starts.
+
+`settings` are always those of `config.json`. A function that returns why something is impossible returns an empty text
+if it is possible, or if the file does not say. What is missing there is checked when the model is loaded.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +49,8 @@ SHARED = (
         "gpt2",
         "gpt_neox",
     ),
-    *("granite", "llama", "mistral", "mixtral", "olmo2", "olmo3", "opt", "phi3", "qwen2", "qwen2_moe", "qwen3"),
-    *("qwen3_moe", "smollm3", "starcoder2"),
+    *("granite", "llama", "mistral", "mixtral", "olmo2", "olmo3", "opt", "phi3", "qwen2", "qwen2_moe"),
+    *("qwen3", "qwen3_moe", "smollm3", "starcoder2"),
 )
 """Model types whose sequences several ranks may share: those that are packed, tested there as well."""
 EXPERTS_APART = ("deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe")
@@ -69,13 +73,14 @@ UNBOUNDED = sys.maxsize
 
 
 def of_its_decoder(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings of the text decoder, which multimodal models keep separately.
-
-    Args:
-        settings: those of `config.json`.
-    """
+    """Return the settings of the text decoder, which multimodal models keep separately."""
     text = settings.get("text_config")
     return text if text and isinstance(text, Mapping) else settings
+
+
+def _kind_of(settings: Mapping[str, Any]) -> str | None:
+    """The model type of the decoder, or of the whole model."""
+    return of_its_decoder(settings).get("model_type") or settings.get("model_type")
 
 
 def _counted(count: Any) -> TypeGuard[int]:
@@ -83,13 +88,8 @@ def _counted(count: Any) -> TypeGuard[int]:
 
 
 def foreign_maths(settings: Mapping[str, Any]) -> str:
-    """Return what the model computes and the learner does not; empty if nothing is known.
-
-    Args:
-        settings: those of `config.json`. Anything else is checked when the model is loaded (`learner/model/layout.py`).
-    """
-    text = of_its_decoder(settings)
-    kind = text.get("model_type") or settings.get("model_type")
+    """Return what the model computes and the learner does not; empty if nothing is known."""
+    text, kind = of_its_decoder(settings), _kind_of(settings)
     known = MULTIPLIED[str(kind)][0] if logit_factor(settings) != 1.0 else ""
     logits = [name for name in OF_LOGITS if text.get(name) not in (None, 1.0) and name != known]
     if logits:
@@ -108,11 +108,7 @@ def foreign_maths(settings: Mapping[str, Any]) -> str:
 
 
 def logit_factor(settings: Mapping[str, Any]) -> float:
-    """By what the model multiplies `lm_head(hidden)`; 1 where it does not, or where that is no number above 0.
-
-    Args:
-        settings: of `config.json`.
-    """
+    """By what the model multiplies `lm_head(hidden)`; 1 where it does not, or where that is no number above 0."""
     text = of_its_decoder(settings)
     name, sign = MULTIPLIED.get(str(text.get("model_type")), ("", 1))
     factor = text.get(name)
@@ -120,11 +116,7 @@ def logit_factor(settings: Mapping[str, Any]) -> float:
 
 
 def quantized(settings: Mapping[str, Any]) -> str:
-    """Return why the weights cannot be trained as they are stored; empty if they can.
-
-    Args:
-        settings: those of `config.json`.
-    """
+    """Return why the weights cannot be trained as they are stored; empty if they can."""
     given = settings.get("quantization_config")
     if not given or (isinstance(given, Mapping) and given.get("dequantize")):
         return ""
@@ -137,11 +129,7 @@ def quantized(settings: Mapping[str, Any]) -> str:
 
 def may_forget(settings: Mapping[str, Any]) -> bool:
     """Return whether layers of a model may attend to less than all earlier tokens; False if its `config.json` rules
-    that out or names no model type.
-
-    Args:
-        settings: those of `config.json`.
-    """
+    that out or names no model type."""
     text = of_its_decoder(settings)
     kinds = text.get("layer_types") or ()
     told = isinstance(kinds, list | tuple) and all(kind == "full_attention" for kind in kinds)
@@ -150,13 +138,8 @@ def may_forget(settings: Mapping[str, Any]) -> bool:
 
 
 def not_together(settings: Mapping[str, Any], ranks: int) -> str:
-    """Return why `learner.tensor_parallel=ranks` cannot split the layers of a model; empty if it can.
-
-    Args:
-        settings: those of `config.json`.
-    """
-    text = of_its_decoder(settings)
-    kind = text.get("model_type") or settings.get("model_type")
+    """Return why `learner.tensor_parallel=ranks` cannot split the layers of a model; empty if it can."""
+    text, kind = of_its_decoder(settings), _kind_of(settings)
     if ranks == 1:
         return ""
     if kind not in COMPUTED_TOGETHER:
@@ -181,11 +164,7 @@ def not_together(settings: Mapping[str, Any], ranks: int) -> str:
 
 def not_in_blocks(settings: Mapping[str, Any], ranks: int) -> str:
     """Return why `learner.optimizer=adamw_8bit` cannot be used with `learner.tensor_parallel=ranks`, which has passed
-    `not_together`; empty if it can.
-
-    Args:
-        settings: those of `config.json`.
-    """
+    `not_together`; empty if it can."""
     text = of_its_decoder(settings)
     heads, hidden = text.get("num_attention_heads"), text.get("hidden_size")
     each = text.get("head_dim") or (hidden // heads if _counted(heads) and _counted(hidden) else 0)
@@ -211,12 +190,10 @@ def not_shared(settings: Mapping[str, Any], ranks: int, together: int = 1) -> st
     """Return why `learner.sequence_parallel=ranks` cannot share the sequences of a model; empty if it can.
 
     Args:
-        settings: those of `config.json`.
         together: `learner.tensor_parallel`, which has passed `not_together`, and by which each rank's number of heads
             is divided.
     """
-    text = of_its_decoder(settings)
-    kind = text.get("model_type") or settings.get("model_type")
+    text, kind = of_its_decoder(settings), _kind_of(settings)
     if ranks == 1:
         return ""
     if kind not in SHARED:
@@ -263,11 +240,7 @@ def _guessing(text: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]
 
 def too_long_to_guess(settings: Mapping[str, Any], longest: int) -> str:
     """Return why sequences of up to `longest` tokens have different log-probs together than alone; empty if they do
-    not.
-
-    Args:
-        settings: those of `config.json`.
-    """
+    not."""
     text = of_its_decoder(settings)
     for kind, rope in _guessing(text):
         limit = text.get("max_position_embeddings")
@@ -287,11 +260,7 @@ def too_long_to_guess(settings: Mapping[str, Any], longest: int) -> str:
 
 
 def experts_in(settings: Mapping[str, Any]) -> int:
-    """Return the number of experts in a layer; 0 if there are none or only one, or if their number has another name.
-
-    Args:
-        settings: those of `config.json`.
-    """
+    """Return the number of experts in a layer; 0 if there are none or only one, or if their number has another name."""
     text = of_its_decoder(settings)
     counts = (text.get(name) for name in EXPERT_COUNTS)
     return max((count for count in counts if isinstance(count, int) and count > 1), default=0)
@@ -299,13 +268,8 @@ def experts_in(settings: Mapping[str, Any]) -> int:
 
 def not_apart(settings: Mapping[str, Any], ranks: int) -> str:
     """Return why `learner.expert_parallel=ranks` cannot spread the experts of a model; empty if it can, or the model
-    has none.
-
-    Args:
-        settings: those of `config.json`.
-    """
-    text = of_its_decoder(settings)
-    kind, experts = text.get("model_type") or settings.get("model_type"), experts_in(settings)
+    has none."""
+    kind, experts = _kind_of(settings), experts_in(settings)
     if ranks == 1 or not experts:
         return ""
     if kind not in EXPERTS_APART:
@@ -320,13 +284,8 @@ def not_apart(settings: Mapping[str, Any], ranks: int) -> str:
 
 
 def not_replayed(settings: Mapping[str, Any]) -> str:
-    """Return why `learner.router_replay=true` cannot make a model choose the engine's experts; empty if it can.
-
-    Args:
-        settings: those of `config.json`.
-    """
-    text = of_its_decoder(settings)
-    kind = text.get("model_type") or settings.get("model_type")
+    """Return why `learner.router_replay=true` cannot make a model choose the engine's experts; empty if it can."""
+    kind = _kind_of(settings)
     if kind in ROUTERS_FOLLOW:
         return ""
     why = (

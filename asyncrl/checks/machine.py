@@ -6,7 +6,7 @@ import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from asyncrl.chat.hub import NAME, described_in
 from asyncrl.checks.architecture import (
@@ -26,12 +26,12 @@ from asyncrl.checks.evaluations import eval_sets
 from asyncrl.checks.hints import join_problems
 from asyncrl.checks.installed_vllm import missing_vllm
 from asyncrl.checks.own_code import own_learning
-from asyncrl.checks.parallel import Layout, ranks_divide
+from asyncrl.checks.parallel import ranks_divide
 from asyncrl.checks.resources import missing_devices, missing_interfaces, taken_addresses, unwritable_folders
 from asyncrl.checks.rewards import EXTRAS, MODEL_REWARD, reward_terms
 from asyncrl.checks.sources import places, sources
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.schema import Config, ModelConfig, TelemetryConfig
+from asyncrl.schema import Config, LearnerSettings, ModelConfig, SinkSettings
 
 
 def check_machine(config: Config, role: str, planned: bool = False) -> None:
@@ -148,13 +148,7 @@ CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Suffixes of class names in `config.json` that have a language-model head."""
 
 
-class Trained(Layout, Protocol):
-    """The settings `learner` of a run or of `asyncrl sft`."""
-
-    optimizer: str
-
-
-def unfit_model(path: str, learner: Trained, longest: int) -> Iterator[str]:
+def unfit_model(path: str, learner: LearnerSettings, longest: int) -> Iterator[str]:
     """Report a model that would get a random head, computes what the learner does not, or does not fit the layout of
     the ranks.
 
@@ -184,7 +178,7 @@ def unfit_model(path: str, learner: Trained, longest: int) -> Iterator[str]:
         yield f"model.path={path}: {problem}"
 
 
-def not_laid_out(settings: dict[str, Any], learner: Trained, *, trained: bool) -> str:
+def not_laid_out(settings: dict[str, Any], learner: LearnerSettings, *, trained: bool) -> str:
     """Return why the ranks cannot share such a model; empty if they can, or if nothing is known about it."""
     tensor = learner.tensor_parallel
     if not settings:
@@ -355,7 +349,7 @@ def unopenable(key: str, url: str) -> Iterator[str]:
         yield f"{key}={url} is not a URL that fsspec can open here: {error}"
 
 
-def missing_extras(model: ModelConfig, telemetry: TelemetryConfig) -> Iterator[str]:
+def missing_extras(model: ModelConfig, telemetry: SinkSettings) -> Iterator[str]:
     if model.lora_rank > 0 and importlib.util.find_spec("peft") is None:
         yield "model.lora_rank above 0 needs the extra: pip install 'asyncrl[lora]'. Or set model.lora_rank=0"
     for key, wanted, module in (

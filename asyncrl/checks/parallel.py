@@ -5,23 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from asyncrl.checks.problem import Problems, divisors
+from asyncrl.schema import LearnerSettings
 
 REPLICATE, SHARD, EXPERT, TENSOR = "replicate", "shard", "expert", "tensor"
 """Dimensions of the device mesh, in order: the ranks of the last one are neighbours on a machine."""
 LAID_OUT_BY = ("replicas", "sequence_parallel", "expert_parallel", "tensor_parallel")
 """Settings of the learner that determine the layout of its ranks."""
-
-
-class Layout(Protocol):
-    """The settings of the layout, in `learner` of a run and of `asyncrl sft`."""
-
-    replicas: int
-    sequence_parallel: int
-    expert_parallel: int
-    tensor_parallel: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +31,7 @@ class ParallelDims:
     """Ranks that compute every layer together."""
 
     @classmethod
-    def of(cls, learner: Layout, ranks: int) -> ParallelDims:
+    def of(cls, learner: LearnerSettings, ranks: int) -> ParallelDims:
         """Return the layout of `ranks` by settings that have passed `problem_of`."""
         copies, sequence, tensor = learner.replicas, learner.sequence_parallel, learner.tensor_parallel
         shard = ranks // (copies * sequence * tensor)
@@ -79,7 +70,7 @@ class ParallelDims:
         return rank // (self.sequence * self.tensor)
 
 
-def problem_of(learner: Layout, ranks: int, said: str = "learner.ranks") -> str:
+def problem_of(learner: LearnerSettings, ranks: int, said: str = "learner.ranks") -> str:
     """Return why `ranks` cannot be laid out like this; empty if they can.
 
     Args:
@@ -107,7 +98,7 @@ def problem_of(learner: Layout, ranks: int, said: str = "learner.ranks") -> str:
     )
 
 
-def _experts_problem(learner: Layout, ranks: int, said: str) -> str:
+def _experts_problem(learner: LearnerSettings, ranks: int, said: str) -> str:
     shards = ranks // (learner.replicas * learner.tensor_parallel)
     if shards % learner.expert_parallel == 0:
         return ""
@@ -119,7 +110,7 @@ def _experts_problem(learner: Layout, ranks: int, said: str) -> str:
     )
 
 
-def ranks_divide(learner: Layout, ranks: int, started: bool = False) -> Problems:
+def ranks_divide(learner: LearnerSettings, ranks: int, started: bool = False) -> Problems:
     """Check that `ranks` can be laid out.
 
     Args:

@@ -25,6 +25,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from asyncrl import __version__
+from asyncrl.checks.installed_vllm import version_of
 from asyncrl.cli.processes.ports import PORTS
 from asyncrl.cli.processes.told import smi_says, told_by
 from asyncrl.storage.memory import container_bytes
@@ -253,13 +254,6 @@ def clock_state() -> int | None:
     except (OSError, AttributeError):
         return None
     return None if found < 0 else found
-
-
-def version_of(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def torch_sees() -> str:

@@ -20,14 +20,10 @@ from asyncrl.checks.parallel import ranks_divide
 from asyncrl.checks.problem import Problems
 from asyncrl.checks.resources import missing_devices, unwritable_folders
 from asyncrl.checks.rules import values
-from asyncrl.checks.rules.checkpoints import of_checkpoints, of_copies
-from asyncrl.checks.rules.layers import of_compiling
-from asyncrl.checks.rules.learner import of_moments
-from asyncrl.checks.rules.settings import (
-    one_device_for_all,
-    resume_or_overwrite,
-    run_name_is_a_folder_name,
-)
+from asyncrl.checks.rules.checkpoints import copies_last, exports_have_checkpoints
+from asyncrl.checks.rules.layers import layers_can_be_compiled
+from asyncrl.checks.rules.learner import moments_have_a_place
+from asyncrl.checks.rules.settings import ranks_have_devices, resume_or_overwrite, run_name_is_a_folder_name
 from asyncrl.checks.rules.switches import switches_are_on
 from asyncrl.checks.sources import places
 from asyncrl.config import compose_settings, config_keys
@@ -81,11 +77,7 @@ def allowed() -> dict[str, str]:
 
 def known_words(given: SftConfig) -> Problems:
     yield from values.other_words(given, WORDS)
-    device = given.learner.device
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
-        yield f"learner.device must be auto, cpu, cuda or cuda:N; got {device!r}.{nearest(device, ('cpu', 'cuda'))}"
-    if ":" in device and given.learner.ranks > 1:
-        yield one_device_for_all(device, given.learner.ranks)
+    yield from ranks_have_devices(given)
     yield from ranks_divide(given.learner, given.learner.ranks)
 
 
@@ -122,23 +114,11 @@ def sources_are_whole(given: SftConfig) -> Problems:
         yield str(error)
 
 
-def exports_have_checkpoints(given: SftConfig) -> Problems:
-    yield from of_checkpoints(given.learner.export_every, given.learner.save_every)
-    yield from of_copies(given.learner.copy_to)
-
-
-def moments_have_a_place(given: SftConfig) -> Problems:
-    yield from of_moments(given.learner.offload, given.learner.optimizer)
-
-
-def compiles_with_the_rest(given: SftConfig) -> Problems:
-    yield from of_compiling(given.model, given.learner.tensor_parallel)
-
-
 RULES = (
     moments_have_a_place,
-    compiles_with_the_rest,
+    layers_can_be_compiled,
     exports_have_checkpoints,
+    copies_last,
     known_words,
     numbers_in_range,
     run_name_is_a_folder_name,

@@ -7,14 +7,11 @@ from asyncrl.checks.hints import nearest
 from asyncrl.checks.problem import Problems
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.table import figures_for
-from asyncrl.schema import Config
+from asyncrl.schema import Config, RunSettings
 
 
-def exports_have_checkpoints(config: Config) -> Problems:
-    yield from of_checkpoints(config.learner.export_every, config.learner.save_every)
-
-
-def of_checkpoints(export_every: int, save_every: int) -> Problems:
+def exports_have_checkpoints(config: RunSettings) -> Problems:
+    export_every, save_every = config.learner.export_every, config.learner.save_every
     if export_every and save_every and export_every % save_every:
         yield (
             f"learner.export_every={export_every} must be a multiple of learner.save_every={save_every}, because "
@@ -22,11 +19,8 @@ def of_checkpoints(export_every: int, save_every: int) -> Problems:
         )
 
 
-def copies_last(config: Config) -> Problems:
-    yield from of_copies(config.learner.copy_to)
-
-
-def of_copies(copy_to: str) -> Problems:
+def copies_last(config: RunSettings) -> Problems:
+    copy_to = config.learner.copy_to
     if copy_to.startswith("memory:"):
         yield (
             f"learner.copy_to={copy_to} is the memory of the process that copies, and is lost when it ends. Give a URL "

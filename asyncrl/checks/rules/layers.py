@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from asyncrl.checks.problem import Problems
-from asyncrl.schema import Config, ModelConfig
+from asyncrl.schema import Config, RunSettings
 
 
 def compiles_with_the_rest(config: Config) -> Problems:
-    learner = config.learner
-    yield from of_compiling(config.model, learner.tensor_parallel)
     others = {
         "engine.exact": (config.engine.exact, "computes by kernels of its own, bit for bit"),
-        "learner.router_replay": (learner.router_replay, "reaches into every layer while it computes"),
+        "learner.router_replay": (config.learner.router_replay, "reaches into every layer while it computes"),
     }
     for name, (given, why) in others.items():
         if given and config.model.compile:
             yield f"model.compile=true does not go with {name}=true, which {why}. Set one of them to false"
 
 
-def of_compiling(model: ModelConfig, tensor_parallel: int) -> Problems:
+def layers_can_be_compiled(config: RunSettings) -> Problems:
+    model, tensor_parallel = config.model, config.learner.tensor_parallel
     if model.compile and tensor_parallel > 1:
         yield (
             f"model.compile=true cannot compile sums over ranks, and learner.tensor_parallel={tensor_parallel} has "
@@ -31,4 +30,4 @@ def of_compiling(model: ModelConfig, tensor_parallel: int) -> Problems:
         )
 
 
-RULES = (compiles_with_the_rest,)
+RULES = (layers_can_be_compiled, compiles_with_the_rest)

@@ -13,7 +13,7 @@ from asyncrl.checks.rules.settings import ENVIRONMENTS
 from asyncrl.errors import ConfigError
 from asyncrl.losses.config import ESTIMATORS, check_loss, find_preset, needs_first_pass, required_inputs, resolve
 from asyncrl.losses.settings import LossConfig
-from asyncrl.schema import AdvantageConfig, Config
+from asyncrl.schema import AdvantageConfig, Config, RunSettings
 
 
 def groups_have_siblings(config: Config) -> Problems:
@@ -287,12 +287,8 @@ def adapters_have_a_use(config: Config) -> Problems:
         )
 
 
-def moments_have_a_place(config: Config) -> Problems:
-    yield from of_moments(config.learner.offload, config.learner.optimizer)
-
-
-def of_moments(offload: str, optimizer: str) -> Problems:
-    if offload == "optimizer" and optimizer == "adamw_8bit":
+def moments_have_a_place(config: RunSettings) -> Problems:
+    if config.learner.offload == "optimizer" and config.learner.optimizer == "adamw_8bit":
         yield (
             "learner.offload=optimizer only moves float32 moments, and learner.optimizer=adamw_8bit keeps others. Use "
             "one of the two; learner.offload=all works with both"

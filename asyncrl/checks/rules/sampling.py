@@ -7,7 +7,6 @@ from collections.abc import Callable
 from asyncrl.checks.problem import Problems
 from asyncrl.schema import Config, EvalConfig, RolloutConfig
 
-NAMES = ("top_p", "top_k", "min_p")
 NO_MASKS = {
     "vllm": "vLLM 0.32 returns what a token was drawn from only by its second model runner (a GPU, with Triton), which "
     "has not been tried here",
@@ -18,11 +17,10 @@ NO_MASKS = {
 """Why an engine cannot report the support from which it sampled."""
 
 
-def truncations(settings: RolloutConfig | EvalConfig) -> dict[str, float]:
-    """Return those of top-p, top-k and min-p that exclude tokens."""
-    values = (settings.top_p, settings.top_k, settings.min_p)
-    nothing = (1.0, 0, 0.0)
-    return {name: value for name, value, none in zip(NAMES, values, nothing, strict=True) if value != none}
+def truncation(room: str, settings: RolloutConfig | EvalConfig) -> str:
+    """Return those of top-p, top-k and min-p that exclude tokens, as they are typed; empty if none does."""
+    values = (("top_p", settings.top_p, 1.0), ("top_k", settings.top_k, 0), ("min_p", settings.min_p, 0.0))
+    return " ".join(f"{room}.{name}={value:g}" for name, value, nothing in values if value != nothing)
 
 
 def rollouts_are_truncated_within_bounds(config: Config) -> Problems:
@@ -31,9 +29,7 @@ def rollouts_are_truncated_within_bounds(config: Config) -> Problems:
 
 def evaluation_is_truncated_within_bounds(config: Config) -> Problems:
     yield from _out_of_range("eval", config.eval)
-    given = truncations(config.eval)
-    if given and config.eval.temperature == 0:
-        said = " ".join(f"eval.{name}={value:g}" for name, value in given.items())
+    if (said := truncation("eval", config.eval)) and config.eval.temperature == 0:
         yield (
             f"{said} does nothing at eval.temperature=0, which decodes greedily. Set eval.temperature=1, or leave it "
             "out"
@@ -55,10 +51,8 @@ def _out_of_range(room: str, settings: RolloutConfig | EvalConfig) -> Problems:
 
 
 def engine_says_what_it_drew_from(config: Config) -> Problems:
-    given = truncations(config.rollout)
     reason = NO_MASKS.get(config.engine.name)
-    if given and reason:
-        said = " ".join(f"rollout.{name}={value:g}" for name, value in given.items())
+    if reason and (said := truncation("rollout", config.rollout)):
         yield (
             f"{said} with engine={config.engine.name}: {reason}. Without that, every importance ratio is biased, "
             "because the learner's log-probs are over the whole vocabulary. Use engine=transformers, which records "
@@ -68,9 +62,7 @@ def engine_says_what_it_drew_from(config: Config) -> Problems:
 
 
 def reference_is_renormalised_too(config: Config) -> Problems:
-    given = truncations(config.rollout)
-    if given and config.reference.from_rollout:
-        said = " ".join(f"rollout.{name}={value:g}" for name, value in given.items())
+    if config.reference.from_rollout and (said := truncation("rollout", config.rollout)):
         yield (
             f"{said} with reference.path=rollout: the environment's log-probs are over the whole vocabulary, and the "
             "learner's over the tokens that were left to draw from, so their difference is not a KL. Set "

@@ -56,21 +56,30 @@ def allowed() -> dict[str, str]:
     return found | SAID
 
 
+def known_words(config: Config) -> Problems:
+    yield from other_words(config, WORDS)
+    yield from _known_device("engine.device", config.engine.device)
+    yield from ranks_have_devices(config)
+
+
+def _known_device(key: str, device: str) -> Problems:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        yield f"{key} must be auto, cpu, cuda or cuda:N; got {device!r}.{nearest(device, ('auto', 'cpu', 'cuda'))}"
+
+
+def ranks_have_devices(config: RunSettings) -> Problems:
+    device, ranks = config.learner.device, config.learner.ranks
+    yield from _known_device("learner.device", device)
+    if ":" in device and ranks > 1:
+        yield one_device_for_all(device, ranks)
+
+
 def one_device_for_all(device: str, ranks: int) -> str:
     """Return the message for a numbered `learner.device` with several ranks on a machine."""
     return (
         f"learner.device={device} puts all {ranks} ranks of a machine on one GPU; use learner.device=cuda, which gives "
         "each its own (CUDA_VISIBLE_DEVICES chooses which), or learner.ranks=1"
     )
-
-
-def known_words(config: Config) -> Problems:
-    yield from other_words(config, WORDS)
-    for key, device in (("engine.device", config.engine.device), ("learner.device", config.learner.device)):
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
-            yield f"{key} must be auto, cpu, cuda or cuda:N; got {device!r}.{nearest(device, ('auto', 'cpu', 'cuda'))}"
-    if ":" in config.learner.device and config.learner.ranks > 1:
-        yield one_device_for_all(config.learner.device, config.learner.ranks)
 
 
 def numbers_in_range(config: Config) -> Problems:

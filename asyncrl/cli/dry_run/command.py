@@ -12,7 +12,7 @@ from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.checks.installed_vllm import missing_vllm
 from asyncrl.checks.machine import check_machine, model_settings
 from asyncrl.checks.rules.learner import resolved_loss, why_never_warm
-from asyncrl.checks.rules.sampling import truncations
+from asyncrl.checks.rules.sampling import truncation
 from asyncrl.cli.dry_run.fitting import fitting_lines
 from asyncrl.cli.dry_run.memory import memory_lines, size
 from asyncrl.cli.dry_run.placement import gpus_to_plan, kind_to_plan, placement_lines
@@ -73,14 +73,13 @@ def process_lines(config: Config, command: str, overrides: Sequence[str]) -> lis
     return [*lines, *(f"it would not start on this machine: {problem}" for problem in lacking)]
 
 
-def support_line(config: Config) -> str:
+def support_line(config: Config, truncated: str) -> str:
     """Describe the data that truncated sampling adds to every token. Its limit is stated if the model is in a local
     folder."""
-    given = " ".join(f"rollout.{name}={value:g}" for name, value in truncations(config.rollout).items())
     vocabulary = of_its_decoder(model_settings(config.model.path)).get("vocab_size")
     most = f", at most {size(4 + math.ceil(vocabulary / 8))} (a bit per token of {vocabulary:,})" if vocabulary else ""
     return (
-        f"{given}: each sampled token is sent with the tokens that it was drawn from: 4 bytes, and 4 for each of "
+        f"{truncated}: each sampled token is sent with the tokens that it was drawn from: 4 bytes, and 4 for each of "
         f"them{most}"
     )
 
@@ -101,7 +100,7 @@ def batch_lines(config: Config) -> list[str]:
         f"at most about {most} micro-batches of {budget} tokens, {attended} in attention, per rank and optimizer step",
         f"{config.learner.steps} steps = {config.learner.steps * groups} groups, {config.learner.steps * sequences} "
         "sequences",
-        *([support_line(config)] if truncations(config.rollout) else []),
+        *([support_line(config, truncated)] if (truncated := truncation("rollout", config.rollout)) else []),
     ]
 
 

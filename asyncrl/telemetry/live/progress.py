@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from rich.console import Console, Group
 from rich.progress_bar import ProgressBar
@@ -85,18 +85,6 @@ def format_line(row: Row) -> str:
     return " | ".join([*parts, waiting] if waiting else parts)
 
 
-class SinkSettings(Protocol):
-    """Additional destinations of the metrics, as in `TelemetryConfig`."""
-
-    wandb: bool
-    tensorboard: bool
-
-
-class LoggedRun(RunSettings, Protocol):
-    @property
-    def telemetry(self) -> SinkSettings: ...
-
-
 class PrintingLog(MetricsLog):
     """A `MetricsLog` that also prints one line per step and the alarms on stdout, and writes alarms to `alarms.jsonl`.
     If alarms are to stop the run, it creates the file that asks the learner to save and end."""
@@ -109,7 +97,7 @@ class PrintingLog(MetricsLog):
 
     @classmethod
     def of(
-        cls, given: LoggedRun, run_dir: Path, step: int, *, on_alarm: str = "continue", ignored: Sequence[str] = ()
+        cls, given: RunSettings, run_dir: Path, step: int, *, on_alarm: str = "continue", ignored: Sequence[str] = ()
     ) -> PrintingLog:
         """Open the run's metrics files, cut back to the checkpoint of `step` from which training resumes; 0: none."""
         made = cls(
