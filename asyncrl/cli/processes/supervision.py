@@ -26,9 +26,9 @@ from asyncrl.restarts import Restarts
 from asyncrl.schema import TelemetryConfig
 from asyncrl.storage.full_disk import BOARD_FILE, read_board
 from asyncrl.telemetry.folder.run_folder import STOP_FILE
-from asyncrl.telemetry.live.pool_words import PoolWords
 from asyncrl.telemetry.live.progress import RunView
 from asyncrl.telemetry.live.starting import StartWatch
+from asyncrl.telemetry.live.tails import PoolWords
 
 TURN_S = 0.2
 EXIT_REFUSED = 2
@@ -60,7 +60,7 @@ def supervise(
         RunView(folder, steps, console, resumed, telemetry.ignore_alarms) as view,
     ):
         starting = StartWatch(folder / LOG_DIR, [command.role for command in commands])
-        pool = PoolWords(folder / LOG_DIR / "rollout.log")
+        pool = PoolWords(folder / LOG_DIR)
         for command in commands:
             supervisor.start(command.role, command.arguments, command.environment, command.enforced)
         while (supervisor.roles["learner"].code is None or supervisor.failed()) and not supervisor.signal:

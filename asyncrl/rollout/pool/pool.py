@@ -43,7 +43,7 @@ from asyncrl.schema import Config
 from asyncrl.standstill import Standstills, watched_supervisors
 from asyncrl.storage.held import clear_away
 from asyncrl.storage.occupancy import lived_in
-from asyncrl.telemetry.live.pool_words import marked
+from asyncrl.telemetry.live.tails import marked
 
 HOST_MODULES = {"ray": "pool.ray_host", "process": "pool.process_host"}
 TURN_S = 0.5

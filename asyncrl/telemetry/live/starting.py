@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from asyncrl.telemetry.live.tails import LogLines
+
 
 @dataclass(frozen=True, slots=True)
 class _Sign:
@@ -33,10 +35,8 @@ class StartWatch:
     """Watches the start of one run's roles; `roles` without a sign (shards) are not waited for."""
 
     def __init__(self, log_dir: Path, roles: Sequence[str]) -> None:
-        self._log_dir = log_dir
         self._waiting = {role: SIGNS[role] for role in roles if role in SIGNS}
-        # A resumed run appends to the logs: skip the content from earlier starts.
-        self._offsets = {path: path.stat().st_size for path in log_dir.glob("*.log")}
+        self._lines = LogLines(log_dir)
         self._began = time.monotonic()
 
     def state(self) -> str:
@@ -46,14 +46,10 @@ class StartWatch:
 
     def news(self) -> list[str]:
         """Return a line for each role that became ready since the last call, with the time it took."""
-        ready = [role for role, sign in self._waiting.items() if self._says(role, sign.text.encode())]
+        ready = [
+            role
+            for role, sign in self._waiting.items()
+            if any(sign.text in line for _, line in self._lines.new(f"{role}*.log"))
+        ]
         seconds = time.monotonic() - self._began
         return [f"{role} {self._waiting.pop(role).after} ({seconds:.0f} s)" for role in ready]
-
-    def _says(self, role: str, text: bytes) -> bool:
-        for path in self._log_dir.glob(f"{role}*.log"):
-            with path.open("rb") as file:
-                file.seek(self._offsets.get(path, 0))
-                if text in file.read():  # all of it, since a start only logs a few lines
-                    return True
-        return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,9 @@ from asyncrl.storage.lines import row_of
 
 Row = Mapping[str, Any]
 
-WORKER_LOGS = "rollout-*.log"
+POOL_LOG, WORKER_LOGS = "rollout.log", "rollout-*.log"
+PIECE_BYTES = 1 << 16
+MARK = "pool: "
 REWARD_WARNING = "WARNING asyncrl.rewards.pool: "
 EPISODE_WARNING = "WARNING asyncrl.rollout.rewards.watch: "
 FILTER_WARNING = "WARNING asyncrl.rollout.groups.filters: "
@@ -47,27 +49,59 @@ class MetricsTail:
         return [row for line in fresh if (row := row_of(line)) is not None and isinstance(row.get("step"), int)]
 
 
+class LogLines:
+    """Lines that processes append to the logs of a folder from now on: a resumed run appends to those of earlier
+    starts."""
+
+    def __init__(self, log_dir: Path) -> None:
+        self._log_dir = log_dir
+        self._offsets = {path: path.stat().st_size for path in log_dir.glob("*.log")}
+
+    def new(self, logs: str) -> Iterator[tuple[str, str]]:
+        """Iterate over the name of the log and each line that is complete since the last call, at most `PIECE_BYTES` of
+        a log; the next call reads the rest.
+
+        Args:
+            logs: pattern of the names of the files.
+        """
+        for path in sorted(self._log_dir.glob(logs)):
+            with path.open("rb") as file:
+                file.seek(self._offsets.get(path, 0))
+                piece = file.read(PIECE_BYTES)
+            # An unfinished line is left for the next call, unless it fills the piece.
+            whole = piece[: piece.rfind(b"\n") + 1] or (piece if len(piece) == PIECE_BYTES else b"")
+            self._offsets[path] = self._offsets.get(path, 0) + len(whole)
+            for line in whole.decode(errors="replace").split("\n"):
+                yield path.stem, line
+
+
 class RewardWarnings:
     """Reads warnings that rollout workers log from now on about failing rewards and episodes, and about filters that
     keep nothing: without them a run may stall silently."""
 
     def __init__(self, log_dir: Path) -> None:
-        self._log_dir = log_dir
-        # A resumed run appends to the logs: skip the content from earlier starts.
-        self._offsets = {path: path.stat().st_size for path in log_dir.glob(WORKER_LOGS)}
+        self._lines = LogLines(log_dir)
         self._left = MAX_WARNINGS
 
     def read(self) -> list[str]:
         """Return new warnings, at most `MAX_WARNINGS` over the run; the logs have all of them."""
-        found: list[str] = []
-        for path in sorted(self._log_dir.glob(WORKER_LOGS)):
-            with path.open("rb") as file:
-                file.seek(self._offsets.get(path, 0))
-                data = file.read()
-            whole = data[: data.rfind(b"\n") + 1]
-            self._offsets[path] = self._offsets.get(path, 0) + len(whole)
-            lines = whole.decode(errors="replace").splitlines()
-            parted = (line.partition(marker)[2] for line in lines for marker in TOLD)
-            found += [f"{path.stem}: {said}" for said in parted if said]
+        parted = ((log, line.partition(marker)[2]) for log, line in self._lines.new(WORKER_LOGS) for marker in TOLD)
+        found = [f"{log}: {said}" for log, said in parted if said]
         shown, self._left = found[: self._left], max(0, self._left - len(found))
         return shown
+
+
+def marked(message: str) -> str:
+    """Return the message with a mark on each line, by which `PoolWords` recognizes it."""
+    return "\n".join(f"{MARK}{line}" for line in message.splitlines())
+
+
+class PoolWords:
+    """Reads the rollout pool's messages for the user from its log, into which Ray writes as well."""
+
+    def __init__(self, log_dir: Path) -> None:
+        self._lines = LogLines(log_dir)
+
+    def news(self) -> list[str]:
+        """Return the lines that the pool has marked since the last call."""
+        return [line.removeprefix(MARK) for _, line in self._lines.new(POOL_LOG) if line.startswith(MARK)]
