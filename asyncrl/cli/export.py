@@ -39,7 +39,7 @@ from asyncrl.storage.checkpoints import (
     trained_steps,
 )
 from asyncrl.storage.occupancy import in_turn
-from asyncrl.telemetry.folder.resumed import CONFIG_FILE, is_supervised
+from asyncrl.telemetry.folder.resumed import is_supervised, settings_file
 from asyncrl.telemetry.folder.run_folder import config_note, origin_of
 
 CPU = torch.device("cpu")
@@ -77,9 +77,7 @@ def main(run: Path, step: int | None, target: Path | None, *, average: bool) -> 
 
 
 def settings_of(run: Path) -> Config:
-    file = run / CONFIG_FILE
-    if not file.is_file():
-        raise RunFolderError(f"{run} is not a run folder: it has no {CONFIG_FILE}")
+    file = settings_file(run)
     if said := config_note(run):
         print(f"note: {said}", file=sys.stderr)
     if not is_supervised(run):

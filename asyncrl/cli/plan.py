@@ -33,7 +33,7 @@ from asyncrl.planner.simulation import Setup
 from asyncrl.replay.core.admission import AdmissionSettings
 from asyncrl.rollout.worker.concurrency import slots_per_worker
 from asyncrl.schema import Config
-from asyncrl.telemetry.folder.resumed import CONFIG_FILE, is_supervised
+from asyncrl.telemetry.folder.resumed import is_supervised, settings_file
 from asyncrl.telemetry.live.console import PlainConsole
 from asyncrl.telemetry.reports.summary import read_metrics
 
@@ -52,12 +52,11 @@ def main(arguments: Sequence[str], runs: Sequence[Path], picture: Path | None, *
     if picture is not None:
         refuse_no_place("--picture", picture, PICTURES)
     for run in runs:
-        if not (run / CONFIG_FILE).is_file():
-            raise RunFolderError(f"{run} is not a run folder: it has no {CONFIG_FILE}. Give folders such as runs/NAME")
+        settings_file(run)  # refuses another folder
         if is_supervised(run):
             raise RunFolderError(f"{run} is a run of asyncrl sft, which has no rollouts. Give a run of asyncrl local")
     if runs:
-        overrides = [str(runs[0] / CONFIG_FILE), *overrides]
+        overrides = [str(settings_file(runs[0])), *overrides]
     config = read_settings(overrides)
     if config.replay.admission != "group":
         raise ConfigError(
@@ -150,7 +149,7 @@ def measured_costs(folders: Sequence[Path], costs: Costs, given: Given) -> Costs
 
 def run_of(folder: Path) -> RunMeasured:
     """Raises RunFolderError."""
-    config = read_settings([str(folder / CONFIG_FILE)])
+    config = read_settings([str(settings_file(folder))])
     rows = [dict(row) for row in read_metrics(folder)]
     return read_run(folder, *since_moved(setup_of(config), rows))
 

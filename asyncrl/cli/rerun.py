@@ -56,7 +56,7 @@ from asyncrl.plain_text import make_streams_plain
 from asyncrl.replay.audit.rerun import History, RetainedReplay, read_surviving
 from asyncrl.schema import Config
 from asyncrl.storage.checkpoints import EXPORT_DIR
-from asyncrl.telemetry.folder.resumed import changed_code, is_supervised
+from asyncrl.telemetry.folder.resumed import CONFIG_FILE, changed_code, is_supervised
 from asyncrl.telemetry.folder.run_folder import owner_of, prepare_run_folder
 from asyncrl.telemetry.live.console import PlainConsole
 from asyncrl.telemetry.metrics.log import MetricsLog
@@ -127,7 +127,7 @@ def work(run: Path, overrides: Sequence[str], opened: ExitStack) -> None:
     with joined_ranks(config, place) as backend, ExitStack() as parts:
         train_again(config, run / JOURNAL_DIR, place, backend, parts)
     if place.rank == 0:
-        report(run, Path(config.run.dir), changed_by(config, read_config(run / "config.yaml")))
+        report(run, Path(config.run.dir), changed_by(config, read_config(run / CONFIG_FILE)))
 
 
 def rerun_config(run: Path, overrides: Sequence[str]) -> Config:
@@ -136,8 +136,8 @@ def rerun_config(run: Path, overrides: Sequence[str]) -> Config:
     Raises:
         ConfigError: there is no run, or an override cannot be applied to recorded data.
     """
-    if not (run / "config.yaml").is_file():
-        raise ConfigError(f"{run} is not a run folder: it has no config.yaml")
+    if not (run / CONFIG_FILE).is_file():
+        raise ConfigError(f"{run} is not a run folder: it has no {CONFIG_FILE}")
     if is_supervised(run):
         raise ConfigError(
             f"{run} is a run of asyncrl sft, which has no rollouts to train on again. Start asyncrl sft with another "
@@ -150,7 +150,7 @@ def rerun_config(run: Path, overrides: Sequence[str]) -> Config:
                 f"a rerun cannot set {key}, because the run's data was generated without it. It can set "
                 f"{', '.join(FREE)}"
             )
-    recorded = read_config(run / "config.yaml")
+    recorded = read_config(run / CONFIG_FILE)
     groups = {text.partition("=")[0] for text in overrides} & set(config_groups())
     # A loss is recorded with all parts of its preset, which would be refused together with another preset.
     groups |= {"loss"} if any(text.startswith("loss.preset=") for text in overrides) else set()

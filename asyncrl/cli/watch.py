@@ -8,8 +8,7 @@ from pathlib import Path
 from rich.table import Table
 
 from asyncrl.config import read_settings
-from asyncrl.errors import RunFolderError
-from asyncrl.telemetry.folder.resumed import CONFIG_FILE
+from asyncrl.telemetry.folder.resumed import settings_file
 from asyncrl.telemetry.folder.run_folder import steps_noted
 from asyncrl.telemetry.live.console import PlainConsole
 from asyncrl.telemetry.live.watching import WatchView
@@ -20,9 +19,7 @@ TURN_S = 1.0
 
 def main(folder: Path) -> int:
     """Watch until no process is in the run any more, or Ctrl-C, which leaves the run alone. Raises RunFolderError."""
-    if not (folder / CONFIG_FILE).is_file():
-        raise RunFolderError(f"{folder} is not a run folder: it has no {CONFIG_FILE}. Give a folder such as runs/NAME")
-    settings = read_settings(folder / CONFIG_FILE)
+    settings = read_settings(settings_file(folder))
     # Settings of another version, or edited by hand, must not prevent watching a run.
     steps, given = settings.get("learner.steps"), settings.get("telemetry.ignore_alarms")
     steps = steps if isinstance(steps, int) and steps else steps_noted(folder)

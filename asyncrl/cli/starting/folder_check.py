@@ -25,11 +25,11 @@ from asyncrl.replay.shards.store import SHARD, check_store
 from asyncrl.storage.checkpoints import BRANCH_FILE, CHECKPOINT_DIR, newest_proven, position_of
 from asyncrl.storage.lines import Lines, Row, read_parts
 from asyncrl.storage.sealed import MANIFEST, is_sealed, verify_export
-from asyncrl.telemetry.folder.run_folder import RUN_FILE, config_note, owner_of
+from asyncrl.telemetry.folder.resumed import CONFIG_FILE, RUN_FILE
+from asyncrl.telemetry.folder.run_folder import config_note, owner_of
 from asyncrl.telemetry.metrics.log import EVAL_SAMPLES_FILE, HISTOGRAMS_FILE, METRICS_FILE, SAMPLES_FILE
 from asyncrl.telemetry.metrics.raised import ALARMS_FILE
 
-CONFIG_FILE = "config.yaml"
 EXPORTS = ("hf", "critic", "adapter")
 ASKED = ("restore", "trained", "committed", "finished")
 """Events of the ledger that the learner requested. It requests the next once the previous one is durable."""

@@ -37,29 +37,24 @@ ROWS = "rows"
 RESUMED = "# resumed "
 SUPERVISED = "supervised"
 """Kind of a run of `asyncrl sft`; one of reinforcement learning has none."""
-OF_A_START = frozenset(
-    {
-        "resume",
-        "overwrite",
-        "run.dir",
-        "run.name",
-        "replay.address",
-        "replay.shard_address",
-        "replay.keys",
-        "ray.address",
-        "ray.gpus_per_worker",
-        "placement.mode",
-        "placement.gpus",
-        "weights.backend",
-        "weights.port",
-        "weights.interface",
-    }
+OF_A_START = (
+    *("resume", "overwrite", "run.dir", "run.name", "replay.address", "replay.shard_address", "replay.keys"),
+    *("ray.address", "ray.gpus_per_worker", "placement.mode", "placement.gpus"),
+    *("weights.backend", "weights.port", "weights.interface"),
 )
 """Settings that belong to one start of a run, not to the run."""
 MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")
 SAVED_FILES = (".json", ".arrow")
 PIECE = 1 << 20
 """Bytes read at either end of a file. They and the size identify a file, so that a large model need not be read."""
+
+
+def settings_file(run: Path) -> Path:
+    """Return the file with the settings of a run. Raises RunFolderError: `run` is not the folder of one."""
+    file = run / CONFIG_FILE
+    if not file.is_file():
+        raise RunFolderError(f"{run} is not a run folder: it has no {CONFIG_FILE}. Give a folder such as runs/NAME")
+    return file
 
 
 def made_of(config: RunSettings) -> dict[str, Any]:

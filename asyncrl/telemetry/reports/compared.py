@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from asyncrl.config import default_settings, read_settings
 from asyncrl.errors import RunFolderError
-from asyncrl.telemetry.folder.resumed import CONFIG_FILE
+from asyncrl.telemetry.folder.resumed import settings_file
 from asyncrl.telemetry.metrics.log import METRICS_FILE
 from asyncrl.telemetry.metrics.registry import OF_EVERY_ROW, metric_of
 from asyncrl.telemetry.reports.summary import OF_ONE_RUN, Row, evaluated, read_metrics, series
@@ -106,9 +106,7 @@ def of_each(folders: Sequence[Path], read: Callable[[Path], Read]) -> list[Read]
 
 def settings_of(folder: Path) -> dict[str, Any]:
     """Return a run's settings by dotted key. Raises RunFolderError if the folder has no run."""
-    if not (folder / CONFIG_FILE).is_file():
-        raise RunFolderError(f"{folder} is not a run folder: it has no {CONFIG_FILE}. Give folders such as runs/NAME")
-    return read_settings(folder / CONFIG_FILE)
+    return read_settings(settings_file(folder))
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
