@@ -1,7 +1,8 @@
-"""`Metric`: the unit and meaning of one metric, and which direction is better."""
+"""`Metric`: the unit and meaning of one metric, and which direction is better; and how tables of them are read."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 HIGHER, LOWER, NEITHER = "higher", "lower", ""
@@ -21,3 +22,13 @@ class Metric:
     @property
     def room(self) -> str:
         return self.name.partition("/")[0]
+
+
+def metrics(table: str) -> tuple[Metric, ...]:
+    """Read a table with a line per metric: `name | unit | kind | meaning`. The kind is `higher` or `lower` if that is
+    better, `total`, both, or `-`. An indented line continues the one before it."""
+    rows = [line.split(" | ", 3) for line in re.sub(r"\n +", " ", table.strip()).split("\n")]
+    return tuple(
+        Metric(name, unit, meaning, kind.removesuffix("total").strip(", -"), kind.endswith("total"))
+        for name, unit, kind, meaning in rows
+    )
