@@ -1,4 +1,5 @@
-"""What things cost: the seconds that a simulation adds up. Measured in a run (`calibration.py`) or given by hand."""
+"""Costs: the seconds that a simulation adds up. They are measured in a run (`calibration`) or given by the user
+(`given`)."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from asyncrl.errors import ConfigError
 
 
 class Lengths(Protocol):
-    """How many tokens the completions have."""
+    """The distribution of the number of tokens in a completion."""
 
     def draw(self, random: np.random.Generator, groups: int, members: int) -> NDArray[np.int64]:
         """[groups, members] int64, each at least 1."""
@@ -27,8 +28,9 @@ class Lengths(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """`mean` tokens; `sigma` is the standard deviation of the logarithm. Of its variance the share `of_prompt` is the
-    prompt's: siblings are long together. What is over `longest` is cut there, so the mean drawn can be below."""
+    """A log-normal distribution with the mean `mean_`. `sigma` is the standard deviation of the logarithm. The share
+    `of_prompt` of its variance belongs to the prompt, so that siblings have similar lengths. Lengths over `longest` are
+    cut, so the mean of the drawn lengths may be smaller."""
 
     mean_: float
     sigma: float
@@ -49,7 +51,8 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """Lengths as a run had them: `counts[i]` of `edges[i] <= n < edges[i + 1]`, drawn evenly within a bin."""
+    """Lengths measured in a run: `counts[i]` completions have `edges[i] <= n < edges[i + 1]` tokens. Within a bin all
+    lengths are equally likely."""
 
     edges: tuple[float, ...]
     counts: tuple[float, ...]
@@ -69,8 +72,9 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """Seconds of one step of an engine, by the sequences decoded (or the prompts prefilled) together: linear between
-    the points, constant below the first, and beyond the last with the slope of the last two."""
+    """Duration of an engine's step in seconds, by the number of sequences that it decodes (or prompts that it prefills)
+    together. It is linear between the points and constant below the first. Beyond the last point it has the slope of
+    the last two."""
 
     points: tuple[tuple[int, float], ...]
 
@@ -83,14 +87,14 @@ class Decode:
 
     @classmethod
     def of_line(cls, fixed: float, each: float, most: int) -> Decode:
-        """Seconds are `fixed + each * batch`, known up to `most`."""
+        """Return a line: a step takes `fixed + each * batch` seconds. It is known up to a batch of `most`."""
         most = max(2, most)
         return cls(((1, max(fixed + each, 1e-9)), (most, max(fixed + each * most, 1e-9))))
 
     @classmethod
     def of_rates(cls, rates: Sequence[tuple[int, float]]) -> Decode:
-        """`rates`: (sequences decoded together, tokens/s of all of them)."""
-        if not all(0 < rate < math.inf for _, rate in rates):  # of a number that is none no simulation comes to an end
+        """Args: rates: pairs of the number of sequences decoded together and the tokens/s of all of them."""
+        if not all(0 < rate < math.inf for _, rate in rates):  # with NaN no simulation would end
             raise ConfigError("an engine's speed must be above 0 tokens/s at every batch")
         return cls(tuple((batch, batch / rate) for batch, rate in rates))
 
@@ -111,40 +115,39 @@ class Costs:
     decode: Decode
     lengths: Lengths
     prompts: Decode | None = None
-    """For so long an engine decodes nothing, by the prompts that come at once; then their sequences have their first
-    tokens. None: prompts cost it nothing, and first tokens are decoded like all others."""
+    """Seconds in which an engine prefills and decodes nothing, by the number of prompts that come together. Then their
+    sequences have their first tokens. None: prompts cost nothing, and first tokens are decoded like all others."""
     beside: float = 0.0
-    """By this share of them an engine's steps are longer while the learner trains: the two share processors or
-    memory."""
+    """Share by which an engine's steps take longer while the learner trains: both use the same processors or memory."""
     prefill_s: float = 0.0
-    """From an order until the first token of its group: rendering, prefill."""
+    """Seconds from an order until the first token of its group: for rendering and prefill."""
     deliver_s: float = 0.0
-    """Until a worker has the replay server's answer: to its request for groups, and to a group that it inserted, whose
-    place is free only then."""
+    """Seconds until a worker has the replay server's answer: to its request for groups, and to a group that it
+    inserted. Only then is the place of that group free."""
     handle_s: float = 0.0
-    """Before that, for which its worker handles it: one group after the other."""
+    """Seconds before that in which a worker handles the group. A worker handles one group at a time."""
     turns: int = 1
-    """In which a completion is sampled; after each the environment answers, or scores."""
+    """Number of turns in which a completion is sampled. After each the environment responds, or the reward is given."""
     environment_s: float = 0.0
-    """Of each of these answers, on average."""
+    """Mean seconds of each of these responses."""
     environment_sigma: float = 0.0
-    """Standard deviation of their logarithm."""
+    """Standard deviation of the logarithm of that time."""
     step_s: float = 0.0
-    """Of a train step, whatever is in it."""
+    """Seconds of a train step, whatever its batch contains."""
     token_s: float = 0.0
-    """More, per loss token of a step; of one rank alone."""
+    """Additional seconds per loss token of a step, for a single rank."""
     step_sigma: float = 0.0
-    """Standard deviation of the logarithm of a step's time."""
+    """Standard deviation of the logarithm of the time of a step."""
     sync_s: float = 0.0
-    """From the publication of a version until all engines serve it."""
+    """Seconds from the publication of a version until all engines serve it."""
     stall_s: float = 0.0
-    """For which an engine stands still to load it."""
+    """Seconds that an engine pauses to load a version."""
 
     def slower(self, factor: float) -> Costs:
-        """With engines whose steps take `factor` times as long."""
+        """Return the costs with engines whose steps take `factor` times as long."""
         prompts = None if self.prompts is None else self.prompts.scaled(factor)
         return replace(self, decode=self.decode.scaled(factor), prompts=prompts)
 
     def train_s(self, tokens: float, ranks: int) -> float:
-        """Mean seconds of a train step."""
+        """Return the mean duration of a train step in seconds."""
         return self.step_s + self.token_s * tokens / ranks
