@@ -65,7 +65,6 @@ class Score(Protocol):
         Args:
             sampled: the same completions [G] as they were sampled, for rewards that use token ids or their number.
             turns: all replies of the policy in each episode [G], for rewards that report what each turn earned.
-            turns: all replies of the policy in each episode [G], for rewards that say what each turn earned.
 
         Raises:
             RewardError: none could be scored.

@@ -196,7 +196,7 @@ async def test_what_neither_asks_nor_answers_may_be_tried_again(url: str) -> Non
 
 async def test_the_end_of_a_worker_lets_go_of_the_retriever_s_connections(url: str) -> None:
     searching = Search(url=url)
-    await searching.retriever.found("Danube")
+    await searching.retriever.answer("Danube")
     client = searching.retriever._asking._client
     assert client is not None and not client.is_closed
     await close_environment(GuardedEnvironment("search", searching, 1000))
@@ -266,7 +266,7 @@ def test_a_line_that_is_no_passage_is_named(tmp_path: Path) -> None:
 def test_a_worker_s_own_retriever_answers_and_ends_with_it(corpus: Path, tmp_path: Path) -> None:
     search = Search(corpus=str(corpus))
     try:
-        assert "Elbe" in asyncio.run(search.retriever.found("dresden"))
+        assert "Elbe" in asyncio.run(search.retriever.answer("dresden"))
     finally:
         search.close()
     assert search.retriever._process.returncode is not None

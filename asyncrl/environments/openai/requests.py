@@ -115,6 +115,10 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
+def _invalid(param: str, said: str) -> Refused:
+    return Refused(400, said, "invalid_value", param)
+
+
 def _unsupported(name: str, value: Any) -> Refused:
     why = "it is not supported"
     if name in BIASED:
@@ -138,7 +142,7 @@ def _number(given: Mapping[str, Any], name: str, least: int, most: int | None = 
         return None
     if type(value) is not int or value < least or (most is not None and value > most):
         bound = f"{least} or more" if most is None else f"{least} to {most}"
-        raise Refused(400, f"{name} must be a whole number of {bound}; got {value!r:.40}", "invalid_value", name)
+        raise _invalid(name, f"{name} must be a whole number of {bound}; got {value!r:.40}")
     return value
 
 
@@ -146,18 +150,14 @@ def _temperature(value: Any) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
-        raise Refused(
-            400, f"temperature must be a number of 0 or more; got {value!r:.40}", "invalid_value", "temperature"
-        )
+        raise _invalid("temperature", f"temperature must be a number of 0 or more; got {value!r:.40}")
     return float(value)
 
 
 def _stops(value: Any) -> tuple[str, ...]:
     stops = (value,) if isinstance(value, str) else value
     if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise Refused(
-            400, f"stop must be a text, or a list of texts, none empty; got {value!r:.80}", "invalid_value", "stop"
-        )
+        raise _invalid("stop", f"stop must be a text, or a list of texts, none empty; got {value!r:.80}")
     return tuple(stops)
 
 
@@ -165,29 +165,22 @@ def _tools(value: Any) -> list[ToolSpec]:
     for tool in value if isinstance(value, list) else [None]:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise Refused(
-                400,
-                'tools must be a list of {"type": "function", "function": {"name", "description", '
-                f'"parameters"}}}}; got {tool!r:.120}',
-                "invalid_value",
-                "tools",
-            )
+            form = '{"type": "function", "function": {"name", "description", "parameters"}}'
+            raise _invalid("tools", f"tools must be a list of {form}; got {tool!r:.120}")
     return [{"type": "function", "function": dict(tool["function"])} for tool in value]
 
 
 def read_messages(value: Any) -> list[Message]:
     """Parse messages. Raises Refused."""
     if not isinstance(value, list) or not value:
-        raise Refused(400, "messages must be a list of at least one message", "invalid_value", "messages")
+        raise _invalid("messages", "messages must be a list of at least one message")
     names: dict[str, str] = {}
     messages = [_message(each, place, names) for place, each in enumerate(value)]
     if messages[-1]["role"] == "assistant":
-        raise Refused(
-            400,
+        raise _invalid(
+            f"messages[{len(messages) - 1}]",
             "the last message is the assistant's: it would begin the policy's turn with text that the policy did not "
             "sample. End with a message of the user or of a tool",
-            "invalid_value",
-            f"messages[{len(messages) - 1}]",
         )
     return messages
 
@@ -201,7 +194,7 @@ def _message(value: Any, place: int, names: dict[str, str]) -> Message:
     param = f"messages[{place}]"
     if not isinstance(value, dict) or value.get("role") not in ROLES:
         role = value.get("role") if isinstance(value, dict) else value
-        raise Refused(400, f"{param}: role must be one of {', '.join(ROLES)}; got {role!r:.40}", "invalid_value", param)
+        raise _invalid(param, f"{param}: role must be one of {', '.join(ROLES)}; got {role!r:.40}")
     role = "system" if value["role"] == "developer" else value["role"]
     message: Message = {"role": role, "content": _text(value.get("content"), param)}
     if role == "tool":
@@ -209,7 +202,7 @@ def _message(value: Any, place: int, names: dict[str, str]) -> Message:
         message |= {"tool_call_id": call, "name": str(value.get("name") or names.get(call, ""))}
     if role == "assistant" and value.get("tool_calls"):
         if not isinstance(value["tool_calls"], list):
-            raise Refused(400, f"{param}: tool_calls must be a list of calls", "invalid_value", param)
+            raise _invalid(param, f"{param}: tool_calls must be a list of calls")
         message["tool_calls"] = [_tool_call(call, param) for call in value["tool_calls"]]
         names |= {call["id"]: call["function"]["name"] for call in message["tool_calls"]}
     return message
@@ -221,16 +214,14 @@ def _text(content: Any, param: str) -> str:
     parts = content if isinstance(content, list) else [content]
     if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
         kinds = sorted({str(part.get("type")) if isinstance(part, dict) else type(part).__name__ for part in parts})
-        raise Refused(
-            400, f"{param}: content must be text, or parts of type text; got {', '.join(kinds)}", "invalid_value", param
-        )
+        raise _invalid(param, f"{param}: content must be text, or parts of type text; got {', '.join(kinds)}")
     return "".join(part["text"] for part in parts)
 
 
 def _tool_call(call: Any, param: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise Refused(400, f"{param}: a tool call must have a function with a name", "invalid_value", param)
+        raise _invalid(param, f"{param}: a tool call must have a function with a name")
     made = {"name": function["name"], "arguments": arguments_of(function.get("arguments", {}))}
     return {"id": str(call.get("id", "")), "type": "function", "function": made}
 
@@ -254,7 +245,6 @@ def conversation_keys(messages: Sequence[Message], tools: Sequence[ToolSpec], af
 
     Args:
         after: key of the conversation that the messages continue.
-        after: the name of a conversation that they go on with.
     """
     keys = [after or digest(list(tools))]
     for message in messages:

@@ -95,8 +95,8 @@ class Search(Calling):
         await self.retriever.disconnect()
         self.close()
 
-    @staticmethod
-    def check(**args: Any) -> Asked:
+    @classmethod
+    def check(cls, **args: Any) -> Asked:
         """Check before a start, in a separate process, that there is a retriever or a corpus. Returns the requirements
         on the chat. Raises ConfigError."""
         url, corpus = args.get("url", ""), args.get("corpus", "")
@@ -111,7 +111,7 @@ class Search(Calling):
             return Search(**{**args, "corpus": "", "url": "http://127.0.0.1"}).asked
         made = Search(**{**args, "retries": 1})
         try:
-            asyncio.run(made.retriever.found("is anybody there?"))
+            asyncio.run(made.retriever.answer("is anybody there?"))
         except EpisodeError as error:
             raise ConfigError(
                 f"environment.args.url: {error}. Start one (asyncrl retriever corpus.jsonl), or give "

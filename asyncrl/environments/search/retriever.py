@@ -2,78 +2,42 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import subprocess
 import sys
 import time
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from asyncrl.chat.base import ToolSpec
 from asyncrl.environments.search.corpus import passage
 from asyncrl.environments.search.server import READY
-from asyncrl.environments.tools.calling import Call, sound
+from asyncrl.environments.tools.calling import OneTool, sound
 from asyncrl.errors import ConfigError, EpisodeError, RewardError
 from asyncrl.family import describe_exit
 from asyncrl.rewards.library.asking import Asking
 
-TOOL, ARGUMENT = "search", "query"
-SPEC: ToolSpec = {
-    "type": "function",
-    "function": {
-        "name": TOOL,
-        "description": "Search for passages that share words with a query.",
-        "parameters": {
-            "type": "object",
-            "additionalProperties": False,
-            "properties": {ARGUMENT: {"type": "string", "description": "What to look for."}},
-            "required": [ARGUMENT],
-        },
-    },
-}
+DESCRIPTION = "Search for passages that share words with a query."
 START_S = 600.0
 """Seconds for our own retriever to read a corpus and build its index."""
 
 
-class Retriever:
-    """Implements `calling.Source`.
+class Retriever(OneTool):
+    """A retriever that others started.
 
     Args:
         topk: passages per query.
-        request_timeout_s, retries, backoff_s: see `Asking`.
+        asking: request_timeout_s, retries, backoff_s; see `Asking`.
     """
 
-    specs = (SPEC,)
-
-    def __init__(self, url: str, topk: int, *, request_timeout_s: float, retries: int, backoff_s: float) -> None:
+    def __init__(self, url: str, topk: int, **asking: Any) -> None:
+        super().__init__("search", DESCRIPTION, argument="query", meaning="What to look for.", what="query")
         self._topk = topk
-        self._asking = Asking(
-            url,
-            who="retriever",
-            key_env="",
-            request_timeout_s=request_timeout_s,
-            retries=retries,
-            backoff_s=backoff_s,
-        )
+        self._asking = Asking(url, who="retriever", key_env="", **asking)
 
-    def episode(self) -> AbstractAsyncContextManager[Call]:
-        return contextlib.nullcontext(self._call)
-
-    async def _call(self, name: str, arguments: dict[str, Any]) -> str:
-        query = arguments.get(ARGUMENT)
-        if not isinstance(query, str) or len(arguments) > 1:
-            return f"Error: wrong arguments: {name} takes {ARGUMENT!r}, a text, and nothing else"
-        if not query.strip():
-            return "Error: there is no query"
-        return await self.found(query)
-
-    async def found(self, query: str) -> str:
-        """Return the text that the policy reads. Raises EpisodeError: the retriever did not answer, or not with
-        passages."""
+    async def answer(self, text: str) -> str:
+        """Return passages. Raises EpisodeError: the retriever did not answer, or not with passages."""
         try:
-            said = await self._asking.post({"queries": [sound(query)], "topk": self._topk, "return_scores": True})
+            said = await self._asking.post({"queries": [sound(text)], "topk": self._topk, "return_scores": True})
         except RewardError as error:  # `Asking` raises errors of rewards
             raise EpisodeError(str(error)) from error
         try:
@@ -88,9 +52,6 @@ class Retriever:
 
     async def disconnect(self) -> None:
         await self._asking.close()
-
-    def close(self) -> None:
-        """Nothing to do: the server belongs to others."""
 
 
 class OwnRetriever(Retriever):

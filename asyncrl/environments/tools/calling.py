@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, fields
@@ -33,6 +34,42 @@ class Source(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class OneTool(ABC):
+    """A source with one tool, which takes one text and is used by all episodes. Implements `Source`.
+
+    Args:
+        meaning: of the argument, for the policy.
+        what: what the text is, in the policy's language; it is told if there is none.
+    """
+
+    def __init__(self, name: str, description: str, *, argument: str, meaning: str, what: str) -> None:
+        self._argument, self._what = argument, what
+        parameters = {
+            "type": "object",
+            "additionalProperties": False,
+            "properties": {argument: {"type": "string", "description": meaning}},
+            "required": [argument],
+        }
+        function = {"name": name, "description": description, "parameters": parameters}
+        self.specs: tuple[ToolSpec, ...] = ({"type": "function", "function": function},)
+
+    @abstractmethod
+    async def answer(self, text: str) -> str:
+        """Return the text that the policy reads. Raises EpisodeError: the tool is not available."""
+
+    def episode(self) -> AbstractAsyncContextManager[Call]:
+        return contextlib.nullcontext(self._call)
+
+    async def _call(self, name: str, arguments: dict[str, Any]) -> str:
+        text = arguments.get(self._argument)
+        if not isinstance(text, str) or len(arguments) > 1:
+            return f"Error: wrong arguments: {name} takes {self._argument!r}, a text, and nothing else"
+        return await self.answer(text) if text.strip() else f"Error: there is no {self._what}"
+
+    def close(self) -> None:  # noqa: B027 (not every source has something to close)
+        """Nothing to close."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +183,14 @@ class Calling(ChatEnvironment):
     def close(self) -> None:
         for source in self._sources:
             source.close()
+
+    @classmethod
+    def check(cls, **args: Any) -> Asked:
+        """Check before a start, in a separate process, by creating and closing one. Returns the requirements on the
+        chat. Raises ConfigError."""
+        made = cls(**args)
+        made.close()
+        return made.asked
 
 
 def shortened(text: str, most: int) -> str:

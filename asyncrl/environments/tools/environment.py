@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from asyncrl.environments.episodes import Asked
 from asyncrl.environments.late import late_import
 from asyncrl.environments.tools.calling import Budget, Calling, Source, check_positive
 from asyncrl.environments.tools.sessions import Functions
@@ -57,14 +55,6 @@ class Tools(Calling):
                 source.close()
             raise
         super().__init__(sources, style=Native(), budget=budget, tell=tell, system=system)
-
-    @staticmethod
-    def check(**args: Any) -> Asked:
-        """Check before a start, in a separate process, by creating and closing one. Returns the requirements on the
-        chat. Raises ConfigError."""
-        made = Tools(**args)
-        made.close()
-        return made.asked
 
 
 def check_lists(functions: Sequence[str], mcp: Sequence[str]) -> None:

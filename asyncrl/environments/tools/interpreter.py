@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
-from contextlib import AbstractAsyncContextManager
-from typing import Any
 
-from asyncrl.chat.base import ToolSpec
-from asyncrl.environments.episodes import Asked
-from asyncrl.environments.tools.calling import Budget, Call, Calling, check_positive, sound
+from asyncrl.environments.tools.calling import Budget, Calling, OneTool, check_positive, sound
 from asyncrl.environments.tools.styles import Fenced, Native, Style, Tagged
 from asyncrl.errors import ConfigError, EpisodeError, SandboxError
 from asyncrl.sandbox.level import Level, Reason
@@ -21,20 +16,10 @@ from asyncrl.sandbox.running import chosen_level, run
 log = logging.getLogger(__name__)
 
 TOOL, ARGUMENT = "python", "code"
-SPEC: ToolSpec = {
-    "type": "function",
-    "function": {
-        "name": TOOL,
-        "description": "Run a Python program. It starts anew each time; what it prints comes back, and the value of an "
-        "expression in its last line.",
-        "parameters": {
-            "type": "object",
-            "additionalProperties": False,
-            "properties": {ARGUMENT: {"type": "string", "description": "The program."}},
-            "required": [ARGUMENT],
-        },
-    },
-}
+DESCRIPTION = (
+    "Run a Python program. It starts anew each time; what it prints comes back, and the value of an expression in its "
+    "last line."
+)
 STYLES: dict[str, tuple[Style, str]] = {
     "tool": (Native(), ""),
     "block": (
@@ -131,44 +116,25 @@ class Python(Calling):
             system=system or (said if tell else ""),
         )
 
-    @staticmethod
-    def check(**args: Any) -> Asked:
-        """Check before a start, in a separate process. Returns the requirements on the chat. Raises ConfigError."""
-        made = Python(**args)
-        made.close()
-        return made.asked
 
-
-class Interpreter:
-    """Runs one program per call, each in its own sandbox. Implements `calling.Source`."""
-
-    specs = (SPEC,)
+class Interpreter(OneTool):
+    """Runs one program per call, each in its own sandbox."""
 
     def __init__(self, level: Level, limits: Limits, processes: int) -> None:
+        super().__init__(TOOL, DESCRIPTION, argument=ARGUMENT, meaning="The program.", what="program")
         self._level, self._limits = level, limits
         self._free = asyncio.Semaphore(processes)
 
-    def episode(self) -> AbstractAsyncContextManager[Call]:
-        return contextlib.nullcontext(self._call)
-
-    async def _call(self, name: str, arguments: dict[str, Any]) -> str:
+    async def answer(self, text: str) -> str:
         """waits for: a slot, and the program's end; unblocked by: its deadline, which the sandbox enforces."""
-        code = arguments.get(ARGUMENT)
-        if not isinstance(code, str) or len(arguments) > 1:
-            return f"Error: wrong arguments: {name} takes {ARGUMENT!r}, a text, and nothing else"
-        if not code.strip():
-            return "Error: there is no program"
         async with self._free:
             try:
                 outcome = await asyncio.to_thread(
-                    run, RUNNER, limits=self._limits, level=self._level, files={FILE: sound(code)}
+                    run, RUNNER, limits=self._limits, level=self._level, files={FILE: sound(text)}
                 )
             except SandboxError as error:
                 raise EpisodeError(f"the sandbox could not run a program: {error}") from error
         return told(outcome, self._limits)
-
-    def close(self) -> None:
-        """Nothing to close."""
 
 
 def told(outcome: Outcome, limits: Limits) -> str:
