@@ -91,7 +91,7 @@ class TransformersEngine:
         )
         loop = asyncio.get_running_loop()
         pending = Pending(request, loop, loop.create_future())
-        self._inbox.put(pending)
+        self._inbox.put(self._inbox.waiting, pending)
         try:
             return await pending.future
         except asyncio.CancelledError:
@@ -102,7 +102,7 @@ class TransformersEngine:
         self._runner.parameters.check(tensors)
         job = LoadJob(policy_version=policy_version, tensors=tensors)
         try:
-            self._inbox.put_load(job)
+            self._inbox.put(self._inbox.loads, job)
         except GenerationError as error:
             raise WeightsError(f"version {policy_version} cannot be loaded: {error}") from error
         deadline = time.monotonic() + self._load_timeout_s
@@ -126,7 +126,7 @@ class TransformersEngine:
                     f"a sequence to score must have 2 to {self._runner.max_length} tokens; got {len(ids)}"
                 )
         job = ScoreJob(sequences=sequences)
-        self._inbox.put_score(job)
+        self._inbox.put(self._inbox.scores, job)
         # Waits for the engine thread: the current decode step. If it dies, it answers every job.
         while not job.done.wait(_POLL_S):
             if not self._thread.is_alive() and not job.done.is_set():

@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +18,8 @@ from asyncrl.engines.base import GenerateRequest
 from asyncrl.engines.stop_text import check_stop
 from asyncrl.errors import GenerationError, RequestError
 from asyncrl.types import Completion
+
+Item = TypeVar("Item")
 
 _PREFILL_PROMPTS = 32
 _PREFILL_TOKENS = 16384
@@ -97,35 +100,21 @@ class Inbox:
         self.closed = False
         self.failure: Exception | None = None
 
-    def refuse_if_stopped(self) -> None:
-        """Raise the reason why the engine accepts nothing any more, if there is one."""
-        if self.failure is not None:
-            raise GenerationError(f"the engine thread stopped: {self.failure!r}. Restart the worker.") from self.failure
-        if self.closed:
-            raise GenerationError("the engine is closed; make a new one")
-
-    def put(self, pending: Pending) -> None:
+    def put(self, queue: deque[Item], item: Item) -> None:
+        """Put it into one of the queues. Raises GenerationError: the engine accepts nothing any more."""
         with self.condition:
-            self.refuse_if_stopped()
-            self.waiting.append(pending)
+            if self.failure is not None:
+                stopped = f"the engine thread stopped: {self.failure!r}. Restart the worker."
+                raise GenerationError(stopped) from self.failure
+            if self.closed:
+                raise GenerationError("the engine is closed; make a new one")
+            queue.append(item)
             self.condition.notify_all()
 
     def cancel(self, pending: Pending) -> None:
         with self.condition:
             pending.cancelled = True
             self.dirty = True
-            self.condition.notify_all()
-
-    def put_load(self, job: LoadJob) -> None:
-        with self.condition:
-            self.refuse_if_stopped()
-            self.loads.append(job)
-            self.condition.notify_all()
-
-    def put_score(self, job: ScoreJob) -> None:
-        with self.condition:
-            self.refuse_if_stopped()
-            self.scores.append(job)
             self.condition.notify_all()
 
     def withdraw(self, job: LoadJob) -> bool:

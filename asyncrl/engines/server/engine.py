@@ -1,7 +1,7 @@
 """Several servers as one engine: requests are routed between them, and each receives the weights itself.
 
     generate   a group and an episode's turns go to the server that holds their prefix (`router.py`)
-    load       each for itself (`link.Dialect.load`)
+    load       each for itself (`link.ServerLink.load`)
     lost       its running sequences are sampled again by the others; once it is back it first gets the weights
 
 A token's version is what the server reports, by labels that no other run has: tokens of any other weights are sampled
@@ -29,7 +29,7 @@ from asyncrl.checks.servers import too_short
 from asyncrl.engines.base import GenerateRequest
 from asyncrl.engines.parameters import ParameterTable
 from asyncrl.engines.server.answers import Answer, ServerGoneError, foreign, label_of, version_in
-from asyncrl.engines.server.link import Dialect, Load
+from asyncrl.engines.server.link import Load, ServerLink
 from asyncrl.engines.server.router import Router
 from asyncrl.engines.server.servers import Server
 from asyncrl.engines.server.terms import LOOK_TIMEOUT_S
@@ -66,7 +66,7 @@ class ServerEngine(ABC):
     start_it: str
     """Text for users: how a server of this kind is started."""
 
-    def __init__(self, config: Config, links: Sequence[Dialect]) -> None:
+    def __init__(self, config: Config, links: Sequence[ServerLink]) -> None:
         self._config = config
         self._recompute = config.weights.on_update == "recompute"
         self._timeout_s = config.weights.timeout_s

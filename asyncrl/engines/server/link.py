@@ -1,9 +1,10 @@
-"""HTTP client of one server, with our errors, and the interface to each kind of server. All on the engine's own
+"""HTTP client of one server, with our errors; each kind of server has its own subclass. All on the engine's own
 loop."""
 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -44,63 +45,19 @@ class Load:
     """Takes back the sequences without tokens, whose version the server could not tell."""
 
 
-class Dialect(Protocol):
-    """Requests to one kind of server, and how its answers are read."""
+class ServerLink(ABC):
+    """Requests to one kind of server, and how its answers are read.
 
-    url: str
+    Args:
+        key: sent as a bearer token; empty sends none.
+        timeout_s: longest wait for any answer except tokens.
+    """
+
+    kind: str
+    start_it: str
     tells_spans: bool
     """Whether it reports the weights of each token: sequences then continue over an update. If not, they start
     again."""
-
-    async def facts(self, dtype: str, shape: Mapping[str, Any] | None) -> Facts:
-        """Return the server's facts. Args: dtype: dtype that the run expects engines to compute in, or empty. shape:
-        shape of our model, from `names.shape_of`; None skips that check.
-
-        Raises:
-            ServerGoneError: no answer. ConfigError: it cannot be used.
-        """
-        ...
-
-    async def label(self, timeout_s: float) -> str:
-        """Label of the weights that it serves. Raises as `ServerLink.get`."""
-        ...
-
-    async def busy(self, timeout_s: float) -> float:
-        """Number of sequences that run or wait there, for any client; 0 if it does not report it. Raises as
-        `ServerLink.get`."""
-        ...
-
-    def stream(self, sibling: Sibling, name: str, label: str) -> AsyncIterator[Mapping[str, Any]]:
-        """Yield the chunks of a sequence, until its end. `label`: of the weights that should sample it.
-
-        Raises:
-            ServerGoneError: it broke off. GenerationError: the server refuses the request.
-        """
-        ...
-
-    def read(self, chunk: Mapping[str, Any], answer: Answer) -> int:
-        """Append a chunk to the answer; returns the number of new tokens. Raises ServerGoneError: it does not fit."""
-        ...
-
-    async def abort(self, name: str) -> None: ...
-
-    async def score(self, ids: NDArray[np.int32], name: str) -> NDArray[np.float32]:
-        """[T] -> [T - 1]; see `Engine.score`."""
-        ...
-
-    async def load(self, load: Load) -> None:
-        """Load weights; returns once the server serves them and continues. Raises ServerGoneError: it does not serve
-        them."""
-        ...
-
-    async def close(self) -> None: ...
-
-
-class ServerLink:
-    """Args: key: sent as a bearer token; empty sends none. timeout_s: longest wait for any answer except tokens."""
-
-    kind = ""
-    start_it = ""
     broken_off: type[AsyncRLError] = ServerGoneError
     """Error to raise when an error arrives in place of a chunk."""
 
@@ -113,6 +70,44 @@ class ServerLink:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
             trust_env=False,  # a proxy of the environment would see keys, and connect to another machine's loopback
         )
+
+    @abstractmethod
+    async def facts(self, dtype: str, shape: Mapping[str, Any] | None) -> Facts:
+        """Return the server's facts. Args: dtype: dtype that the run expects engines to compute in, or empty. shape:
+        shape of our model, from `names.shape_of`; None skips that check.
+
+        Raises:
+            ServerGoneError: no answer. ConfigError: it cannot be used.
+        """
+
+    @abstractmethod
+    async def label(self, timeout_s: float) -> str:
+        """Label of the weights that it serves. Raises as `get`."""
+
+    async def busy(self, timeout_s: float) -> float:
+        """Number of sequences that run or wait there, for any client; 0 if it does not report it. Raises as `get`."""
+        return 0.0
+
+    @abstractmethod
+    def stream(self, sibling: Sibling, name: str, label: str) -> AsyncIterator[Mapping[str, Any]]:
+        """Yield the chunks of a sequence, until its end. `label`: of the weights that should sample it. Raises as
+        `chunks`."""
+
+    @abstractmethod
+    def read(self, chunk: Mapping[str, Any], answer: Answer) -> int:
+        """Append a chunk to the answer; returns the number of new tokens. Raises ServerGoneError: it does not fit."""
+
+    @abstractmethod
+    async def abort(self, name: str) -> None: ...
+
+    @abstractmethod
+    async def score(self, ids: NDArray[np.int32], name: str) -> NDArray[np.float32]:
+        """[T] -> [T - 1]; see `Engine.score`."""
+
+    @abstractmethod
+    async def load(self, load: Load) -> None:
+        """Load weights; returns once the server serves them and continues. Raises ServerGoneError: it does not serve
+        them."""
 
     async def get(self, path: str, part: str, timeout_s: float | None = None) -> Any:
         """Return `part` of the answer.

@@ -10,7 +10,7 @@ from typing import TypeVar
 from asyncrl.checks.machine import model_settings
 from asyncrl.checks.servers import connected_at, too_short
 from asyncrl.engines.server.answers import ServerGoneError
-from asyncrl.engines.server.link import Dialect
+from asyncrl.engines.server.link import ServerLink
 from asyncrl.engines.server.sglang_link import SglangLink
 from asyncrl.engines.server.vllm_link import VllmLink
 from asyncrl.engines.vllm.names import SHAPE_KEYS
@@ -35,7 +35,7 @@ def look_at_servers(config: Config) -> None:
     said = model_settings(config.model.path)
     shape = {key: said[key] for key in SHAPE_KEYS if said.get(key) is not None}
 
-    async def look(link: Dialect) -> str:
+    async def look(link: ServerLink) -> str:
         dtype = "" if config.engine.dtype == "auto" else config.engine.dtype
         try:
             facts = await link.facts(dtype, shape)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from asyncrl.engines.server.answers import ServerGoneError
-from asyncrl.engines.server.link import Dialect, Facts, Load
+from asyncrl.engines.server.link import Facts, Load, ServerLink
 from asyncrl.engines.vllm.admission import AdmissionQueue, AdmissionWindow
 from asyncrl.engines.vllm.sibling import Sibling
 from asyncrl.types import NO_VERSION
@@ -16,7 +16,7 @@ from asyncrl.types import NO_VERSION
 class Server:
     """`facts` is None while it is away. A server is up once it answers, and serves once it has received our weights."""
 
-    def __init__(self, link: Dialect, sequences: int) -> None:
+    def __init__(self, link: ServerLink, sequences: int) -> None:
         self.link = link
         self.facts: Facts | None = None
         self.serves = False

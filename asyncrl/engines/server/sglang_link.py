@@ -70,7 +70,8 @@ class SglangFacts:
 def problems(
     facts: SglangFacts, model: Mapping[str, Any], dtype: str, shape: Mapping[str, Any] | None
 ) -> Iterator[str]:
-    """Yield the reasons why this server cannot be used. Args: model: /model_info. dtype, shape: as `Dialect.facts`."""
+    """Yield the reasons why this server cannot be used. Args: model: /model_info. dtype, shape: as
+    `ServerLink.facts`."""
     settings = facts.settings
     if "weight_version" not in model:
         yield "its /model_info does not say which weights it has: it is too old. Start a newer SGLang"
@@ -105,7 +106,7 @@ def _started_with(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class SglangLink(ServerLink):
-    """Implements `link.Dialect`."""
+    """It does not ask how busy a server is: SGLang reports it only with --enable-metrics."""
 
     kind, start_it = "SGLang", START_IT
     tells_spans = False
@@ -144,10 +145,6 @@ class SglangLink(ServerLink):
 
     async def label(self, timeout_s: float) -> str:
         return str(await self.get("/model_info", "weight_version", timeout_s))
-
-    async def busy(self, timeout_s: float) -> float:
-        """Not queried: the server reports it only with --enable-metrics."""
-        return 0.0
 
     def stream(self, sibling: Sibling, name: str, label: str) -> AsyncIterator[Mapping[str, Any]]:
         sampling = sibling.request.sampling

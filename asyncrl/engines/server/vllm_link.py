@@ -28,8 +28,6 @@ GAUGES = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
 
 
 class VllmLink(ServerLink):
-    """Implements `link.Dialect`."""
-
     kind, start_it = "vLLM", START_IT
     tells_spans = True
 
