@@ -13,9 +13,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
-from asyncrl.data.rows.base import Row, measured, no_rows, plain
+from asyncrl.data.rows.base import Row, Rows, no_rows, plain
 from asyncrl.errors import DataError
 
 KEPT_BYTES = 512 << 20
@@ -25,7 +24,7 @@ BATCH_ROWS = 1024
 UNREADABLE = (OSError, pa.ArrowException)
 
 
-class ParquetFile:
+class ParquetFile(Rows):
     """Raises DataError if the file cannot be read or has no rows."""
 
     def __init__(self, path: str | Path, kept_bytes: int = KEPT_BYTES) -> None:
@@ -61,9 +60,6 @@ class ParquetFile:
         except UNREADABLE as error:
             raise _unreadable(self.path, error) from error
 
-    def sizes(self, column: str) -> NDArray[np.int64]:
-        return measured(self, column)
-
     def close(self) -> None:
         self._groups.clear()
         self._file.close()
@@ -81,8 +77,11 @@ class ParquetFile:
         return table
 
 
-class ArrowTable:
-    """A table in memory or mapped from files. `name` is used in errors.
+class ArrowTable(Rows):
+    """A table in memory or mapped from files, which stay mapped until the last row is garbage-collected.
+
+    Args:
+        name: used in errors.
 
     Raises:
         DataError: it has no rows.
@@ -108,12 +107,6 @@ class ArrowTable:
             yield from _rows(batch, self._name)
         if not wanted:
             yield from ({} for _ in range(len(self)))
-
-    def sizes(self, column: str) -> NDArray[np.int64]:
-        return measured(self, column)
-
-    def close(self) -> None:
-        """Does nothing: the files stay mapped until the last row is garbage-collected."""
 
 
 def saved_dataset(folder: str | Path) -> ArrowTable:

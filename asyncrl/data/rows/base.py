@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import datetime
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 from uuid import UUID
 
 import numpy as np
@@ -17,28 +18,31 @@ from asyncrl.errors import DataError
 Row = dict[str, Any]
 
 
-class Rows(Protocol):
+class Rows(ABC):
     """Rows by number, from 0. Memory use grows with the number of rows, not with the length of their text."""
 
+    @abstractmethod
     def __len__(self) -> int: ...
 
+    @abstractmethod
     def __getitem__(self, row: int) -> Row:
         """The whole row, as plain Python values. Raises DataError naming the row."""
-        ...
 
+    @abstractmethod
     def where(self, row: int) -> str:
         """Describe the location of the row for a person."""
-        ...
 
+    @abstractmethod
     def scan(self, columns: Sequence[str]) -> Iterator[Row]:
         """Iterate over all rows in order, with at least these columns, and others only if they cost nothing."""
-        ...
 
     def sizes(self, column: str) -> NDArray[np.int64]:
         """The approximate length of the text in this column, [rows]. Good for finding the longest, not for counting."""
-        ...
+        lengths = (text_length(row.get(column)) for row in self.scan([column]))
+        return np.fromiter(lengths, np.int64, count=len(self))
 
-    def close(self) -> None: ...
+    def close(self) -> None:  # noqa: B027, most formats hold nothing open
+        """Close what reading the rows has opened."""
 
 
 SCALARS = (str, int, float, bool, bytes, type(None))
@@ -84,13 +88,7 @@ def text_length(value: Any) -> int:
     return sum(map(text_length, value)) if isinstance(value, list | tuple) else 0
 
 
-def measured(rows: Rows, column: str) -> NDArray[np.int64]:
-    """`Rows.sizes` for formats that have to read the text."""
-    lengths = (text_length(row.get(column)) for row in rows.scan([column]))
-    return np.fromiter(lengths, np.int64, count=len(rows))
-
-
-class Joined:
+class Joined(Rows):
     """Several `Rows`, concatenated."""
 
     def __init__(self, parts: Sequence[Rows]) -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.data.rows.base import Row, no_rows
+from asyncrl.data.rows.base import Row, Rows, no_rows
 from asyncrl.errors import DataError
 
 
-class JsonlFile:
+class JsonlFile(Rows):
     """Blank lines are not rows. Keeps the offsets of lines in memory, not the text.
 
     Raises:

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from asyncrl.data.rows.base import Row, measured, no_rows, plain
+from asyncrl.data.rows.base import Row, Rows, no_rows, plain
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.own_code import load_function
 
 
-class OwnRows:
+class OwnRows(Rows):
     """Rows of the object that `FILE.py:NAME` returns when called with `args`.
 
     Raises:
@@ -58,9 +55,3 @@ class OwnRows:
 
     def scan(self, columns: Sequence[str]) -> Iterator[Row]:
         return (self[row] for row in range(self._count))
-
-    def sizes(self, column: str) -> NDArray[np.int64]:
-        return measured(self, column)
-
-    def close(self) -> None:
-        """Does nothing: no file was opened here."""

@@ -19,7 +19,7 @@ PROMPT = "prompt"
 DATA_SOURCE = "data_source"
 
 
-class SourceRows:
+class SourceRows(Rows):
     """The rows that pass `source.where`, numbered from 0.
 
     Raises:
