@@ -18,6 +18,6 @@ def main(folders: Sequence[Path], to: Path | None) -> int:
         refuse_no_place("--to", to)
     path = to or folders[0] / REPORT_FILE
     text = page_of(folders)
-    replace_text(path, text, path.with_name(f"{path.name}.tmp"))
+    replace_text(path, text)
     print(f"{path}: {len(text.encode()) / 1e6:.1f} MB. It needs no other file. Open it in a browser")
     return 0

@@ -24,7 +24,7 @@ def main(folder: Path, to: Path | None, *, group: int | None, version: int | Non
         return 0
     path = to or folder / TRACE_FILE
     content = b"".join(as_perfetto(processes))
-    replace_text(path, content, path.with_name(f"{path.name}.tmp"))
+    replace_text(path, content)
     print(f"{path}: {len(content) / 1e6:.1f} MB. Open it at https://ui.perfetto.dev, which reads it in the browser")
     return 0
 
