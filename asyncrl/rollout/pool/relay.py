@@ -3,23 +3,24 @@ address they wait for minutes, and nobody looks into their logs meanwhile."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from asyncrl.rollout.pool.log_tail import log_size
+from asyncrl.telemetry.live.tails import lines_after
 
 MARK = " WARNING asyncrl.replay.client.connection: "
 """Begins what a worker logs of its connection; without an import of it, the pool stays small."""
 EVERY_S = 60.0
 """Shortest time between two lines of one worker."""
-MOST = 1 << 16
-"""Bytes read of one log at a time."""
 
 
 @dataclass(slots=True)
 class _Tail:
-    path: str
+    path: Path
     read: int
     due: float
 
@@ -31,26 +32,15 @@ class Relay:
 
     def begin(self, name: str, log_path: str) -> None:
         """A worker is being started; what its log has so far is not of it."""
-        self._tails[name] = _Tail(log_path, log_size(log_path), self._clock())
+        self._tails[name] = _Tail(Path(log_path), log_size(log_path), self._clock())
 
     def look(self) -> None:
         """Repeat the newest line of each worker. Only logs on this machine are read."""
         for name, tail in self._tails.items():
-            found = [line.partition(MARK)[2] for line in _new_lines(tail) if MARK in line]
+            lines: list[str] = []
+            with contextlib.suppress(OSError):  # a deleted or unreadable log must not end the pool
+                lines, tail.read = lines_after(tail.path, tail.read)
+            found = [line.partition(MARK)[2] for line in lines if MARK in line]
             if found and self._clock() >= tail.due:
                 tail.due = self._clock() + EVERY_S
                 self._say(f"worker {name}: {found[-1]}")
-
-
-def _new_lines(tail: _Tail) -> list[str]:
-    if log_size(tail.path) <= tail.read:
-        return []
-    try:
-        with open(tail.path, "rb") as file:
-            file.seek(tail.read)
-            new = file.read(MOST)
-    except OSError:  # a deleted or unreadable log must not end the pool
-        return []
-    whole = new[: new.rfind(b"\n") + 1] or (new if len(new) == MOST else b"")
-    tail.read += len(whole)
-    return whole.decode(errors="replace").splitlines()

@@ -58,21 +58,25 @@ class LogLines:
         self._offsets = {path: path.stat().st_size for path in log_dir.glob("*.log")}
 
     def new(self, logs: str) -> Iterator[tuple[str, str]]:
-        """Iterate over the name of the log and each line that is complete since the last call, at most `PIECE_BYTES` of
-        a log; the next call reads the rest.
+        """Iterate over the name of the log and each line that is complete since the last call, see `lines_after`.
 
         Args:
             logs: pattern of the names of the files.
         """
         for path in sorted(self._log_dir.glob(logs)):
-            with path.open("rb") as file:
-                file.seek(self._offsets.get(path, 0))
-                piece = file.read(PIECE_BYTES)
-            # An unfinished line is left for the next call, unless it fills the piece.
-            whole = piece[: piece.rfind(b"\n") + 1] or (piece if len(piece) == PIECE_BYTES else b"")
-            self._offsets[path] = self._offsets.get(path, 0) + len(whole)
-            for line in whole.decode(errors="replace").split("\n"):
+            lines, self._offsets[path] = lines_after(path, self._offsets.get(path, 0))
+            for line in lines:
                 yield path.stem, line
+
+
+def lines_after(path: Path, offset: int) -> tuple[list[str], int]:
+    """Return the complete lines of a file from `offset` on, at most `PIECE_BYTES`, and where they end. An unfinished
+    line is left for the next call, unless it fills the piece. Raises OSError."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        piece = file.read(PIECE_BYTES)
+    whole = piece[: piece.rfind(b"\n") + 1] or (piece if len(piece) == PIECE_BYTES else b"")
+    return whole.decode(errors="replace").split("\n"), offset + len(whole)
 
 
 class RewardWarnings:

@@ -3,7 +3,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from asyncrl.replay.client import connection
-from asyncrl.rollout.pool.relay import EVERY_S, MARK, MOST, Relay
+from asyncrl.rollout.pool.relay import EVERY_S, MARK, Relay
+from asyncrl.telemetry.live.tails import PIECE_BYTES
 
 SILENT = "2026-01-01 00:00:00,000 WARNING asyncrl.replay.client.connection: no word from the replay server for 9 s{}\n"
 
@@ -29,7 +30,7 @@ def test_what_a_worker_logs_of_a_server_that_does_not_answer_is_on_the_terminal_
         relay.look()
         assert len(said) == 1
         now[0] = EVERY_S
-        file.write(SILENT.format(" again") + "x" * 2 * MOST)
+        file.write(SILENT.format(" again") + "x" * 2 * PIECE_BYTES)
         file.flush()
         relay.look()
         assert said[1:] == ["worker rollout-0: no word from the replay server for 9 s again"]
