@@ -31,60 +31,42 @@ NO_SWEEP = (
     "by side"
 )
 
-SAID_ELSEWHERE = {
-    "batch_size": "learner.groups_per_step",
-    "train_batch_size": "learner.groups_per_step",
-    "learning_rate": "learner.lr",
-    "num_generations": "rollout.group_size",
-    "n": "rollout.group_size",
-    "max_tokens": "rollout.max_new_tokens",
-    "max_completion_length": "rollout.max_new_tokens",
-    "max_response_length": "rollout.max_new_tokens",
-    "max_prompt_length": "data.max_prompt_tokens",
-    "max_off_policy_steps": "replay.max_staleness",
-    "max_head_offpolicyness": "replay.max_staleness",
-    "staleness_threshold": "replay.max_staleness",
-    "async_queue_size": "replay.pipeline_depth",
-    "adv_estimator": "advantage.estimator",
-    "lam_gae": "advantage.lam",
-    "critic_warmup": "critic.warmup_steps",
-    "cliprange_value": "critic.value_clip",
-    "target_kl": "advantage.kl_target",
-    "max_grad_norm": "learner.clip_norm",
-    "gradient_clipping": "learner.clip_norm",
-    "total_steps": "learner.steps",
-    "max_steps": "learner.steps",
-    "num_train_epochs": "learner.epochs",
-    "total_epochs": "learner.epochs",
-    "entropy_coeff": "loss.entropy_coef",
-    "save_freq": "learner.save_every",
-    "save_steps": "learner.save_every",
-    "test_freq": "eval.every",
-    "eval_steps": "eval.every",
-    "output_dir": "run.dir",
-    "experiment_name": "run.name",
-    "resume_from_checkpoint": "resume",
-    "resume_mode": "resume",
-    "reward_funcs": "reward.functions",
-    "reward_weights": "reward.functions",
+ELSEWHERE = {
+    "learner.groups_per_step": "batch_size train_batch_size",
+    "learner.lr": "learning_rate",
+    "rollout.group_size": "num_generations n",
+    "rollout.max_new_tokens": "max_tokens max_completion_length max_response_length",
+    "data.max_prompt_tokens": "max_prompt_length",
+    "replay.max_staleness": "max_off_policy_steps max_head_offpolicyness staleness_threshold",
+    "replay.pipeline_depth": "async_queue_size",
+    "advantage.estimator": "adv_estimator",
+    "advantage.lam": "lam_gae",
+    "critic.warmup_steps": "critic_warmup",
+    "critic.value_clip": "cliprange_value",
+    "advantage.kl_target": "target_kl",
+    "learner.clip_norm": "max_grad_norm gradient_clipping",
+    "learner.steps": "total_steps max_steps",
+    "learner.epochs": "num_train_epochs total_epochs",
+    "loss.entropy_coef": "entropy_coeff",
+    "learner.save_every": "save_freq save_steps",
+    "eval.every": "test_freq eval_steps",
+    "run.dir": "output_dir",
+    "run.name": "experiment_name",
+    "resume": "resume_from_checkpoint resume_mode",
+    "reward.functions": "reward_funcs reward_weights",
 }
-"""Names of our settings in other frameworks, by the last part of the key."""
+"""Our settings -> their names in other frameworks, by the last part of the key."""
 
-SAID_OF_ROWS = {
-    "batch_size": "learner.rows_per_step",
-    "train_batch_size": "learner.rows_per_step",
-    "per_device_train_batch_size": "learner.rows_per_step",
-    "num_train_epochs": "learner.epochs",
-    "total_epochs": "learner.epochs",
-    "max_length": "data.max_tokens",
-    "max_seq_length": "data.max_tokens",
-    "truncation": "data.overlong",
-    "prompt_key": "data.prompt_column",
-    "response_key": "data.completion_column",
-    "messages_key": "data.messages_column",
-    "lr_scheduler_type": "learner.schedule",
-    "lr_scheduler": "learner.schedule",
-    "save_total_limit": "learner.keep_checkpoints",
+ELSEWHERE_OF_ROWS = {
+    "learner.rows_per_step": "batch_size train_batch_size per_device_train_batch_size",
+    "learner.epochs": "num_train_epochs total_epochs",
+    "data.max_tokens": "max_length max_seq_length",
+    "data.overlong": "truncation",
+    "data.prompt_column": "prompt_key",
+    "data.completion_column": "response_key",
+    "data.messages_column": "messages_key",
+    "learner.schedule": "lr_scheduler_type lr_scheduler",
+    "learner.keep_checkpoints": "save_total_limit",
 }
 """The same for `asyncrl sft`."""
 
@@ -105,9 +87,10 @@ def nearest_key(key: str, known: Sequence[str]) -> str:
     """Return the valid key that a user most likely meant, or an empty string: by another framework's name, by the last
     part, or by the whole key."""
     last = key.rsplit(".", 1)[-1]
-    for said in (SAID_ELSEWHERE, SAID_OF_ROWS):
-        if said.get(last) in known:
-            return said[last]
+    for said in (ELSEWHERE, ELSEWHERE_OF_ROWS):
+        for ours, theirs in said.items():
+            if last in theirs.split() and ours in known:
+                return ours
     same_last = [other for other in known if other.rsplit(".", 1)[-1] == last]
     if same_last:
         return min(same_last, key=lambda other: (other.startswith(SECOND_THOUGHT), len(other)))
