@@ -191,13 +191,9 @@ def folder_of(config: Config, made_of: dict[str, object], overrides: Sequence[st
         return Path(config.run.dir).resolve()
     model = Path(config.model.path)
     name = model.parent.name if model.name == EXPORT_DIR else model.name
-    parts = [name, _name_of(config.data.path), digest(made_of)]
+    rows = config.data.path
+    parts = [name, Path(rows if isinstance(rows, str) else rows[0]).stem, digest(made_of)]
     return Path(RUNS, "-".join(["eval", *(re.sub(r"[^A-Za-z0-9._]+", "_", part)[:40] for part in parts)])).resolve()
-
-
-def _name_of(given: str | list[str]) -> str:
-    """Return a name for the folder; with several paths, from the first."""
-    return Path(given if isinstance(given, str) else given[0]).stem
 
 
 def _make_missing(config: Config, kept: EvalFolder, rows: int, again: str) -> int:

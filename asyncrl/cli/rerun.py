@@ -35,6 +35,7 @@ from asyncrl.cli.processes.supervisor import Supervisor
 from asyncrl.config import (
     JOURNAL_DIR,
     LOG_DIR,
+    by_key,
     config_groups,
     config_to_dict,
     disk_patience,
@@ -187,13 +188,9 @@ def ranks_of(overrides: Sequence[str], recorded: Config) -> int:
     return int(said) if said.isdecimal() else recorded.learner.ranks
 
 
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested dictionaries to dotted keys, `{"loss.clip": ...}`."""
-    result: dict[str, Any] = {}
-    for name, value in values.items():
-        inner = isinstance(value, dict)
-        result |= flat(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
-    return result
+def flat(values: dict[str, Any]) -> dict[str, Any]:
+    """Return settings by dotted key, `{"loss.clip": ...}`, without empty mappings."""
+    return {key: value for key, value in by_key(values, apart=True).items() if value != {}}
 
 
 def name_of(overrides: Sequence[str]) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from asyncrl.cli.migrate import trl, verl
+from asyncrl.config import by_key
 from asyncrl.errors import ConfigError
 
 FRAMEWORKS = {"verl": verl.translate, "trl": trl.translate}
@@ -77,12 +78,4 @@ def _file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"the settings file {path} cannot be read: {error}. Give a YAML file") from error
     if not isinstance(read, dict):
         raise ConfigError(f"{path} has no settings. Give a YAML file of `key: value` lines")
-    return _flat(read)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        found |= _flat(value, f"{key}.") if isinstance(value, Mapping) else {key: _number(value)}
-    return found
+    return {key: _number(value) for key, value in by_key(read, apart=True).items()}
