@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.cli.arguments.overrides import written
+from asyncrl.cli.arguments import overrides
 from asyncrl.errors import ConfigError
 
 REQUIRED = ("model.path", "data.path", "reward.function")
@@ -67,10 +67,11 @@ class Translation:
         names = [name if name in self.given else f"{name} ({self.framework}'s default)" for name in theirs]
         self.settings[ours] = (value, ", ".join(names))
 
-    def move(self, theirs: str, ours: str) -> None:
+    def move(self, theirs: str, ours: str, written: Callable[[Any], Any] = lambda value: value) -> None:
+        """Put their value, if there is one, as `written` gives it."""
         value = self.take(theirs)
         if value is not None:
-            self.put(ours, value, theirs)
+            self.put(ours, written(value), theirs)
 
     def refuse(self, theirs: str, why: str) -> None:
         """Note that a key has no equivalent. It is only reported if the user gave it."""
@@ -129,6 +130,27 @@ def truncation(made: Translation, theirs: Mapping[str, str]) -> bool:
     return bool(narrowed)
 
 
+def warm_up(made: Translation, theirs: str, share: str, steps: str) -> None:
+    """Translate the warm-up, which they give as a number of steps or as a share of all `steps`."""
+    given, part, whole = made.number(theirs), made.number(share), made.number(steps)
+    if given is not None and given > 0:
+        made.put("learner.warmup_steps", int(given), theirs)
+    elif part and whole is not None and whole > 0:
+        made.put("learner.warmup_steps", round(part * whole), share, steps)
+    elif part:
+        made.refuse(share, "give steps: learner.warmup_steps")
+
+
+def loggers(made: Translation, theirs: str, always: Sequence[str]) -> None:
+    """Translate where metrics go; `always`: their names of the places that asyncrl always writes to, or of none."""
+    given = made.take(theirs)
+    for logger in given if isinstance(given, list) else [given]:
+        if logger in ("wandb", "tensorboard"):
+            made.put(f"telemetry.{logger}", True, theirs)
+        elif logger not in (None, *always):
+            made.refuse(theirs, "metrics go to metrics.jsonl, the screen, wandb and tensorboard")
+
+
 def cut(made: Translation, side: str, theirs: str, turns: Sequence[str]) -> None:
     """Translate the truncation of prompts, which needs an environment that reads tokens.
 
@@ -160,7 +182,7 @@ def written_in_yaml(value: Any) -> str:
         return "[" + ", ".join(map(written_in_yaml, value)) + "]"
     if isinstance(value, str) and (not value or set(value) & set("#:{}[],&*?|<>=!%@`'\"\\ ") or value[0] == "-"):
         return "'" + value.replace("'", "''") + "'"
-    return written(value)
+    return overrides.written(value)
 
 
 def _shown(value: Any) -> str:

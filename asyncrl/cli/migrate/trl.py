@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from asyncrl.cli.migrate.translation import Translation, cut, place, truncation
+from asyncrl.cli.migrate.translation import Translation, cut, loggers, place, truncation, warm_up
 
 DEFAULTS = {
     "learning_rate": 1e-6,
@@ -129,8 +129,7 @@ def _data(made: Translation) -> None:
 
 def _model(made: Translation) -> None:
     for key in ("model", "model_name_or_path"):
-        if (path := made.take(key)) is not None:
-            made.put("model.path", place(path), key)
+        made.move(key, "model.path", place)
     if made.take("bf16"):
         made.put("model.dtype", "bfloat16", "bf16")
     if made.take("use_peft"):
@@ -171,18 +170,13 @@ def _schedule(made: Translation) -> None:
         made.put("learner.schedule", SCHEDULES[name], "lr_scheduler_type")
     else:
         made.refuse("lr_scheduler_type", f"learner.schedule is one of {', '.join(sorted(set(SCHEDULES.values())))}")
-    steps, share = made.number("max_steps"), made.number("warmup_ratio")
+    steps = made.number("max_steps")
     if steps is not None and steps > 0:
         made.put("learner.steps", int(steps), "max_steps")
         made.refuse("num_train_epochs", "max_steps takes precedence, as in TRL")
     elif (epochs := made.number("num_train_epochs")) is not None:
         made.put("learner.epochs", float(epochs), "num_train_epochs")
-    if warm_up := made.number("warmup_steps"):
-        made.put("learner.warmup_steps", int(warm_up), "warmup_steps")
-    elif share and steps is not None and steps > 0:
-        made.put("learner.warmup_steps", round(share * steps), "warmup_ratio", "max_steps")
-    elif share:
-        made.refuse("warmup_ratio", "give steps: learner.warmup_steps")
+    warm_up(made, "warmup_steps", "warmup_ratio", "max_steps")
 
 
 def _loss(made: Translation) -> None:
@@ -206,7 +200,7 @@ def _loss(made: Translation) -> None:
     if by_sequence and kind in ("dapo", "bnpo"):
         made.put("loss.aggregation", "token_mean", "loss_type")
     if made.take("beta"):
-        made.put("loss.kl_coef", made.take("beta"), "beta")
+        made.move("beta", "loss.kl_coef")
 
 
 def _advantage(made: Translation) -> None:
@@ -262,12 +256,7 @@ def _run(made: Translation) -> None:
         elif every is not None and every >= 1:
             made.put(ours, int(every), theirs)
     made.move("output_dir", "run.dir")
-    reports = made.take("report_to")
-    for tool in reports if isinstance(reports, list) else [reports]:
-        if tool in ("wandb", "tensorboard"):
-            made.put(f"telemetry.{tool}", True, "report_to")
-        elif tool not in (None, "none"):
-            made.refuse("report_to", "metrics go to metrics.jsonl, the screen, wandb and tensorboard")
+    loggers(made, "report_to", ["none"])
     if made.take("resume_from_checkpoint"):
         made.refuse(
             "resume_from_checkpoint",

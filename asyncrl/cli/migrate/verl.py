@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from asyncrl.cli.migrate.translation import OFF, Translation, cut, place, truncation
+from asyncrl.cli.migrate.translation import OFF, Translation, cut, loggers, place, truncation, warm_up
 
 DEFAULTS = {
     "data.prompt_key": "prompt",
@@ -141,13 +141,11 @@ def translate(given: dict[str, object]) -> Translation:
 
 
 def _data(made: Translation) -> None:
-    train, held_out = made.take("data.train_files"), made.take("data.val_files")
-    if train is not None:
-        made.put("data.path", place(train), "data.train_files")
-    if isinstance(place(held_out), list):
+    made.move("data.train_files", "data.path", place)
+    if isinstance(place(made.take("data.val_files")), list):
         made.refuse("data.val_files", "eval.path is one file or folder: put the files into a folder, or join them")
-    elif held_out is not None:
-        made.put("eval.path", place(held_out), "data.val_files")
+    else:
+        made.move("data.val_files", "eval.path", place)
     if made.take("data.filter_overlong_prompts"):
         made.put("data.overlong", "drop", "data.filter_overlong_prompts")
         made.take("data.truncation")
@@ -161,11 +159,10 @@ def _data(made: Translation) -> None:
 
 def _model(made: Translation) -> None:
     prefix = "actor_rollout_ref.model"
-    if (path := made.take(f"{prefix}.path")) is not None:
-        made.put("model.path", place(path), f"{prefix}.path")
+    made.move(f"{prefix}.path", "model.path", place)
     targets = made.take(f"{prefix}.target_modules")
     if made.take(f"{prefix}.lora_rank"):
-        made.put("model.lora_rank", made.take(f"{prefix}.lora_rank"), f"{prefix}.lora_rank")
+        made.move(f"{prefix}.lora_rank", "model.lora_rank")
         made.move(f"{prefix}.lora_alpha", "model.lora_alpha")
         if isinstance(targets, list):
             made.put("model.lora_targets", targets, f"{prefix}.target_modules")
@@ -197,22 +194,14 @@ def _batches(made: Translation) -> None:
 def _schedule(made: Translation, optim: str) -> None:
     key = next((name for name in ("lr_scheduler_type", "warmup_style") if made.take(f"{optim}.{name}")), "")
     if key and made.take(f"{optim}.{key}") in SCHEDULES:
-        made.put("learner.schedule", made.take(f"{optim}.{key}"), f"{optim}.{key}")
+        made.move(f"{optim}.{key}", "learner.schedule")
     elif key:
         made.refuse(f"{optim}.{key}", f"learner.schedule is one of {', '.join(SCHEDULES)}")
-    steps, share = made.number("trainer.total_training_steps"), made.number(f"{optim}.lr_warmup_steps_ratio")
-    if steps:
+    if made.number("trainer.total_training_steps"):
         made.refuse("trainer.total_epochs", "trainer.total_training_steps takes precedence, as in verl")
-    elif (epochs := made.take("trainer.total_epochs")) is not None:
-        made.put("learner.epochs", epochs, "trainer.total_epochs")
-    warm_up = made.number(f"{optim}.lr_warmup_steps")
-    if warm_up is not None and warm_up > 0:
-        made.put("learner.warmup_steps", int(warm_up), f"{optim}.lr_warmup_steps")
-    elif share and steps:
-        theirs = (f"{optim}.lr_warmup_steps_ratio", "trainer.total_training_steps")
-        made.put("learner.warmup_steps", round(share * steps), *theirs)
-    elif share:
-        made.refuse(f"{optim}.lr_warmup_steps_ratio", "give steps: learner.warmup_steps")
+    else:
+        made.move("trainer.total_epochs", "learner.epochs")
+    warm_up(made, f"{optim}.lr_warmup_steps", f"{optim}.lr_warmup_steps_ratio", "trainer.total_training_steps")
     betas = made.take(f"{optim}.betas")
     if isinstance(betas, list) and len(betas) == 2:
         made.put("learner.beta2", betas[1], f"{optim}.betas")
@@ -220,8 +209,8 @@ def _schedule(made: Translation, optim: str) -> None:
             made.put("learner.beta1", betas[0], f"{optim}.betas")
     made.refuse(f"{optim}.total_training_steps", "learner.steps")
     falls = key and made.take(f"{optim}.{key}") != "constant"
-    if (floor := made.take(f"{optim}.min_lr_ratio")) is not None and falls:
-        made.put("learner.min_lr_ratio", floor, f"{optim}.min_lr_ratio")
+    if made.take(f"{optim}.min_lr_ratio") is not None and falls:
+        made.move(f"{optim}.min_lr_ratio", "learner.min_lr_ratio")
 
 
 def _loss(made: Translation) -> None:
@@ -283,8 +272,7 @@ def _advantage(made: Translation) -> None:
         made.move("critic.optim.lr", "critic.lr")
         made.move("critic.cliprange_value", "critic.value_clip")
         made.move("trainer.critic_warmup", "critic.warmup_steps")
-        if (path := made.take("critic.model.path")) is not None:
-            made.put("critic.path", place(path), "critic.model.path")
+        made.move("critic.model.path", "critic.path", place)
     if estimator in ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
         made.put("advantage.gamma", gamma, "algorithm.gamma")
     if made.take("algorithm.use_kl_in_reward"):
@@ -363,10 +351,10 @@ def _rewards(made: Translation) -> None:
         args = _reward_args(made, given)
         if args:
             made.put("reward.args", args, *(key for key in given if key not in made.left))
-    if made.take("reward_model.enable") and (model := made.take("reward_model.model.path")) is not None:
+    if made.take("reward_model.enable") and made.take("reward_model.model.path") is not None:
         if path is None:
             made.put("reward", "model", "reward_model.enable")
-            made.put("reward.model", place(model), "reward_model.model.path")
+            made.move("reward_model.model.path", "reward.model", place)
         else:
             made.refuse("reward_model.enable", "there is only one reward, that of custom_reward_function")
     elif path is None:
@@ -381,14 +369,8 @@ def _trainer(made: Translation) -> None:
         every = made.number(theirs)
         if every is not None and every > 0 and (ours != "eval.every" or "eval.path" in made.settings):
             made.put(ours, int(every), theirs)
-    if (name := made.take("trainer.experiment_name")) is not None:
-        made.put("run.name", re.sub(r"[^A-Za-z0-9._-]+", "-", str(name))[:64], "trainer.experiment_name")
-    loggers = made.take("trainer.logger")
-    for logger in loggers if isinstance(loggers, list) else [loggers]:
-        if logger in ("wandb", "tensorboard"):
-            made.put(f"telemetry.{logger}", True, "trainer.logger")
-        elif logger not in (None, "console", "file"):
-            made.refuse("trainer.logger", "metrics go to metrics.jsonl, the screen, wandb and tensorboard")
+    made.move("trainer.experiment_name", "run.name", lambda name: re.sub(r"[^A-Za-z0-9._-]+", "-", str(name))[:64])
+    loggers(made, "trainer.logger", ["console", "file"])
     mode, source = made.take("trainer.resume_mode"), made.take("trainer.resume_from_path")
     if mode == "resume_path" and source:
         made.refuse(
