@@ -21,6 +21,12 @@ from asyncrl.rewards.wire import IDLE, PROGRESS_BYTES, FrameBuffer, Progress, re
 PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 
 
+def surroundings() -> dict[str, str]:
+    """Environment variables of a process that runs user code: it finds this package and the working directory."""
+    paths = [str(PACKAGE_PARENT), str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+
+
 class FunctionProcess(asyncio.SubprocessProtocol):
     """`on_message(process, message)` for each frame; `on_death(process, description)` exactly once, at its end."""
 
@@ -47,7 +53,6 @@ class FunctionProcess(asyncio.SubprocessProtocol):
 
     async def start(self, kind: str, what: str, timeout_s: float, at_once: int) -> None:
         loop = asyncio.get_running_loop()
-        paths = [str(PACKAGE_PARENT), str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
         settings = (kind, what, str(timeout_s), str(at_once), str(self._progress_fd), str(os.getpid()))
         command = [sys.executable, "-m", "asyncrl.rewards.child", *settings]
         try:
@@ -59,7 +64,7 @@ class FunctionProcess(asyncio.SubprocessProtocol):
                 # A process group of its own: processes that the reward starts are killed with it, and Ctrl-C does not
                 # reach it.
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"},
+                env=surroundings(),
             )
         finally:
             os.close(self._progress_fd)

@@ -12,16 +12,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from asyncrl.chat.base import ToolSpec
 from asyncrl.environments.tools.calling import Call
 from asyncrl.errors import ConfigError, EpisodeError, WireError
 from asyncrl.family import describe_exit
+from asyncrl.rewards.process import surroundings
 from asyncrl.rewards.wire import FrameBuffer, pack_frame
 
-PACKAGE_PARENT = Path(__file__).resolve().parents[3]
 START_S = 120.0
 """Seconds for the host to import the functions, and for a session to be forked, on a busy machine."""
 READ_BYTES = 1 << 16
@@ -47,7 +46,6 @@ class ToolHost:
         """waits for: the import; unblocked by: its end, or START_S."""
         ours, theirs = socket.socketpair()
         with theirs:
-            paths = [str(PACKAGE_PARENT), str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "asyncrl.environments.tools.host"),
@@ -57,7 +55,7 @@ class ToolHost:
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"},
+                env=surroundings(),
             )
         self._control = ours
         head, *said = self._first_word(ours)

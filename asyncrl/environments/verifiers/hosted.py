@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.errors import EpisodeError
-from asyncrl.rewards.process import describe_exit
+from asyncrl.family import describe_exit
 
 log = logging.getLogger(__name__)
 
