@@ -3,47 +3,42 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from asyncrl.chat.base import Reply, ToolCall
 from asyncrl.environments.conversation import Conversation
 
 
-class Style(Protocol):
-    @property
-    def native(self) -> bool:
-        """Whether it is the style of the chat template, which then describes the tools to the policy."""
-        ...
-
-    @property
-    def one_turn(self) -> bool:
-        """Whether results are inserted into the policy's own turn: any chat template works then."""
-        ...
+class Style(ABC):
+    native = False
+    """Whether it is the style of the chat template, which then describes the tools to the policy."""
+    one_turn = False
+    """Whether results are inserted into the policy's own turn: any chat template works then."""
 
     @property
     def stop(self) -> tuple[str, ...]:
         """Texts that end a reply, besides the end of a turn."""
-        ...
+        return ()
 
+    @abstractmethod
     def calls(self, reply: Reply, chat: Conversation) -> Sequence[ToolCall]:
         """Return the calls in the last reply; an empty result ends the episode."""
-        ...
 
+    @abstractmethod
     def answer(self, chat: Conversation, calls: Sequence[ToolCall], results: Sequence[str]) -> None:
         """Add the results before the next reply."""
-        ...
 
     def unfinished(self, chat: Conversation) -> bool:
         """Whether the last reply, which calls nothing, is not an answer either."""
-        ...
+        return False
 
 
-class Native:
+class Native(Style):
     """As the model was trained: tool calls of its chat template, with results as tool messages."""
 
-    native, one_turn, stop = True, False, ()
+    native = True
 
     def calls(self, reply: Reply, chat: Conversation) -> Sequence[ToolCall]:
         return reply.tool_calls
@@ -52,20 +47,15 @@ class Native:
         for call, result in zip(calls, results, strict=True):
             chat.result(call, result)
 
-    def unfinished(self, chat: Conversation) -> bool:
-        return False
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fenced:
+class Fenced(Style):
     """Fenced blocks in the reply, all of one reply together as one call; the result is a user message."""
 
     tool: str
     argument: str
     languages: tuple[str, ...]
     """Languages after the opening fence; a block of another language, or of none, is not a call."""
-
-    native, one_turn, stop = False, False, ()
 
     def calls(self, reply: Reply, chat: Conversation) -> Sequence[ToolCall]:
         found = FENCED.findall(reply.content)
@@ -78,15 +68,12 @@ class Fenced:
         for result in results:
             chat.user(f"```output\n{chat.spell(result).rstrip()}\n```")
 
-    def unfinished(self, chat: Conversation) -> bool:
-        return False
-
 
 FENCED = re.compile(r"^```([\w+-]+)[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tagged:
+class Tagged(Style):
     """`<tag>call</tag>` in the policy's own turn, followed by `<result>its result</result>`; the policy then
     continues."""
 
@@ -97,7 +84,7 @@ class Tagged:
     final: str = ""
     """Another tag, whose end is the end of the episode; empty for none."""
 
-    native, one_turn = False, True
+    one_turn = True
 
     @property
     def stop(self) -> tuple[str, ...]:
