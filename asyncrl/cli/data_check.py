@@ -29,7 +29,7 @@ from asyncrl.plain_text import plain
 from asyncrl.rewards.score import Outcome
 from asyncrl.rewards.trial import score_texts
 from asyncrl.schema import Config, RewardConfig
-from asyncrl.telemetry.live.console import PlainConsole
+from asyncrl.telemetry.live.console import PlainConsole, say
 
 COUNTED = 4096
 """Number of prompts of each source that are tokenized, in addition to the first and the longest."""
@@ -62,15 +62,10 @@ def main(overrides: Sequence[str]) -> int:
             *((each.source, "") for each in sets),
         )
     ]
-    for line in [*_shares(config), *(line for each in found for line in survey_lines(config, each))]:
-        console.print(line, markup=False)
+    say(console, *_shares(config), *(line for each in found for line in survey_lines(config, each)))
     tokens = [count for each in found for count in each.tokens]
-    for line in (
-        histogram(tokens, limit)
-        if tokens
-        else ["there is no tokenizer.json in model.path here, so nothing was tokenized"]
-    ):
-        console.print(line, markup=False)
+    untold = "there is no tokenizer.json in model.path here, so nothing was tokenized"
+    say(console, *(histogram(tokens, limit) if tokens else [untold]))
     console.print(_rendered(found[0]))
     if not rewarded:
         console.print(

@@ -12,8 +12,8 @@ from rich.console import Console
 from asyncrl.checks.machine import check_machine
 from asyncrl.checks.placement import visible_gpus
 from asyncrl.cli.processes.commands import local_commands, with_gpus
-from asyncrl.cli.processes.ending import Ended, best_line, how_to_go_on
-from asyncrl.cli.processes.supervision import say, supervise
+from asyncrl.cli.processes.ending import Ended, best_line, how_to_go_on, resumed_from
+from asyncrl.cli.processes.supervision import supervise
 from asyncrl.cli.starting.preflight import check_environments, check_own_learning, look_ahead, with_steps
 from asyncrl.cli.starting.resuming import check_resumed, nothing_to_do, trained_whole
 from asyncrl.collector import load
@@ -30,7 +30,7 @@ from asyncrl.telemetry.folder.run_folder import (
     refuse_used_folder,
     said_of_gone,
 )
-from asyncrl.telemetry.live.console import PlainConsole
+from asyncrl.telemetry.live.console import PlainConsole, say
 from asyncrl.telemetry.reports.summary import CURVES_FILE, read_metrics, suggestions, summary
 
 
@@ -66,8 +66,7 @@ def _run(config: Config, overrides: Sequence[str], typed: Sequence[str]) -> int:
         return 0
     begins = check_resumed(config, lambda note: say(console, note))
     resumed = trained_steps(begins)
-    for change in changes_in(config):
-        say(console, f"this resume changes {change}")
+    say(console, *(f"this resume changes {change}" for change in changes_in(config)))
     prepare_run_folder(config, run_id, overrides=overrides, begins=begins)
     check_room(config, folder)
     with_keys(config)  # Creates the keys once; each role finds them by itself.
@@ -81,10 +80,7 @@ def _run(config: Config, overrides: Sequence[str], typed: Sequence[str]) -> int:
         console.print(f"[bold]{each.role}[/bold]", highlight=False)
         say(console, f"  {each}")
     if config.resume != "never":
-        say(
-            console,
-            f"resumed from step {resumed}" if resumed else "no checkpoint to resume from: the run begins at step 0",
-        )
+        say(console, resumed_from(resumed))
     restarts = config.replay.max_restarts if config.replay.durability == "journal" else 0
     ended = supervise(
         commands,
@@ -141,9 +137,7 @@ def show_report(
     if ended.code:
         say(console, how_to_go_on(folder, typed, ended))
         return
-    say(console, "now try:")
-    for line in suggestions(config, typed, given):
-        say(console, f"  {line}")
+    say(console, "now try:", *(f"  {line}" for line in suggestions(config, typed, given)))
 
 
 def main(overrides: Sequence[str]) -> int:

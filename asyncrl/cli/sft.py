@@ -22,7 +22,7 @@ from asyncrl.cli.dry_run.memory import learner_memory
 from asyncrl.cli.dry_run.placement import kind_to_plan
 from asyncrl.cli.lengths import histogram
 from asyncrl.cli.processes.commands import learner_command, with_absolute_run_dir
-from asyncrl.cli.processes.ending import Ended, best_line, how_to_go_on
+from asyncrl.cli.processes.ending import Ended, best_line, how_to_go_on, resumed_from
 from asyncrl.cli.processes.supervision import supervise
 from asyncrl.cli.starting.preflight import refuse_unmeasured
 from asyncrl.plain_text import plain
@@ -42,7 +42,7 @@ from asyncrl.telemetry.folder.run_folder import (
     refuse_used_folder,
     said_of_gone,
 )
-from asyncrl.telemetry.live.console import PlainConsole
+from asyncrl.telemetry.live.console import PlainConsole, say
 from asyncrl.telemetry.reports.summary import read_metrics, summary, without
 
 MODULE = "asyncrl.sft"
@@ -85,12 +85,11 @@ def main(arguments: Sequence[str], *, dry_run: bool = False) -> int:
     looked = look(given, encoder)
     by, rows = given.learner, sum(each.rows for each in looked[: len(looked) - bool(given.eval.path)])
     console = PlainConsole(highlight=False, soft_wrap=True)
-    begun = proven(Path(given.run.dir).resolve(), given.resume, lambda note: console.print(note, markup=False))
+    begun = proven(Path(given.run.dir).resolve(), given.resume, lambda note: say(console, note))
     at = {"step": trained_steps(begun), "draw": draws_before(begun)}
     course = Course.of(rows, by.rows_per_step, by.epochs, by.steps, **at)
     plan = Plan(given=given, overrides=overrides, encoder=encoder, looked=looked, course=course, begun=begun)
-    for line in (*lines(looked, given), *(f"this resume changes {change}" for change in changes)):
-        console.print(line, markup=False)
+    say(console, *lines(looked, given), *(f"this resume changes {change}" for change in changes))
     if dry_run:
         show(plan, console)
         return 0
@@ -101,17 +100,12 @@ def main(arguments: Sequence[str], *, dry_run: bool = False) -> int:
 def show(plan: Plan, console: PlainConsole) -> None:
     """Print for `--dry-run`: lengths, the first row with the parts that carry loss, and what would be started."""
     given, config = plan.given, learner_config(plan.given)
-    for line in histogram(
-        [count for each in plan.looked for count in each.tokens],
-        given.data.max_tokens,
-        of="rows",
-        key="data.max_tokens",
-    ):
-        console.print(line, markup=False)
+    by, course, longest = given.learner, plan.course, given.data.max_tokens
+    tokens = [count for each in plan.looked for count in each.tokens]
+    say(console, *histogram(tokens, longest, of="rows", key="data.max_tokens"))
     console.print(rendered(plan.looked[0], plan.encoder))
-    by, course = given.learner, plan.course
-    longest = given.data.max_tokens
-    for line in (
+    say(
+        console,
         f"{course.steps} steps of {by.rows_per_step} rows ({course.draws:,} rows, {course.draws / course.rows:g} "
         f"epochs), at most {by.rows_per_step * longest:,} tokens a step, in micro-batches of "
         f"{by.max_tokens_per_microbatch:,}",
@@ -120,8 +114,7 @@ def show(plan: Plan, console: PlainConsole) -> None:
         *memory_of(config),
         str(learner_command(config, plan.overrides, "RUN-ID", MODULE)),
         "dry run: nothing was started",
-    ):
-        console.print(line, markup=False)
+    )
 
 
 def memory_of(config: Config) -> list[str]:
@@ -155,10 +148,8 @@ def _run(plan: Plan, console: PlainConsole, typed: Sequence[str]) -> int:
         )
         kept = without(typed, ("learner.epochs", "learner.steps", "resume", "overwrite"))
         more = shlex.join([*kept, longer, "resume=auto"])
-        console.print(
-            f"nothing to do: {resumed} steps are trained. The model is in {folder / EXPORT_DIR}. To train on:"
-        )
-        console.print(f"  {more}", markup=False)
+        done = f"nothing to do: {resumed} steps are trained. The model is in {folder / EXPORT_DIR}. To train on:"
+        say(console, done, f"  {more}")
         return 0
     prepare_run_folder(given, run_id, overrides=plan.overrides, begins=plan.begun)
     note_steps(given, plan.course.steps)
@@ -166,14 +157,12 @@ def _run(plan: Plan, console: PlainConsole, typed: Sequence[str]) -> int:
     # The folder is prepared only once, here (so no `overwrite`): restarted ranks must find what they saved.
     kept = [text for text in with_absolute_run_dir(config, plan.overrides) if not text.startswith("overwrite=")]
     command = learner_command(config, kept, run_id, MODULE)
-    console.print(f"  {command}", markup=False)
+    say(console, f"  {command}")
     if given.resume != "never":
-        console.print(
-            f"resumed from step {resumed}" if resumed else "no checkpoint to resume from: the run begins at step 0"
-        )
+        say(console, resumed_from(resumed))
     ended = supervise([command], folder, plan.course.steps, console, resumed=resumed)
     if gone := said_of_gone(run_id, folder):
-        console.print(gone, markup=False)
+        say(console, gone)
     else:
         tell(given, folder, console, typed, ended)
     return ended.code
@@ -192,5 +181,4 @@ def tell(given: SftConfig, folder: Path, console: PlainConsole, typed: Sequence[
             "now try:",
             f"  asyncrl local model.path={folder / EXPORT_DIR} data.path=FILE reward.function=FILE.py:NAME",
         ]
-    for line in said:
-        console.print(line, markup=False)
+    say(console, *said)

@@ -35,6 +35,10 @@ def best_line(metric: str, folder: Path, rows: Sequence[Row]) -> str:
     return f"learner.keep_best={metric}: no checkpoint has a value of this metric.{hint}"
 
 
+def resumed_from(step: int) -> str:
+    return f"resumed from step {step}" if step else "no checkpoint to resume from: the run begins at step 0"
+
+
 def how_to_go_on(folder: Path, typed: Sequence[str], ended: Ended) -> str:
     """Return the command that resumes an unfinished run, and what it resumes from."""
     again, resume = shlex.join(without(typed, ("resume", "overwrite"))), "resume=auto"

@@ -26,6 +26,7 @@ from asyncrl.restarts import Restarts
 from asyncrl.schema import TelemetryConfig
 from asyncrl.storage.full_disk import BOARD_FILE, read_board
 from asyncrl.telemetry.folder.run_folder import STOP_FILE
+from asyncrl.telemetry.live.console import say
 from asyncrl.telemetry.live.progress import RunView
 from asyncrl.telemetry.live.starting import StartWatch
 from asyncrl.telemetry.live.tails import PoolWords
@@ -103,7 +104,7 @@ class Notices:
         text = read_board(self._board)
         if text != self._shown:
             self._shown = text
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            say(self._console, text)
 
 
 def watch(supervisor: Supervisor, view: RunView, notices: Notices) -> None:
@@ -172,9 +173,4 @@ def _has_journal(role: str) -> bool:
 
 
 def show_failure(role: Role, console: Console) -> None:
-    say(console, f"\n{role.name} failed with exit code {role.code}. The end of {role.log}:")
-    say(console, role.tail())
-
-
-def say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    say(console, f"\n{role.name} failed with exit code {role.code}. The end of {role.log}:", role.tail())

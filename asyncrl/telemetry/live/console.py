@@ -35,6 +35,12 @@ class PlainConsole(Console):
         raise  # the BrokenPipeError that the caller is handling
 
 
+def say(console: Console, *texts: str) -> None:
+    """Print texts, each on lines of its own, in which nothing is markup; a terminal breaks what is too long."""
+    for text in texts:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 class Drawn(Live):
     """A live display that is redrawn on request, and erased in the end. Log messages of this process are printed above
     it: on stderr they would shift the display permanently."""
@@ -64,7 +70,7 @@ class _Above(logging.Handler):
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._console.print(record.getMessage(), markup=False, highlight=False, soft_wrap=True)
+        say(self._console, record.getMessage())
 
 
 def live_on(console: Console) -> Live | None:

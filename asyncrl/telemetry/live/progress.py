@@ -24,7 +24,7 @@ from asyncrl.config import LOG_DIR, config_to_dict, disk_patience
 from asyncrl.schema import RunSettings
 from asyncrl.storage.lines import LineFile, read_lines
 from asyncrl.telemetry.folder.run_folder import STOP_FILE
-from asyncrl.telemetry.live.console import live_on
+from asyncrl.telemetry.live.console import live_on, say
 from asyncrl.telemetry.live.tails import MetricsTail, RewardWarnings, Row
 from asyncrl.telemetry.metrics.alarms import FREE_BYTES, STALL, Alarms, Stall
 from asyncrl.telemetry.metrics.evaluations import Course, evaluations, is_evaluation
@@ -218,7 +218,7 @@ class RunView:
 
     def say(self, text: str) -> None:
         """Print a text, above the table if there is one."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        say(self._console, text)
 
     @property
     def unfinished(self) -> bool:
@@ -243,7 +243,7 @@ class RunView:
             if row.get("reward/mean") is not None:
                 self._rewards.add(row["reward/mean"])
         if self._live is None:
-            self._console.print(format_line(row), markup=False, highlight=False, soft_wrap=True)
+            say(self._console, format_line(row))
 
     def _eta(self) -> str:
         if len(self._recent) < 2 or not self._steps:
