@@ -76,6 +76,12 @@ class EpisodeEnvironment(ABC, Generic[R]):
     def asked(self) -> Asked:
         return Asked(several=self.several_turns)
 
+    @classmethod
+    def check(cls, **args: Any) -> Asked:
+        """Check a built-in environment before a start, in a separate process, by creating one. Returns the requirements
+        on the chat. Raises ConfigError."""
+        return cls(**args).asked
+
     @abstractmethod
     def open(self, prompt: Prompt, tools: EpisodeTools, engine: Together) -> R:
         """Return the record of one episode. `tools.chat` is set."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from asyncrl.environments.chat import ChatEnvironment
 from asyncrl.environments.conversation import Conversation
-from asyncrl.environments.episodes import Asked, EpisodeOver
+from asyncrl.environments.episodes import EpisodeOver
 from asyncrl.environments.late import late_import
 from asyncrl.environments.own_thread import on_own_thread, start_thread
 from asyncrl.environments.tools.calling import check_positive
@@ -70,12 +70,6 @@ class Gymnasium(ChatEnvironment):
         self.several_turns = max_turns > 1
         self._tagged = re.compile(f"<{tag}>(.*?)</{tag}>", re.DOTALL) if tag else None
         self._system = ASK.replace("action>", f"{tag}>") if system is None and tag else (system or "")
-
-    @staticmethod
-    def check(**args: Any) -> Asked:
-        """Check before a start, in a separate process, by making and starting a game. Returns the requirements on the
-        chat. Raises ConfigError."""
-        return Gymnasium(**args).asked
 
     async def episode(self, chat: Conversation, row: dict[str, Any]) -> float:
         game = self._room.Game(await self._threaded(self._make), self._actions)

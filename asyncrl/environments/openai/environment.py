@@ -7,7 +7,7 @@ from copy import deepcopy
 from typing import Any
 
 from asyncrl.environments.base import EpisodeTools
-from asyncrl.environments.episodes import Asked, EpisodeEnvironment, EpisodeOver
+from asyncrl.environments.episodes import EpisodeEnvironment, EpisodeOver
 from asyncrl.environments.late import late_import
 from asyncrl.environments.openai.agent import SETTING, Agent, find_agent, run_agent
 from asyncrl.environments.openai.calls import Calls
@@ -102,8 +102,3 @@ class OpenAI(AgentEpisodes):
             ignore=ignore,
             reward_when_over=reward_when_over,
         )
-
-    @staticmethod
-    def check(**args: Any) -> Asked:
-        """Check before a start, in a separate process. Returns the requirements on the chat. Raises ConfigError."""
-        return OpenAI(**args).asked

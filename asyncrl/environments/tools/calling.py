@@ -186,8 +186,7 @@ class Calling(ChatEnvironment):
 
     @classmethod
     def check(cls, **args: Any) -> Asked:
-        """Check before a start, in a separate process, by creating and closing one. Returns the requirements on the
-        chat. Raises ConfigError."""
+        """As for any environment, but it is closed: its sources have processes of their own."""
         made = cls(**args)
         made.close()
         return made.asked
