@@ -61,13 +61,10 @@ def page_of(folders: Sequence[Path]) -> str:
         RunFolderError: a folder is not a run folder.
     """
     runs: list[dict[str, Any]] = []
-    compared: list[Run] = []
     curves: dict[str, list[Curve]] = {}
     ends: dict[str, list[End | None]] = {}
     intervals: dict[str, list[Interval | None]] = {}
-    compared += [
-        Run(name, folder, settings_of(folder), ()) for folder, name in zip(folders, names_of(folders), strict=True)
-    ]
+    compared = [Run(name, each, settings_of(each), ()) for each, name in zip(folders, names_of(folders), strict=True)]
     for place, (run, found) in enumerate(zip(compared, of_each(folders, drawn), strict=True)):
         for metric, (curve, end, interval) in found.items():
             curves.setdefault(metric, [{} for _ in folders])[place] = curve
