@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -185,15 +185,19 @@ def _wants_reward_model(overrides: Sequence[str]) -> bool:
 
 
 def _settings(folder: Path, reward_model: Path, overrides: Sequence[str]) -> list[str]:
-    own = [] if any(text.startswith(NAMES_A_RUN) for text in overrides) else ["overwrite=true"]
     paths = {"model.path": folder / "model", "data.path": folder / "train.jsonl", "eval.path": folder / "heldout.jsonl"}
     if (corpus := folder / "corpus.jsonl").is_file():
         paths["environment.args.corpus"] = corpus
     if _wants_reward_model(overrides):
         paths["reward.model"] = reward_model
     experiment = [] if any(text.startswith("experiment=") for text in overrides) else ["experiment=quickstart"]
-    settings = (f"{key}={quoted(str(path))}" for key, path in paths.items())
-    return [*experiment, *settings, *own, *overrides]
+    return [*experiment, *with_paths(paths, overrides)]
+
+
+def with_paths(paths: Mapping[str, Path], overrides: Sequence[str]) -> list[str]:
+    """Return `overrides` after these settings. The folder of the run is overwritten, unless they name one."""
+    own = [] if any(text.startswith(NAMES_A_RUN) for text in overrides) else ["overwrite=true"]
+    return [*(f"{key}={quoted(str(path))}" for key, path in paths.items()), *own, *overrides]
 
 
 def main(overrides: Sequence[str]) -> int:

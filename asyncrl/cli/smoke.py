@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl.cli.arguments.overrides import quoted
-from asyncrl.cli.quickstart import NAMES_A_RUN, cache_root, make, scratch_beside
+from asyncrl.cli.quickstart import cache_root, make, scratch_beside, with_paths
 from asyncrl.data import smoke_rows
 
 CHOSEN = "experiment=smoke/"
@@ -86,8 +85,7 @@ def filled(overrides: Sequence[str]) -> list[str]:
     models, rows = prepared_models(), prepared_rows(name, needed)
     paths = {key: models / folder for key, folder in {"model.path": "model", **needed.models}.items()}
     paths |= {key: rows / file for key, file in needed.files.items()}
-    own = [] if any(text.startswith(NAMES_A_RUN) for text in overrides) else ["overwrite=true"]
-    return [*(f"{key}={quoted(str(path))}" for key, path in paths.items()), *own, *overrides]
+    return with_paths(paths, overrides)
 
 
 def prepared_models() -> Path:

@@ -17,7 +17,7 @@ from asyncrl.replay.config import ReplayConfig
 from asyncrl.schema import Config, RunSettings
 
 # On a machine full of processes, two math threads per rank make all of them slower and none faster.
-RANK_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 RESTARTED = "ASYNCRL_RESTARTED"
 """Environment variable set in a role that its supervisor restarted after a kill: a learner then resumes."""
@@ -45,40 +45,35 @@ class Command:
         return " ".join([*settings, shlex.join(("python", *self.arguments[1:]))])
 
 
+def _python(role: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Command:
+    """Return the command that runs a module, under this interpreter, whatever is first on PATH."""
+    return Command(role=role, arguments=(sys.executable, "-m", *arguments), environment=environment or {})
+
+
 def replay_command(overrides: Sequence[str]) -> Command:
-    return Command(role="replay", arguments=(sys.executable, "-m", "asyncrl.replay", *overrides), environment={})
+    return _python("replay", "asyncrl.replay", *overrides)
 
 
 def shard_command(number: str, overrides: Sequence[str]) -> Command:
     """Return the command of one of `replay.shards`; each needs its own `replay.shard_address`."""
-    arguments = (sys.executable, "-m", "asyncrl.replay.shards", number, *overrides)
-    return Command(role=f"shard-{number}", arguments=arguments, environment={})
+    return _python(f"shard-{number}", "asyncrl.replay.shards", number, *overrides)
 
 
 def rollout_command(overrides: Sequence[str]) -> Command:
-    return Command(
-        role="rollout",
-        arguments=(sys.executable, "-m", "asyncrl.rollout", *overrides),
-        environment={"OMP_NUM_THREADS": "1"},
-    )
+    return _python("rollout", "asyncrl.rollout", *overrides, environment=ONE_THREAD)
 
 
 def learner_command(config: Config, overrides: Sequence[str], run_id: str, module: str = "asyncrl.learner") -> Command:
-    """Return the command of torchrun under this interpreter, whatever is first on PATH, by the module that registers
-    our rendezvous backend."""
+    """Return the command of torchrun, by the module that registers our rendezvous backend."""
     torchrun = (
-        *("-m", "asyncrl.learner.torchrun", "--nnodes=1", f"--nproc-per-node={config.learner.ranks}"),
+        *("asyncrl.learner.torchrun", "--nnodes=1", f"--nproc-per-node={config.learner.ranks}"),
         *(f"--max-restarts={config.learner.max_restarts}", f"--rdzv-id={run_id}"),
         # Every store gets a free port on loopback only: torch's own backends listen on every interface.
         *("--rdzv-backend=bound", "--rdzv-endpoint=127.0.0.1:0"),
         # Otherwise torchrun leaves an empty folder behind at every start; the ranks' output is in our logs.
         "--log-dir=/dev/null",
     )
-    return Command(
-        role="learner",
-        arguments=(sys.executable, *torchrun, "-m", module, *overrides),
-        environment=RANK_ENVIRONMENT,
-    )
+    return _python("learner", *torchrun, "-m", module, *overrides, environment=ONE_THREAD)
 
 
 def local_commands(config: Config, overrides: Sequence[str], run_id: str) -> list[Command]:
