@@ -17,23 +17,22 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import traceback
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, BinaryIO
 
 from asyncrl.errors import AsyncRLError, ConfigError, OwnCodeError
 from asyncrl.family import describe_exit, die_with_parent
 
 IMPORT_S = 120.0
 """How long importing user code may take in a process that only tries it."""
-MOST_BYTES = 8000
-"""Limit on that process's answer, so that it fits into the pipe without a reader."""
 FINE = b"\0"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -300,7 +299,7 @@ def _files_of(folder: Path, module: tuple[str, ...]) -> Iterator[Path]:
 
 
 def try_in_process(module: str, settings: Mapping[str, Any], named: str, timeout_s: float = IMPORT_S) -> None:
-    """Run `python -m MODULE SETTINGS ANSWER_FD PARENT_PID`, which calls `answer`. Its output is not shown.
+    """Try the user's code in a process that runs `module`, which calls `answer`.
 
     Args:
         settings: sent as JSON; values that JSON does not have are sent as text.
@@ -309,40 +308,58 @@ def try_in_process(module: str, settings: Mapping[str, Any], named: str, timeout
     Raises:
         ConfigError: it answered with a refusal, took too long, or ended without an answer.
     """
-    read, write = os.pipe()
-    try:
-        os.set_blocking(read, False)  # a child of the import may keep the other end open
-        ended = subprocess.run(
-            [sys.executable, "-m", module, json.dumps(dict(settings), default=str), str(write), str(os.getpid())],
-            pass_fds=[write],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=timeout_s,
-            check=False,
-        )
-        said = b""
-        with suppress(BlockingIOError):
-            said = os.read(read, MOST_BYTES)
-    except subprocess.TimeoutExpired as error:
-        raise ConfigError(f"{named}: importing it took more than {timeout_s:g} s") from error
-    finally:
-        os.close(read)
-        os.close(write)
-    if not said:
-        raise ConfigError(f"{named}: importing it ended its process ({describe_exit(ended.returncode)})")
+    question = json.dumps(dict(settings), default=str).encode()
+    said = ask_process(module, question, f"{named}: importing it", timeout_s)
     if said != FINE:
         raise ConfigError(said.decode(errors="replace"))
 
 
 def answer(arguments: list[str], trial: Callable[[dict[str, Any]], None]) -> None:
     """The other end of `try_in_process`: run `trial(settings)` and send back its refusal, if any."""
-    settings, answer_fd, parent_pid = arguments
-    die_with_parent(int(parent_pid))
-    os.set_inheritable(int(answer_fd), False)
+    question, out = question_of(arguments)
     said = FINE
     try:
-        trial(json.loads(settings))
+        trial(json.loads(question))
     except AsyncRLError as error:
-        said = str(error).encode(errors="replace")[:MOST_BYTES]
-    os.write(int(answer_fd), said)
+        said = str(error).encode(errors="replace")
+    with out:
+        out.write(said)
+
+
+def ask_process(module: str, question: bytes, doing: str, timeout_s: float, way_out: str = "") -> bytes:
+    """Run `python -m MODULE ANSWER_FD PARENT_PID` with the question as its input, and return its answer. Its output is
+    not shown.
+
+    Args:
+        doing: what it does, for the errors.
+        way_out: what to do if it ended without an answer.
+
+    Raises:
+        ConfigError: it took too long, or ended without an answer.
+    """
+    with tempfile.TemporaryFile() as answers:  # not a pipe: a child of the import may keep the other end open
+        try:
+            ended = subprocess.run(
+                [sys.executable, "-m", module, str(answers.fileno()), str(os.getpid())],
+                input=question,
+                pass_fds=[answers.fileno()],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=timeout_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ConfigError(f"{doing} took more than {timeout_s:g} s") from error
+        answers.seek(0)
+        said = answers.read()
+    if not said:
+        raise ConfigError(f"{doing} ended its process ({describe_exit(ended.returncode)}){way_out}")
+    return said
+
+
+def question_of(arguments: list[str]) -> tuple[bytes, BinaryIO]:
+    """The other end of `ask_process`: return the question, and the file for the answer."""
+    answer_fd, parent_pid = map(int, arguments)
+    die_with_parent(parent_pid)
+    os.set_inheritable(answer_fd, False)
+    return sys.stdin.buffer.read(), os.fdopen(answer_fd, "wb")

@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,7 @@ from asyncrl.data.local_tokenizer import LocalTokenizer, load_local_tokenizer
 from asyncrl.data.rows.opening import open_source
 from asyncrl.data.survey import FIRST, SAMPLED, Survey, survey
 from asyncrl.errors import AsyncRLError, ConfigError, DataError
-from asyncrl.family import die_with_parent
+from asyncrl.own_code import ask_process, question_of
 from asyncrl.plain_values import packed, unpacked
 
 LOOK_S = 600.0
@@ -50,31 +47,10 @@ def look_over(
     """
     if not source.runs_own_code:
         return _looked(source, model_path, limit, counted, first, order_by)
-    with tempfile.TemporaryFile() as answers:
-        question = packed([asdict(source), model_path, limit, counted, first, order_by])
-        arguments = [sys.executable, "-m", "asyncrl.data.probe", str(answers.fileno()), str(os.getpid())]
-        try:
-            ended = subprocess.run(
-                arguments,
-                input=question,
-                pass_fds=[answers.fileno()],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                timeout=LOOK_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise ConfigError(
-                f"{source.key}={source.title}: importing it and reading its rows took more than {LOOK_S:g} s"
-            ) from error
-        answers.seek(0)
-        answer = answers.read()
-    if not answer:
-        raise ConfigError(
-            f"{source.key}={source.title}: importing it or reading its rows ended its process (exit code "
-            f"{ended.returncode}). Try it alone: python -c 'import ...; print(len(...), ...[0])'"
-        )
-    kind, content = unpacked(answer)
+    question = packed([asdict(source), model_path, limit, counted, first, order_by])
+    doing = f"{source.key}={source.title}: importing it and reading its rows"
+    alone = ". Try it alone: python -c 'import ...; print(len(...), ...[0])'"
+    kind, content = unpacked(ask_process("asyncrl.data.probe", question, doing, LOOK_S, alone))
     if kind == "refused":
         raise DataError(content)
     return Survey(
@@ -106,16 +82,15 @@ def _looked(source: Source, model_path: str, limit: int, counted: int, first: in
         rows.close()
 
 
-def main(answer_fd: int, parent_pid: int) -> None:
-    die_with_parent(parent_pid)
-    os.set_inheritable(answer_fd, False)
-    given, model_path, *rest = unpacked(sys.stdin.buffer.read())
+def main(arguments: list[str]) -> None:
+    question, out = question_of(arguments)
+    given, model_path, *rest = unpacked(question)
     try:
         answer: list[Any] = ["found", asdict(_looked(_source(given), model_path, *rest))]
     except AsyncRLError as error:
         answer = ["refused", str(error)]
-    with os.fdopen(answer_fd, "wb") as file:
-        file.write(packed(answer))
+    with out:
+        out.write(packed(answer))
 
 
 def _source(given: dict[str, Any]) -> Source:
@@ -127,4 +102,4 @@ def _source(given: dict[str, Any]) -> Source:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(sys.argv[1:])

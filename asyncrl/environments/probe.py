@@ -1,7 +1,7 @@
 """Finds out what a user's environment, or one that runs user code, can be used for. Runs in its own process, so that
 this code never runs in a command that only starts the others.
 
-`python -m asyncrl.environments.probe SETTINGS ANSWER_FD PARENT_PID` is internal.
+`python -m asyncrl.environments.probe ANSWER_FD PARENT_PID` is internal.
 """
 
 from __future__ import annotations

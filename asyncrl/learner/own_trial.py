@@ -1,7 +1,7 @@
 """Tries the user's loss, advantages and hook before a run, in a process of its own: this code never runs in a command
 that only starts other processes.
 
-`python -m asyncrl.learner.own_trial SETTINGS ANSWER_FD PARENT_PID` is internal.
+`python -m asyncrl.learner.own_trial ANSWER_FD PARENT_PID` is internal.
 """
 
 from __future__ import annotations

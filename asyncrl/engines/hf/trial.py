@@ -1,7 +1,7 @@
 """Checks whether the built-in engine can batch a model, from its config alone. Runs before a start in its own process,
 since transformers takes seconds to import.
 
-`python -m asyncrl.engines.hf.trial SETTINGS ANSWER_FD PARENT_PID` is internal.
+`python -m asyncrl.engines.hf.trial ANSWER_FD PARENT_PID` is internal.
 """
 
 from __future__ import annotations
