@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def tiny(labels: int = 1) -> Qwen2Config:
         num_key_value_heads=2,
         max_position_embeddings=64,
         initializer_range=0.5,
-        num_labels=labels,
+        num_labels=labels,  # pyright: ignore[reportCallIssue]
         pad_token_id=PAD_ID,
     )
 
@@ -79,7 +80,7 @@ def test_without_a_pad_token_texts_are_scored_one_at_a_time(tmp_path: Path) -> N
 
 def test_a_conversation_goes_through_the_chat_template(tmp_path: Path) -> None:
     loaded = RewardModel(save(Qwen2ForSequenceClassification(tiny()), tmp_path))
-    group = adapt_reward(loaded, "model")
+    group: Any = adapt_reward(loaded, "model")
     (chat,) = group(Call(completions=["hi"], row={"prompt": [{"role": "user", "content": "hello"}]}))
     (plain,) = group(Call(completions=["assistant: hi\n"], row={"prompt": "user: hello\n"}))
     assert chat.value == pytest.approx(plain.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 }
 
 
-def make_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+def make_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(CONFIGS[name], dtype=dtype).eval()
 

@@ -35,7 +35,7 @@ def merged(model: torch.nn.Module, adapter: dict[str, torch.Tensor]) -> torch.nn
     model = copy.deepcopy(model)
     with torch.no_grad():
         for name, pair in read_pairs(adapter).items():
-            model.get_submodule(name).weight.add_(ALPHA / RANK * pair.b @ pair.a)
+            model.get_parameter(f"{name}.weight").add_(ALPHA / RANK * pair.b @ pair.a)
     return model
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from asyncrl.engines.base import GenerateRequest
+from asyncrl.engines.base import GenerateRequest, Sampler
 from asyncrl.engines.fake import FakeEngine
 from asyncrl.engines.stop_text import end_by_text
 from asyncrl.errors import GenerationError
@@ -31,7 +31,7 @@ def test_a_completion_ends_with_the_text_and_what_was_sampled_before_stays_the_s
     model = make_model("qwen2")
     plain, ids = request(prompt(9), 4, new=24), prompt(9)
 
-    async def both(engine: object) -> tuple[list[Completion], list[Completion], list[Completion]]:
+    async def both(engine: Sampler) -> tuple[list[Completion], list[Completion], list[Completion]]:
         whole = await engine.generate(plain)
         text = said(whole[0].token_ids[5:7])
         # Beside one that has no such end: rows move when others are done.

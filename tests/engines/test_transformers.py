@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,7 +51,8 @@ def test_a_wide_head_multiplies_in_float32_what_the_model_has_in_bfloat16():
         runner = ModelRunner(make_model("qwen2").to(torch.bfloat16), CPU, 4, fp32_head=wide)
         _, logits[wide] = runner.prefill(asked)
     hidden = runner.model.get_decoder()(input_ids=torch.tensor(asked[0])[None].long()).last_hidden_state[0, -1:]
-    wanted = hidden.double() @ runner.model.get_output_embeddings().weight.double().t()
+    head: Any = runner.model.get_output_embeddings()
+    wanted = hidden.double() @ head.weight.double().t()
     assert logits[True].dtype == torch.float32 and logits[False].dtype == torch.bfloat16
     torch.testing.assert_close(logits[True].double(), wanted, rtol=1e-4, atol=1e-4)
     assert (logits[False].double() - wanted).abs().max() > 1e-3
@@ -219,7 +221,8 @@ def test_callers_whose_sequences_end_in_one_step_are_woken_by_one_call():
     engine, runner = make_held(make_model("qwen2"), steps=0)
 
     async def work():
-        loop, wake_ups = asyncio.get_running_loop(), []
+        loop: Any = asyncio.get_running_loop()
+        wake_ups = []
         wake = loop.call_soon_threadsafe
 
         def counted(*callback):

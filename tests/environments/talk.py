@@ -22,7 +22,7 @@ from asyncrl.types import Completion, Prompt, SamplingParams
 from tests.chat.markers import tokenizer
 
 VOCABULARY = 1000
-TOKENIZER = tokenizer("<|im_end|>")
+TOKENIZER: Any = tokenizer("<|im_end|>")
 CHAT = RendererChat(TOKENIZER, "qwen3", {}, chosen=True)
 SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=400, stop_token_ids=CHAT.stop_token_ids)
 
@@ -52,7 +52,7 @@ class Scripted:
         self.requests.append(request)
         await asyncio.sleep(0)
         text = TOKENIZER.decode(request.prompt_ids.tolist())
-        turn = self.turns(text) if callable(self.turns) else self.turns[text.count("<|im_start|>assistant\n") - 1]
+        turn: Any = self.turns(text) if callable(self.turns) else self.turns[text.count("<|im_start|>assistant\n") - 1]
         ids = letters(turn + "<|im_end|>")
         place = next((at for at, token in enumerate(ids) if token in request.sampling.stop_token_ids), len(ids))
         ids = ids[: place + 1]

@@ -104,6 +104,7 @@ def runs(
 ) -> Iterator[Runs]:
     """Of a class: all its tests share the run, so none of them may be said to have left it behind."""
     made = Runs(tiny_task, tmp_path_factory.mktemp("deaths"))
+    assert request.cls is not None
     made.begin(request.cls.HOST)
     yield made
     made.end()
@@ -147,7 +148,7 @@ def goes_on(run: LocalRun, steps: int = 4) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for name in ("stopped", "killed"):
-        if name in metafunc.fixturenames:
+        if name in metafunc.fixturenames and metafunc.cls is not None:
             also = metafunc.cls.ALSO[name]
             kinds = [*metafunc.cls.KINDS[name], *(pytest.param(kind, marks=pytest.mark.long) for kind in also)]
             metafunc.parametrize(name, kinds, ids=lambda kind: kind if isinstance(kind, str) else " and ".join(kind))

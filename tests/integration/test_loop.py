@@ -90,7 +90,7 @@ def test_two_fsdp_ranks_and_two_ray_workers_keep_the_staleness_bound(
     for row in rows:
         assert_conserved(row)
     assert_trained_once(ledger(run))
-    exported = AutoModelForCausalLM.from_pretrained(run.directory / "hf")
+    exported: Any = AutoModelForCausalLM.from_pretrained(run.directory / "hf")
     tokenizer = AutoTokenizer.from_pretrained(run.directory / "hf")
     tokens = exported.generate(**tokenizer("abc>", return_tensors="pt"), max_new_tokens=4, do_sample=False)
     assert tokens.shape[1] > 4

@@ -31,7 +31,7 @@ def letter_judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
             num_hidden_layers=1,
             num_attention_heads=2,
             num_key_value_heads=2,
-            num_labels=1,
+            num_labels=1,  # pyright: ignore[reportCallIssue]
             pad_token_id=PAD_ID,
         )
     )

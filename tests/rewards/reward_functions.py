@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import zlib
+from typing import Any
 
 
 def length(completion, row):
@@ -48,7 +49,7 @@ def by_command(completion, row):
     return {"score": 1.0, "letters": len(completion), "note": "kept out"}
 
 
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+def compute_score(data_source, solution_str, ground_truth, extra_info: Any = None):
     return {"score": float(solution_str == ground_truth), "easy": extra_info["easy"], "from": data_source}
 
 

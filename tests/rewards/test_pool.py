@@ -28,6 +28,9 @@ DOCUMENTED = str(Path(__file__).with_name("documented.py"))
 pytestmark = pytest.mark.timeout(400)
 
 
+run: Callable[[Coroutine[Any, Any, Any]], Any] = asyncio.run
+"""Each test knows which outcomes are scores and which are errors."""
+
 HANG_S = 8.0
 """Deadline that a test sits out: longer than a busy machine stands still, or good calls would be killed too."""
 
@@ -46,7 +49,7 @@ def came() -> dict[Callable[[], Coroutine[Any, Any, Any]], Any]:
     async def all_of_them() -> list[Any]:
         return await asyncio.gather(*(scenario() for scenario in SAT_OUT))
 
-    return dict(zip(SAT_OUT, asyncio.run(all_of_them()), strict=True))
+    return dict(zip(SAT_OUT, run(all_of_them()), strict=True))
 
 
 def row(do: str, **columns) -> dict:
@@ -63,7 +66,7 @@ def test_scores_come_back_per_completion_with_named_parts():
         async with RewardPool(COMMANDS, workers=1, timeout_s=30) as pool:
             return await pool.score(["a", "abc"], row("fine"))
 
-    first, second = asyncio.run(scenario())
+    first, second = run(scenario())
     assert (first.value, first.parts) == (1.0, {"letters": 1.0})
     assert second.parts == {"letters": 3.0}
 
@@ -89,7 +92,7 @@ def test_a_bad_call_fails_alone_and_its_batch_mates_succeed(bad, says):
             after = [pool.score(["after"], row("fine")) for _ in range(5)]
             return await asyncio.gather(*before, pool.score(["bad"], bad), *after, return_exceptions=True)
 
-    results = asyncio.run(scenario())
+    results = run(scenario())
     failure = results.pop(5)
     assert isinstance(failure, RewardError)
     with pytest.raises(RewardError, match=says):
@@ -123,7 +126,7 @@ def test_a_completion_that_cannot_be_scored_leaves_its_siblings_theirs(name):
             none = await asyncio.gather(pool.score(["bad", "bad"], row("")), return_exceptions=True)
             return some, none, pool.stats()
 
-    (first, failed, third), (none,), stats = asyncio.run(scenario())
+    (first, failed, third), (none,), stats = run(scenario())
     assert first.value == third.value == 1.0
     assert isinstance(failed, RewardError) and isinstance(none, RewardError)
     assert stats["reward_failures"] == 2
@@ -152,7 +155,7 @@ def test_a_reward_that_always_ends_its_process_is_given_up_before_it_has_cost_on
             (error,) = await asyncio.gather(pool.score(["exit"] * 8, row("")), return_exceptions=True)
             return error, pool.stats()
 
-    error, stats = asyncio.run(scenario())
+    error, stats = run(scenario())
     assert isinstance(error, RewardError) and "exit code 3" in str(error)
     assert stats["reward_restarts"] == MAX_GUILTY
 
@@ -200,10 +203,10 @@ def test_async_calls_of_many_groups_run_side_by_side_as_far_as_they_may(at_once:
     async def scenario() -> list[float]:
         terms = [RewardTerm(function=f"{FILE}:crowd", args={"wanted": side_by_side})]
         async with RewardPool(terms, workers=1, timeout_s=60, at_once=at_once) as pool:
-            scored = await asyncio.gather(*(pool.score(["a"], row("")) for _ in range(16)))
+            scored: Any = await asyncio.gather(*(pool.score(["a"], row("")) for _ in range(16)))
             return [scores[0].value for scores in scored]
 
-    assert max(asyncio.run(scenario())) == side_by_side
+    assert max(run(scenario())) == side_by_side
 
 
 @sits_out
@@ -249,7 +252,7 @@ def test_one_that_exits_within_async_is_blamed_alone():
         async with RewardPool(f"{FILE}:waits", workers=1, timeout_s=20.0) as pool:
             return await asyncio.gather(pool.score(["0.2", "exits"], row("")), pool.score(["0.2", "0"], row("")))
 
-    (own, said), others = asyncio.run(ask())
+    (own, said), others = run(ask())
     assert isinstance(said, RewardError) and said.reason == "exited" and "exit code 4" in str(said)
     assert [scored.value for scored in (own, *others)] == [1.0] * 3
 
@@ -259,7 +262,7 @@ def test_a_plain_function_may_use_a_loop_of_its_own():
         async with RewardPool(f"{DOCUMENTED}:in_turn", workers=1, timeout_s=60) as pool:
             return await pool.score(["a"], row(""))
 
-    assert asyncio.run(scenario())[0].value == 1.0
+    assert run(scenario())[0].value == 1.0
 
 
 def test_token_ids_and_finish_reasons_reach_the_function_with_the_completions_that_are_left():
@@ -278,7 +281,7 @@ def test_token_ids_and_finish_reasons_reach_the_function_with_the_completions_th
         async with RewardPool(terms, workers=1, timeout_s=60) as pool:
             return await pool.score(["exit", "a", "b"], row(""), sampled=sampled)
 
-    ended, cut, whole = asyncio.run(scenario())
+    ended, cut, whole = run(scenario())
     assert isinstance(ended, RewardError) and ended.reason == "exited"
     assert cut.parts == {"ids": 2.0, "ids/cut": 1.0, "may": 1.0}
     assert whole.parts == {"ids": 3.0, "ids/cut": 0.0, "may": 1.0}
@@ -290,7 +293,7 @@ def test_output_and_input_of_user_code_do_not_disturb_the_pipe():
             noisy = [pool.score(["a"], row("print")) for _ in range(20)]
             return await asyncio.gather(*noisy, pool.score(["a"], row("read_stdin")))
 
-    assert all(scores[0].value == 1.0 for scores in asyncio.run(scenario()))
+    assert all(scores[0].value == 1.0 for scores in run(scenario()))
 
 
 @sits_out
@@ -326,7 +329,7 @@ def test_a_child_killed_from_outside_while_idle_is_replaced():
             child.kill()
             return await pool.score(["a"], row("fine"))
 
-    assert asyncio.run(scenario())[0].value == 1.0
+    assert run(scenario())[0].value == 1.0
 
 
 def test_a_function_that_cannot_be_loaded_is_refused_at_start():
@@ -335,7 +338,7 @@ def test_a_function_that_cannot_be_loaded_is_refused_at_start():
             pass
 
     with pytest.raises(ConfigError, match="there is no file"):
-        asyncio.run(scenario("/nowhere/r.py:f"))
+        run(scenario("/nowhere/r.py:f"))
     assert not reward_processes()
 
 
@@ -347,7 +350,7 @@ def test_a_file_that_kills_its_process_on_import_is_refused_at_start(tmp_path):
             pass
 
     with pytest.raises(ConfigError, match="exit code 7"):
-        asyncio.run(scenario())
+        run(scenario())
 
 
 def test_failures_are_logged_with_their_reason_at_every_power_of_ten(caplog: pytest.LogCaptureFixture):
@@ -356,7 +359,7 @@ def test_failures_are_logged_with_their_reason_at_every_power_of_ten(caplog: pyt
             calls = [pool.score(["a"], row("raise")) for _ in range(12)]
             await asyncio.gather(*calls, return_exceptions=True)
 
-    asyncio.run(scenario())
+    run(scenario())
     said = [record.getMessage() for record in caplog.records if record.name == "asyncrl.rewards.pool"]
     assert [text.split(",")[0] for text in said] == ["reward failure 1", "reward failure 10"]
     assert "KeyError" in said[0]
@@ -372,7 +375,7 @@ def test_closing_fails_open_calls_and_leaves_no_process():
         with pytest.raises(RewardError, match="closed"):
             await open_call
 
-    asyncio.run(scenario())
+    run(scenario())
     assert not reward_processes()
 
 

@@ -25,7 +25,7 @@ class AdditionConfig(vf.TasksetConfig):
 class AdditionTaskset(vf.Taskset[AdditionTask, AdditionConfig]):
     def load(self) -> list[AdditionTask]:
         return [
-            AdditionTask(AdditionData(idx=i, prompt=f"What is {i} + {i}?", answer=2 * i), self.config.task)
+            AdditionTask(AdditionData(idx=i, prompt=f"What is {i} + {i}?", answer=2 * i), self.config.task)  # pyright: ignore[reportCallIssue]
             for i in range(self.config.num_tasks)
         ]
 
