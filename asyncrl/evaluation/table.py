@@ -14,10 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.evaluation.estimators import best_at_k, majority_at_k, pass_at_k
-from asyncrl.evaluation.intervals import Range, interval, range_of
+from asyncrl.evaluation.intervals import SHARE, Range, interval, range_of
 
 ALL = "all"
 """Name of the line over all rows."""
+OF_SOURCE = "/mean"
+"""End of the name of the mean of one `data_source`, during training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,20 +125,29 @@ def _line(
         rows=len(own),
         samples=sum(len(row.scores) for row in own),
         failed=sum(row.failed for row in own),
-        estimates=means(taken),
+        estimates=means(taken, np.array([score for row in own for score in row.scores], np.float64)),
     )
 
 
-def means(values: Mapping[str, NDArray[np.float64]]) -> dict[str, Estimate]:
+def means(values: Mapping[str, NDArray[np.float64]], scores: NDArray[np.float64] | None = None) -> dict[str, Estimate]:
     """Mean of each metric over the rows that have it.
 
     Args:
         values: metric -> [R], NaN for rows without a value. A metric that no row has is left out.
+        scores: those from which the metrics were made, or as many as are known; NaN counts for nothing. They say the
+            range of every metric but `pass@k`: rows of 3, 0, 0, 0 have means below 1, and may have one above it. None:
+            the values of each metric say its own.
     """
     known = {name: column[~np.isnan(column)] for name, column in values.items()}
+    known = {name: column for name, column in known.items() if len(column)}
     return {
-        name: _estimate(column, np.ones_like(column), range_of(column)) for name, column in known.items() if len(column)
+        name: _estimate(column, np.ones_like(column), _range(name, column if scores is None else scores))
+        for name, column in known.items()
     }
+
+
+def _range(name: str, scores: NDArray[np.float64]) -> Range | None:
+    return SHARE if name.startswith("pass@") else range_of(scores[~np.isnan(scores)])
 
 
 def ratios(

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from asyncrl.evaluation.intervals import SHARE
+from asyncrl.evaluation.intervals import SHARE, Z
 from asyncrl.evaluation.table import ALL, RowScores, ks_of, means, ratios, tabulate
 
 
@@ -67,6 +67,22 @@ def test_the_order_in_which_rows_came_changes_nothing():
     given = rows(40, source="a") + rows(20, source="b", start=40)
     mixed = random.Random(0).sample(given, len(given))
     assert tabulate(mixed, samples=4, seed=3) == tabulate(given, samples=4, seed=3)
+
+
+def test_the_scores_say_the_range_and_not_their_means_over_rows():
+    """Means of rows of 3 or 0 may lie between 0 and 1, and the best of rows of 1 or -1 is never below 0."""
+    rare = [RowScores(row=row, scores=(3.0, 0.0, 0.0, 0.0) if row % 2 else (0.0,) * 4) for row in range(6)]
+    (line,) = tabulate(rare, samples=4)
+    average = line.estimates["avg@4"]
+    half = 2.57058 * np.std([0.0, 0.75] * 3, ddof=1) / math.sqrt(6)
+    assert (average.low, average.high) == pytest.approx((0.375 - half, 0.375 + half))
+    assert (line.estimates["best@4"].high or 0) > 1.5
+    signs = [RowScores(row=row, scores=(1.0, -1.0)) for row in range(6)]
+    (line,) = tabulate(signs, samples=2)
+    best, average = line.estimates["best@2"], line.estimates["avg@2"]
+    middle, half = 6 / 10, Z * math.sqrt((8 * 0.4**2 + 2 * 1.6**2) / 100)
+    assert (best.low, best.high) == pytest.approx((middle - half, 1.0))
+    assert (average.low, average.high) == pytest.approx((-Z * 2 / 10, Z * 2 / 10))
 
 
 def test_the_interval_is_that_of_the_mean_over_rows():

@@ -15,7 +15,7 @@ from asyncrl.environments.base import Episodes
 from asyncrl.errors import DataError
 from asyncrl.evaluation.answers import answer_of
 from asyncrl.evaluation.samples import Sample, for_the_wire
-from asyncrl.evaluation.table import RowScores, figures_of
+from asyncrl.evaluation.table import OF_SOURCE, RowScores, figures_of
 from asyncrl.types import Prompt, SamplingParams, members_of
 
 MOST_SOURCES = 16
@@ -45,7 +45,7 @@ class EvaluatedSet:
                 continue
             found.append({} if self.samples == 1 else self._of_row(row, episodes))
             if first + row < len(self.sources) and (name := self.sources[first + row]):
-                found[-1][f"{name}/mean"] = float(np.mean([each.reward for each in episodes.members]))
+                found[-1][f"{name}{OF_SOURCE}"] = float(np.mean([each.reward for each in episodes.members]))
         names = dict.fromkeys(name for of_row in found for name in of_row)
         return {name: tuple(of_row.get(name) for of_row in found) for name in names}
 

@@ -18,7 +18,7 @@ import numpy as np
 from asyncrl.errors import ReplayError
 from asyncrl.evaluation.orders import EvalAssignment, EvalResult, EvalSummary
 from asyncrl.evaluation.samples import MOST_SAMPLES
-from asyncrl.evaluation.table import means
+from asyncrl.evaluation.table import OF_SOURCE, means
 from asyncrl.types import NO_VERSION
 
 _MEAN = ""
@@ -47,7 +47,11 @@ class _Job:
             nothing = [(None,) * len(result.scores) for result in results]
             found = [result.figures.get(name, none) for result, none in zip(results, nothing, strict=True)]
             columns[name] = [value for values in found for value in values]
-        known = means({name: np.array(values, np.float64) for name, values in columns.items()})
+        taken = {name: np.array(values, np.float64) for name, values in columns.items()}
+        # Sources may have rewards of different ranges. Of the samples themselves the best is known, by `best@k`.
+        sources = {name: column for name, column in taken.items() if name.endswith(OF_SOURCE)}
+        whole_set = {name: column for name, column in taken.items() if name not in sources}
+        known = means(whole_set, np.concatenate(list(whole_set.values()))) | means(sources)
         whole = known.pop(_MEAN, None)
         scored = [result for result in results if result.version_min != NO_VERSION]
         return EvalSummary(

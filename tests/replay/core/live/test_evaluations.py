@@ -3,6 +3,8 @@ stops a training, and what is superseded is cancelled."""
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -99,6 +101,19 @@ def test_figures_of_chunks_are_means_over_the_rows_that_have_them_and_survive_th
         **{"pass@2": 0.5, "pass@2_low": pass_2.low, "pass@2_high": pass_2.high},
         **{"pass@4": 1.0, "pass@4_low": pytest.approx(0.17059, abs=1e-5), "pass@4_high": 1.0},
     }
+
+
+def test_the_best_scores_say_the_range_of_the_means_and_not_that_of_other_sources() -> None:
+    stage = Stage()
+    stage.core.evaluate(step=0, policy_version=0, eval_set="heldout", rows=4, chunk=4)
+    (order,) = stage.core.acquire("w", "a", 1).evaluations
+    at = {"job_id": order.job_id, "chunk": order.chunk, "attempt": order.attempt, "version_min": 0, "version_max": 0}
+    scores, best = (0.75, 0.0, 0.75, 0.0), (3.0, 0.0, 3.0, 0.0)
+    figures = {"best@4": best, "a/mean": (0.75, 0.0, None, None), "b/mean": (None, None, 3.0, 0.0)}
+    stage.core.report_evaluation("w", "a", EvalResult(**at, scores=scores, figures=figures))
+    (summary,) = stage.core.finished_evaluations() or ()
+    assert (summary.high or 0) > 0.375 + 3.18245 * 0.375 / math.sqrt(3) - 1e-6  # Student's: 1 is no end of its range
+    assert summary.figures["a/mean_high"] <= 1.0 < summary.figures["b/mean_high"]
 
 
 def test_one_row_that_has_no_range_has_no_interval_and_that_survives_the_wire() -> None:
