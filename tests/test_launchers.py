@@ -159,6 +159,32 @@ def test_nodes_that_the_others_would_not_find_are_refused(
     assert not started(cluster)
 
 
+def test_a_job_submitted_from_elsewhere_than_a_checkout_is_refused(cluster: dict[str, str], tmp_path: Path) -> None:
+    elsewhere = {name: value for name, value in cluster.items() if name != "ASYNCRL_ROOT"}
+    for environment in (elsewhere | {"SLURM_SUBMIT_DIR": str(tmp_path)}, cluster | {"ASYNCRL_ROOT": str(tmp_path)}):
+        done = subprocess.run(["bash", str(SBATCH)], env=environment, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert f"{tmp_path} is no checkout of asyncrl. Submit from one, or set ASYNCRL_ROOT" in done.stderr
+    assert not started(cluster) and not Path(cluster["RUN_DIR"]).exists()
+
+
+def test_the_ray_that_is_started_is_the_one_beside_the_interpreter(cluster: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "venv").mkdir()
+    for name in ("ray", "python"):
+        (tmp_path / "bin" / name).rename(tmp_path / "venv" / name)
+    job = subprocess.Popen(
+        ["bash", str(SBATCH)], env=cluster | {"PYTHON": str(tmp_path / "venv" / "python")}, start_new_session=True
+    )
+    try:
+        deadline = time.monotonic() + WAIT_S
+        while not any(line.startswith("ray start --head") for line in started(cluster)):
+            assert time.monotonic() < deadline and job.poll() is None, started(cluster)
+            time.sleep(0.05)
+    finally:
+        os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+
+
 def test_several_nodes_learn_where_that_is_asked_for_and_one_must_be_left(cluster: dict[str, str]) -> None:
     learner = plan(cluster | {"LEARNER_NODES": "2"})[-1]
     assert "--nodes=2" in learner and r"--nodelist=node1\,node2" in learner
