@@ -273,9 +273,9 @@ def test_a_worker_that_never_comes_is_named_once_with_the_address_it_should_come
         port = cluster.board.view()[1]["weights"]["port"]
     said = [each.getMessage() for each in caplog.records if each.name == door.__name__]
     told = [line for line in said if "far away" in line]
-    assert len(told) == 1 and told[0].startswith("weights: far away is known to the replay server, but has not come")
+    assert len(told) == 1 and told[0].startswith("weights: workers that the replay server knows have not come here")
     assert f" to 127.0.0.1:{port}, for " in told[0]
-    assert "weights.host must be an address of the learner that its machine can reach" in told[0]
+    assert ": far away. weights.host must be an address of the learner that a worker's machine can reach" in told[0]
 
 
 def test_a_receiver_killed_mid_way_does_not_keep_the_others_from_the_version(cluster):
@@ -345,7 +345,7 @@ def test_an_engine_without_any_process_is_not_waited_for_and_joins_when_it_has_o
         assert wait_stats(publisher, sent_version=1, engines=1)["resends"] == 0
         assert members(cluster.board) == [["a", "1"]]
         time.sleep(2.0)
-        assert "has not come here" not in caplog.text  # it did, and waits for a process
+        assert "have not come here" not in caplog.text  # it did, and waits for a process
         cluster.board.note("back", True)
         cluster.wait_served("b", 1)
         assert cluster.bytes_of("b", 1) == [fingerprint_of(weights(1))]

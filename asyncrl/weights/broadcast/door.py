@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 TOLD_S = 15.0
 """Seconds after which a worker counts as absent. A worker comes here as soon as the replay server knows it; one try to
 connect takes 5 s at most."""
+NAMED = 8
+"""Limit on the workers that a report names: an address that nobody reaches would fill the log with a line for each."""
 
 
 class Door:
@@ -63,12 +65,13 @@ class Door:
         self._since = {peer: self._since.get(peer, now) for peer in live if peer not in self._known}
         late = sorted(peer for peer, since in self._since.items() if now - since >= TOLD_S)
         self._known |= set(late)
-        for worker, _ in late:
+        if late:
+            names = ", ".join(worker for worker, _ in late[:NAMED])
             log.warning(
-                "weights: %s is known to the replay server, but has not come here for weights, to %s, for %.0f s. "
-                "weights.host must be an address of the learner that its machine can reach, with an open port "
-                "(weights.port sets it). The log of the worker says what went wrong",
-                worker, self._where, TOLD_S,
+                "weights: workers that the replay server knows have not come here for weights, to %s, for %.0f s: "
+                "%s%s. weights.host must be an address of the learner that a worker's machine can reach, with an open "
+                "port (weights.port sets it). The log of a worker says what went wrong",
+                self._where, TOLD_S, names, f" and {len(late) - NAMED} more" if len(late) > NAMED else "",
             )  # fmt: skip
 
     @property
