@@ -241,6 +241,8 @@ class BroadcastSender:
                 self._others.formed(self._epoch, snapshot)
             except RuntimeError as error:
                 log.warning("weights: epoch %d could not be formed: %s", self._epoch, error)
+                # A member for which it did form would otherwise wait in this epoch for events that never come.
+                self._post_event({"kind": "next"})
                 if lanes is not None:
                     lanes.abort()
                 time.sleep(min(1.0, POLL_S * 2 ** min(tries, 10)))

@@ -1,0 +1,54 @@
+"""An epoch that forms for some of its members and not for others."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.weights.broadcast import publisher as publisher_module
+from asyncrl.weights.broadcast.publisher import BroadcastSender
+from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
+from asyncrl.weights.publishing.snapshot import BackgroundPublisher
+from benchmarks.parts.crowd import WEIGHT, Meeting, NoBytes, Receives
+
+TIMEOUT_S = 20.0
+WAIT_S = 60.0
+
+
+class BrokenOnce(NoBytes):
+    """The publisher's end, which does not form in the first epoch. That of the members always does."""
+
+    def __init__(self, store: Any, **settings: Any) -> None:
+        super().__init__(store, **settings)
+        if self.epoch == 1:
+            raise RuntimeError("waited 20.0 s for nccl to form: a member is gone or silent")
+
+
+def test_members_for_which_an_epoch_formed_join_the_next_one_where_it_did_not_form_for_the_publisher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(publisher_module, "WeightGroup", BrokenOnce)
+    meeting = Meeting(2)
+    sender = BroadcastSender(meeting, host="127.0.0.1", timeout_s=TIMEOUT_S)
+    publisher = BackgroundPublisher(sender, wire_dtype=torch.float32, bucket_bytes=1 << 20, wait_s=WAIT_S)
+    members = [
+        BroadcastSubscriber(
+            meeting, lambda *_: None, worker=f"w{number}", incarnation="1", timeout_s=TIMEOUT_S, receiver=Receives()
+        )
+        for number in range(2)
+    ]
+    try:
+        publisher.publish(0, [("w", WEIGHT)])
+        deadline = time.monotonic() + WAIT_S
+        while publisher.stats()["weights/sent_version"] != 0:
+            assert time.monotonic() < deadline, "they wait in the epoch that was given up"
+            time.sleep(0.01)
+        assert publisher.stats()["weights/engines"] == 2
+        assert sender._epoch == 2
+    finally:
+        publisher.close()
+        for member in members:
+            member.close()
