@@ -318,8 +318,8 @@ class BackgroundPublisher:
                 stuck = self._current.policy_version if self._current else "?"
                 raise WeightsError(
                     f"version {policy_version} cannot be published: the sender is still busy with version {stuck} "
-                    f"after {self._wait_s:.0f} s. A worker takes too long to load: see its log, or raise "
-                    "weights.timeout_s."
+                    f"after {self._wait_s:.0f} s. A worker takes too long to load (see its log; weights.timeout_s may "
+                    "be raised), or no group forms with the workers: then warnings above say why"
                 )
             return self._free.pop()
 
