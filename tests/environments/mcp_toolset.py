@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from typing import Any
 
 from mcp.server import MCPServer
@@ -52,4 +53,7 @@ def show() -> list[Any]:
 
 
 if __name__ == "__main__":
-    server.run()
+    if sys.argv[1:]:
+        server.run(transport="streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
+    else:
+        server.run()

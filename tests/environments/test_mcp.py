@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,10 +11,12 @@ import pytest
 
 from asyncrl.environments.tools.environment import Tools
 from asyncrl.errors import ConfigError
+from tests.addresses import free_port
 from tests.environments.talk import call, exact, play
 from tests.environments.test_tools import observed
 
-SERVER = f"{sys.executable} {Path(__file__).with_name('mcp_toolset.py')}"
+SCRIPT = Path(__file__).with_name("mcp_toolset.py")
+SERVER = f"{sys.executable} {SCRIPT}"
 
 
 @pytest.mark.slow
@@ -43,3 +47,62 @@ async def test_a_server_s_tools_are_called_and_its_refusals_are_told() -> None:
 def test_a_server_that_does_not_come_up_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"did not start: [A-Za-z]+Error: "):
         Tools(mcp=[f"{sys.executable} -c pass"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_a_lost_server_that_cannot_be_started_again_fails_the_episode(tmp_path: Path) -> None:
+    """The policy is told nothing: it would be trained on what it cannot help."""
+    gone = tmp_path / "once.py"
+    gone.write_text(f"import sys\nsys.path.insert(0, {str(SCRIPT.parent)!r})\nimport mcp_toolset\n")
+    with gone.open("a") as file:
+        file.write("import pathlib\npathlib.Path(__file__).unlink()\nmcp_toolset.server.run()\n")
+    tools = Tools(mcp=[f"{sys.executable} {gone}"], timeout_s=5.0)
+    try:
+        _, engine = await play(tools, [call("die"), "ok"])
+        assert "Connection closed" in observed(engine)
+        for _ in range(2):
+            episodes, engine = await play(tools, [call("multiply", a=6, b=7), "42"])
+            assert not episodes.trajectories and len(engine.requests) == 1
+            assert "cannot be started again: environment.args.mcp: " in str(episodes.failures[0])
+    finally:
+        tools.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_a_server_behind_an_address_is_called_and_found_again_after_its_restart() -> None:
+    port = free_port()
+    address = f"http://127.0.0.1:{port}/mcp"
+    with pytest.raises(ConfigError, match="ConnectError"):
+        Tools(mcp=[address])
+    server = await _served(port)
+    tools = Tools(mcp=[address], timeout_s=60.0)
+    try:
+        episodes, engine = await play(tools, [call("multiply", a=6, b=7), "42"], columns={"answer": "42"})
+        assert "42" in observed(engine) and episodes.trajectories[0].reward == 1.0
+        exact(episodes, engine)
+        server.kill()
+        server.wait()
+        server = await _served(port)
+        for _ in range(2):  # the first may be what tells that the server has forgotten the session
+            _, engine = await play(tools, [call("multiply", a=6, b=9), "54"])
+        assert "\n54\n" in observed(engine)
+    finally:
+        tools.close()
+        server.kill()
+        server.wait()
+
+
+async def _served(port: int) -> subprocess.Popen[bytes]:
+    """Start the server, and wait until it answers."""
+    server = subprocess.Popen([sys.executable, str(SCRIPT), str(port)], stderr=subprocess.DEVNULL)
+    async with asyncio.timeout(120):
+        while True:
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+            except OSError:
+                await asyncio.sleep(0.1)
+            else:
+                writer.close()
+                return server

@@ -17,7 +17,8 @@ class Tools(Calling):
     Args:
         functions: `file.py:name` or `package.module:name` of typed functions, or of classes, whose public methods are
             tools and which have one object per episode.
-        mcp: commands that start servers of the Model Context Protocol, which talk through their standard streams.
+        mcp: commands that start servers of the Model Context Protocol, which talk through their standard streams, or
+            addresses of such servers.
         max_turns, max_calls, max_calls_per_turn, max_result: see `Budget`.
         timeout_s: limit of one call; past it its process is ended, and the policy is told.
         processes: number of processes in which stateless functions run concurrently.
@@ -62,7 +63,7 @@ def check_lists(functions: Sequence[str], mcp: Sequence[str]) -> None:
     if not functions and not mcp:
         raise ConfigError(
             "environment.name=tools has no tools. Name functions, environment.args.functions=[file.py:name], or "
-            "servers, environment.args.mcp=[COMMAND]"
+            "servers, environment.args.mcp=[COMMAND or http://...]"
         )
     for key, value in (("functions", functions), ("mcp", mcp)):
         if isinstance(value, str) or not all(isinstance(each, str) for each in value):

@@ -1,4 +1,5 @@
-"""Tools of servers of the Model Context Protocol: one process per server and worker, managed by a separate thread.
+"""Tools of servers of the Model Context Protocol: one process per server and worker, or one that others started, behind
+an address. A separate thread talks to them.
 
 consumes:     calls of episodes
 waits for:    the servers, each with a deadline
@@ -22,8 +23,10 @@ from typing import Any
 from anyio import BrokenResourceError, ClosedResourceError
 from mcp import ClientSession, MCPError, StdioServerParameters
 from mcp.client.stdio import stdio_client
+from mcp.client.streamable_http import streamable_http_client
 from mcp_types import (
     CONNECTION_CLOSED,
+    INVALID_REQUEST,
     ContentBlock,
     EmbeddedResource,
     PaginatedRequestParams,
@@ -34,13 +37,16 @@ from mcp_types import (
 
 from asyncrl.chat.base import ToolSpec
 from asyncrl.environments.tools.calling import Call
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, EpisodeError
 
 log = logging.getLogger(__name__)
 
 START_S = 120.0
 """Seconds for a server to start and list its tools."""
 STOP_S = 20.0
+LOST = (CONNECTION_CLOSED, INVALID_REQUEST)
+"""Codes of an MCPError after which a server has to be connected to anew: it has ended, or, behind an address, it was
+started again and does not know the session."""
 STREAM_CLOSED = (BrokenResourceError, ClosedResourceError)
 """Errors besides MCPError that a call to a server that has ended may raise."""
 MOST_PAGES = 100
@@ -50,21 +56,25 @@ MOST_PAGES = 100
 class Servers:
     """Starts all servers and maps each tool to its server. Implements `calling.Source`.
 
+    Args:
+        places: commands that start a server, and addresses (`http://...`) of servers that others started.
+        timeout_s: limit of one call.
+
     Raises:
         ConfigError: a server did not start, or listed no tools.
     """
 
-    def __init__(self, commands: Sequence[str], timeout_s: float) -> None:
+    def __init__(self, places: Sequence[str], timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True)
         self._thread.start()
-        self._servers = [_Server(command) for command in commands]
+        self._servers = [_Server(place) for place in places]
         self._owner: dict[str, _Server] = {}
         self.specs: list[ToolSpec] = []
         try:
             for server in self._servers:
-                for spec in self._wait(server.start(), server.command):
+                for spec in self._submit(server.start()).result():
                     self._owner[spec["function"]["name"]] = server
                     self.specs.append(spec)
         except BaseException:
@@ -88,70 +98,68 @@ class Servers:
     def _submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def _wait(self, work: Coroutine[Any, Any, Any], command: str) -> Any:
-        try:
-            return self._submit(work).result(START_S)
-        except FutureTimeout as error:
-            raise ConfigError(f"environment.args.mcp: {command!r} named no tools within {START_S:g} s") from error
-
 
 class _Server:
-    """One server process. One task owns its streams and holds them open; calls come from other tasks."""
+    """One server. One task owns its streams and holds them open; calls come from other tasks."""
 
-    def __init__(self, command: str) -> None:
-        self.command = command
+    def __init__(self, place: str) -> None:
+        self._place = place
         self._session: ClientSession | None = None
         self._task: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
         self._again: asyncio.Task[Any] | None = None
 
     async def start(self) -> list[ToolSpec]:
-        """Start the server; returns its tools. Raises ConfigError."""
+        """Start the server; returns its tools. Raises ConfigError.
+
+        waits for: the list of its tools; unblocked by: that, the server's end, or START_S.
+        """
         up: asyncio.Future[list[ToolSpec]] = asyncio.get_running_loop().create_future()
         self._stop = asyncio.Event()
         self._task = asyncio.create_task(self._keep(up))
-        return await up
+        try:
+            async with asyncio.timeout(START_S):
+                return await up
+        except TimeoutError as error:
+            self._task.cancel()
+            raise ConfigError(f"environment.args.mcp: {self._place!r} named no tools within {START_S:g} s") from error
 
     async def _keep(self, up: asyncio.Future[list[ToolSpec]]) -> None:
-        words, session = shlex.split(self.command), None
+        session = None
         try:
-            given = StdioServerParameters(command=words[0], args=words[1:], env=dict(os.environ))
-            async with stdio_client(given) as (read, write), ClientSession(read, write) as session:
+            async with _streams(self._place) as (read, write), ClientSession(read, write) as session:
                 await session.initialize()
                 specs = await _specs(session)
                 if not specs:
-                    raise ConfigError(f"environment.args.mcp: {self.command!r} has no tools")
+                    raise ConfigError(f"environment.args.mcp: {self._place!r} has no tools")
                 self._session = session
-                up.set_result(specs)
+                if not up.done():  # given up after START_S
+                    up.set_result(specs)
                 await self._stop.wait()
         # A user's server, and a library that raises many errors when it is gone.
         except Exception as error:
             if up.done():
-                log.warning("the MCP server %r is gone: %s: %s", self.command, type(error).__name__, error)
+                log.warning("the MCP server %r is gone: %s: %s", self._place, type(error).__name__, error)
             else:
                 while isinstance(error, ExceptionGroup):  # a group of the library's tasks: the error is inside
                     error = error.exceptions[0]
                 known = error if isinstance(error, ConfigError) else None
                 why = f"{type(error).__name__}: {error}"
-                up.set_exception(known or ConfigError(f"environment.args.mcp: {self.command!r} did not start: {why}"))
+                up.set_exception(known or ConfigError(f"environment.args.mcp: {self._place!r} did not start: {why}"))
         finally:
             if self._session is session:  # not that of a server started since
                 self._session = None
 
     async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> str:
-        """Call a tool; returns the text that the policy reads."""
-        session = None
+        """Call a tool; returns the text that the policy reads. Raises EpisodeError: there is no server to call."""
+        session = self._session or await self._restarted()
         try:
             async with asyncio.timeout(timeout_s):
-                if self._session is None:
-                    await self._restart()
-                session = self._session
-                assert session is not None
                 result = await session.call_tool(name, arguments)
         except TimeoutError:
             return f"Error: the call took longer than {timeout_s:g} s"
         except (MCPError, *STREAM_CLOSED) as error:
-            gone = isinstance(error, STREAM_CLOSED) or error.code == CONNECTION_CLOSED
+            gone = isinstance(error, STREAM_CLOSED) or error.code in LOST
             if gone and self._session is session:  # an earlier call may have started another
                 self._stop.set()  # ends the task that holds it; the next call starts another
                 self._session = None
@@ -162,14 +170,25 @@ class _Server:
         text = "\n".join(_said(part) for part in result.content)
         return f"Error: {text}" if result.is_error else text
 
-    async def _restart(self) -> None:
-        """Start the server once for all calls that need it, even if the first of them gives up."""
+    async def _restarted(self) -> ClientSession:
+        """Start the server once for all calls that need it, even if the first of them gives up. No part of the call's
+        time, nor of what the policy is told: it cannot help that its server is gone.
+
+        Raises:
+            EpisodeError: it does not start, or ended at once.
+        """
         if self._again is None or self._again.done():
             self._again = asyncio.create_task(self._started_again())
-        await asyncio.shield(self._again)
+        try:
+            await asyncio.shield(self._again)
+        except ConfigError as error:
+            raise EpisodeError(f"a server was lost and cannot be started again: {error}") from error
+        if self._session is None:
+            raise EpisodeError(f"environment.args.mcp: {self._place!r} was started again and ended at once")
+        return self._session
 
     async def _started_again(self) -> None:
-        log.warning("the MCP server %r is started again", self.command)
+        log.warning("the MCP server %r is started again", self._place)
         self._stop.set()
         if self._task is not None:
             await asyncio.wait([self._task], timeout=STOP_S)
@@ -179,9 +198,17 @@ class _Server:
         if self._again is not None:
             self._again.cancel()
         self._stop.set()
-        if self._task is not None:
-            await asyncio.wait([self._task], timeout=STOP_S / 2)
+        if self._task is not None and not (await asyncio.wait([self._task], timeout=STOP_S / 3))[0]:
             self._task.cancel()
+            await asyncio.wait([self._task], timeout=STOP_S / 2)  # until the library has ended the process
+
+
+def _streams(place: str) -> AbstractAsyncContextManager[Any]:
+    """Connect to a server at an address, or start one with a command."""
+    if place.startswith(("http://", "https://")):
+        return streamable_http_client(place)
+    words = shlex.split(place)
+    return stdio_client(StdioServerParameters(command=words[0], args=words[1:], env=dict(os.environ)))
 
 
 def _said(part: ContentBlock) -> str:
