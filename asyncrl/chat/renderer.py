@@ -27,7 +27,7 @@ from asyncrl.chat.names import DEFAULT, Abilities, tells_of_tools
 from asyncrl.chat.remembering import Remembering
 from asyncrl.chat.seam import Seam
 from asyncrl.chat.supervised import Supervised, by_renderer, by_template
-from asyncrl.chat.template import extension_text
+from asyncrl.chat.template import extension_text, special_tokens
 from asyncrl.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ class RendererChat:
             raise no_place_for_tools()
 
     def _ends(self) -> set[int]:
-        return {*self.stop_token_ids, *self._tokenizer.all_special_ids}
+        return {*self.stop_token_ids, *special_tokens(self._tokenizer)}
 
     def _plain(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True))

@@ -5,13 +5,14 @@ Not used for rollouts, whose sampled tokens are never rendered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.chat.base import ChatError, Message, ToolSpec, with_arguments
 from asyncrl.chat.library import Renderer
 from asyncrl.chat.seam import Seam
+from asyncrl.chat.template import special_tokens
 
 ASSISTANT = "assistant"
 
@@ -116,9 +117,9 @@ def _pieces(
         given = {**options, "tools": list(tools) or None}
         return str(tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=asks, **given))
 
-    whole, place = written(len(messages)), 0
+    whole, place, special = written(len(messages)), 0, set(special_tokens(tokenizer).values())
     for number in [number for number, wanted in enumerate(learned) if wanted]:
-        head, through = written(number, asks=True), written(number + 1)
+        head, through = written(number, asks=True), _going_on(written(number + 1), whole, special)
         if not through.startswith(head):
             raise ChatError(
                 f"the chat template begins message {number} differently from its generation prompt ({through[-80:]!r} "
@@ -131,14 +132,22 @@ def _pieces(
                 "out earlier reasoning). Train on the last turn only (data.learn=last), or set the renderer of the "
                 "model (model.renderer)"
             )
-        body, closes = _closed(whole[len(head) : len(through)], messages[number], tokenizer.all_special_tokens)
+        body, closes = _closed(whole[len(head) : len(through)], messages[number], special)
         yield whole[place : len(head)], False, False
         yield body, True, closes
         place = len(head) + len(body)
     yield whole[place:], False, False
 
 
-def _closed(written: str, message: Message, special: Sequence[str]) -> tuple[str, bool]:
+def _going_on(through: str, whole: str, special: Collection[str]) -> str:
+    """Leave out the special token with which a template (Phi's) ends any conversation, so also one that goes on."""
+    if whole.startswith(through):
+        return through
+    shorter = (through.removesuffix(token) for token in special if token and through.endswith(token))
+    return next((text for text in shorter if whole.startswith(text)), through)
+
+
+def _closed(written: str, message: Message, special: Collection[str]) -> tuple[str, bool]:
     """The part of a turn that is trained on, without trailing white space; and whether it lacks an end token."""
     bare = written.rstrip()
     if any(token and bare.endswith(token) for token in special):

@@ -11,6 +11,14 @@ SAID = "What_The_Policy_Sampled"
 """Placeholder for the sampled turn. A template that changes it cannot be extended."""
 
 
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """The special tokens by id, with those that have no name of their own: Gemma's and Phi's ends of a turn are in no
+    `all_special_tokens`."""
+    added = {int(at): str(token) for at, token in tokenizer.added_tokens_decoder.items() if token.special}
+    named = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
+    return added | {int(at): str(token) for at, token in named}
+
+
 def extension_text(
     tokenizer: Any, messages: Sequence[Message], tools: Sequence[ToolSpec], options: Mapping[str, Any]
 ) -> str:

@@ -100,6 +100,27 @@ def test_a_template_that_closes_no_turn_gets_the_eos_that_a_policy_samples() -> 
     assert learned_text(of, of.supervise(ends_in_space, learned=BOTH[:2])) == "a \n<|eos|>"
 
 
+def test_an_end_of_a_turn_that_is_special_but_no_named_token_is_the_end_of_the_turn() -> None:
+    """Gemma's: the tokenizer's EOS is another token, and no turn has both, learned or continued."""
+    of = by_template(CHATML)
+    assert of.stop_token_ids == (EOS_ID,)
+    found = of.supervise(TALK, learned=BOTH)
+    assert learned_text(of, found) == "FIRST ANSWER<|im_end|>SECOND ANSWER<|im_end|>"
+    rollout = of.render(TALK[:1])
+    answer = of.encode("FIRST ANSWER<|im_end|>", add_special_tokens=False)
+    follows = of.extend(rollout, answer, TALK[2:3])
+    last = of.encode("SECOND ANSWER<|im_end|>", add_special_tokens=False)
+    assert list(found.token_ids) == [*rollout, *answer, *follows, *last]
+
+
+def test_a_template_that_ends_every_conversation_with_the_eos_is_learned_turn_by_turn() -> None:
+    """Phi's."""
+    of = by_template(CHATML.replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}"))
+    found = of.supervise(TALK, learned=BOTH)
+    assert learned_text(of, found) == "FIRST ANSWER<|im_end|>SECOND ANSWER<|im_end|>\n<|eos|>"
+    assert of.decode(list(found.token_ids)).count("<|eos|>") == 1
+
+
 def test_a_template_that_rewrites_earlier_turns_is_refused_but_for_the_last() -> None:
     forgets = CHATML.replace("m.content", "m.content if loop.last else m.content.split('</think>')[-1]")
     of = by_template(forgets, "<|im_end|>")

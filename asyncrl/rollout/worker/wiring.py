@@ -281,6 +281,8 @@ def load_texts(config: Config, own: LocalTokenizer | None = None) -> Texts:
     vocabulary = MAX_VOCABULARY if config.engine.name == "fake" else check_vocabulary(config.model.path, tokenizer)
     chat = open_chat(tokenizer, config.model.path, config.model.renderer, config.model.chat)
     log.info("%s", told(chat, config.model.renderer))
+    # Those of the model's files too: an environment would otherwise take a turn that ended with one for an open one.
+    chat.stop_token_ids = stop_token_ids(config.model.path, tokenizer, chat.stop_token_ids)
     prompts = PromptSource(
         open_dataset(config.data),
         chat,
@@ -296,7 +298,7 @@ def load_texts(config: Config, own: LocalTokenizer | None = None) -> Texts:
         top_k=config.rollout.top_k,
         min_p=config.rollout.min_p,
         max_new_tokens=config.rollout.max_new_tokens,
-        stop_token_ids=stop_token_ids(config.model.path, tokenizer, chat.stop_token_ids),
+        stop_token_ids=chat.stop_token_ids,
         record_topk=config.engine.record_topk,
         record_routing=config.learner.router_replay,
     )

@@ -99,6 +99,17 @@ def test_a_completion_ends_where_generation_config_says_so_else_where_config_doe
     assert not caplog.records
 
 
+def test_environments_know_the_ends_of_a_turn_that_rollouts_stop_at(tmp_path):
+    """They ask whether the policy's turn is open, and may write into one that is."""
+    path = folder(tmp_path, VOCAB_SIZE)
+    GenerationConfig(eos_token_id=9).save_pretrained(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "r.py").write_text("def f(completion, row): return 1.0")
+    own = [f"data.path={tmp_path}/rows.jsonl", f"reward.function={tmp_path}/r.py:f"]
+    texts = wiring.load_texts(load_config([f"model.path={path}", *own, "engine=fake"]))
+    assert texts.sampling.stop_token_ids == texts.chat.stop_token_ids == (9, EOS_ID)
+
+
 def test_it_is_said_where_no_token_ends_a_completion(tmp_path, caplog):
     path = folder(tmp_path, VOCAB_SIZE)
     tokenizer = load_tokenizer(path)
