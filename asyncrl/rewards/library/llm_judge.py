@@ -85,15 +85,16 @@ class LlmJudge:
         asked = {"role": "user", "content": filled(self._template, completion, row)}
         said = await self._asking.post(self._body | {"messages": [*self._system, asked]})
         try:
-            text = said["choices"][0]["message"]["content"] or ""
-        except (KeyError, IndexError, TypeError) as error:
+            text = text_of(said["choices"][0]["message"]["content"])
+            spent = self._spent(said.get("usage") or {})
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             raise RewardError(
-                f"the answer of the judge at {self._asking.url} has no message: {said!r:.200}", "no_number"
+                f"the answer of the judge at {self._asking.url} is not a chat completion: {said!r:.200}", "no_number"
             ) from error
         found = [match.group(1) for match in self._pattern.finditer(text)]
         if not found:
             raise RewardError(f"the judge gave no number: {text[-200:]!r}", "no_number")
-        return {"score": float(found[-1]) / self._scale} | self._spent(said.get("usage") or {})
+        return {"score": float(found[-1]) / self._scale} | spent
 
     def _spent(self, usage: Mapping[str, Any]) -> dict[str, float]:
         tokens = [float(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
@@ -101,6 +102,13 @@ class LlmJudge:
         if any(self._prices):
             parts["cost"] = sum(count * price for count, price in zip(tokens, self._prices, strict=True)) / 1e6
         return parts
+
+
+def text_of(content: Any) -> str:
+    """Return the text of a message. Judges that reason may answer in parts; those with a text are the answer."""
+    if isinstance(content, list):
+        return "".join(part["text"] for part in content if isinstance(part.get("text"), str))
+    return content or ""
 
 
 def filled(template: str, completion: str, row: Mapping[str, Any]) -> str:

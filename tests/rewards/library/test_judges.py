@@ -84,6 +84,16 @@ def test_the_judges_last_number_over_the_scale_is_the_score_and_what_it_cost_are
     assert "2 + 2?" in user["content"] and "Right answer:\n4" in user["content"]
 
 
+def test_an_answer_in_parts_is_its_text(server):
+    """Judges that reason answer so, as Mistral's do."""
+    parts = [
+        {"type": "thinking", "thinking": [{"type": "text", "text": "Score: 2?"}]},
+        {"type": "text", "text": "Score: 7"},
+    ]
+    server.answers = [(200, {"choices": [{"message": {"content": parts}}]})]
+    assert asked(judge(server.url))["score"] == 0.7
+
+
 def test_what_may_help_is_tried_again_and_the_rest_is_not(server):
     server.answers = [(503, "busy"), (429, "slowly"), (200, message("score = 10"))]
     assert asked(judge(server.url))["score"] == 1.0
@@ -109,7 +119,9 @@ def test_a_judge_that_is_down_is_a_failure_with_its_reason(server):
     ("said", "why"),
     [
         (message("I cannot say"), "gave no number: 'I cannot say'"),
-        ({"choices": []}, "has no message"),
+        ({"choices": []}, "is not a chat completion"),
+        (message("Score: 5") | {"usage": {"prompt_tokens": "many"}}, "is not a chat completion"),
+        ({"choices": [{"message": {"content": ["Score: 5"]}}]}, "is not a chat completion"),
         ("<html>", "is not JSON: <html>"),
         pytest.param("[" * 100_000, r"is not JSON: \[", id="endless"),
     ],
