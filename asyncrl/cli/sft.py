@@ -37,11 +37,11 @@ from asyncrl.telemetry.folder.resumed import kept_dtypes
 from asyncrl.telemetry.folder.run_folder import (
     changes_in,
     note_steps,
-    occupied,
     prepare_run_folder,
     refuse_used_folder,
     said_of_gone,
 )
+from asyncrl.telemetry.folder.tenants import occupied
 from asyncrl.telemetry.live.console import PlainConsole, say
 from asyncrl.telemetry.reports.summary import read_metrics, summary, without
 

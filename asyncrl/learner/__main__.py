@@ -41,6 +41,7 @@ from asyncrl.schema import Config
 from asyncrl.storage.occupancy import lived_in
 from asyncrl.telemetry.folder.resumed import kept_dtypes
 from asyncrl.telemetry.folder.run_folder import begin_settings, changes_in, prepare_run_folder, still_of
+from asyncrl.telemetry.folder.tenants import sole_learner
 from asyncrl.telemetry.live.progress import PrintingLog
 from asyncrl.weights.factory import backend_of, make_publisher
 
@@ -65,6 +66,8 @@ def work(overrides: Sequence[str], opened: ExitStack) -> None:
     share = LEARNER_SHARE if config.placement.mode == "colocated" else 1.0
     prepare_process(place, logging.INFO if place.rank == 0 else logging.WARNING, share)
     keep_heap()  # for the memory of received batches
+    if place.rank == 0:
+        opened.enter_context(sole_learner(config))
     run(config, place, opened.enter_context(joined_ranks(config, place)), opened, overrides)
 
 

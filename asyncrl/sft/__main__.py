@@ -29,6 +29,7 @@ from asyncrl.sft.train import Start, train_rows
 from asyncrl.storage.occupancy import lived_in
 from asyncrl.telemetry.folder.resumed import kept_dtypes
 from asyncrl.telemetry.folder.run_folder import begin_settings, changes_in, prepare_run_folder, still_of
+from asyncrl.telemetry.folder.tenants import sole_learner
 from asyncrl.telemetry.live.progress import PrintingLog
 from asyncrl.telemetry.metrics.log import METRICS_FILE
 
@@ -50,6 +51,8 @@ def work(overrides: Sequence[str], opened: ExitStack) -> None:
     check_sft_machine(given, alone=False)
     begin_trace(config, f"learner {place.rank}")
     prepare_process(place, logging.INFO if place.rank == 0 else logging.WARNING)
+    if place.rank == 0:
+        opened.enter_context(sole_learner(given))
     backend = opened.enter_context(joined_ranks(config, place))
     run_dir = Path(given.run.dir).resolve()
     dtype = dtype_on(given.model.dtype, place.device.type)

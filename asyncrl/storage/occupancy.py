@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 TRIES = 50
 TURN_S = 0.1
+LEAVES_S, ENDS_S = 2.0, 10.0
+"""Limits on the wait for the holder of a file: for one that runs, and for one that is dying or not of this machine."""
 
 
 @contextmanager
@@ -75,6 +77,45 @@ def in_turn(folder: Path, waits: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+@contextmanager
+def held_alone(file: Path) -> Iterator[ProcessId | None]:
+    """Hold `file`, which must exist, until the context or this process ends. Yields None, or the process of this
+    machine that holds it already.
+
+    waits for: that process, `LEAVES_S`; `ENDS_S` if it is dying (memory of GPUs takes seconds), or if none is visible
+    here. unblocked by: its end, however it ends
+    """
+    handle = os.open(file, os.O_RDWR)  # for writing: network file systems lock no file that is only read
+    try:
+        yield _holder(handle, file)
+    finally:
+        os.close(handle)
+
+
+def _holder(handle: int, file: Path) -> ProcessId | None:
+    begun = time.monotonic()
+    while not _flock(handle, fcntl.LOCK_EX):
+        running = [process for process in living_in(file) if _has_open(process, file)]
+        if time.monotonic() - begun > (LEAVES_S if running else ENDS_S):
+            if not running:
+                log.warning("%s is held, but by no process that is visible here: is one alive elsewhere?", file)
+            return running[0] if running else None
+        time.sleep(TURN_S)
+    return None
+
+
+def _has_open(process: ProcessId, file: Path) -> bool:
+    """Whether the process runs and has the file open: its pid may be that of a dead one, whose child holds the lock."""
+    if not process.running() or not any(process.command()):  # a dying process has no command line any more
+        return False
+    try:
+        return any(each.samefile(file) for each in Path(f"/proc/{process.pid}/fd").iterdir() if each.exists())
+    except PermissionError:  # of another user
+        return True
+    except OSError:  # it has just ended
+        return False
 
 
 def _flock(handle: int, kind: int) -> bool:

@@ -1,4 +1,4 @@
-"""A second pool of workers joins a running job and leaves it again."""
+"""A second pool of workers joins a running job and leaves it again; a second learner is refused."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def makers(run: LocalRun) -> list[str]:
     return [row["worker"] for row in run.rows("samples")]
 
 
-def test_pools_of_another_model_are_refused_and_one_of_this_joins_a_running_job_and_leaves_it_and_nothing_is_lost(
+def test_other_pools_and_a_second_learner_are_refused_and_a_pool_joins_a_running_job_and_leaves_it_and_nothing_is_lost(
     start_local: StartLocal, tiny_task: dict[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "leisurely.py").write_text(LEISURELY)
@@ -61,6 +61,7 @@ def test_pools_of_another_model_are_refused_and_one_of_this_joins_a_running_job_
     run.wait_for_step(3, 300)
     shared = tiny_task | settings | {"run.dir": str(run.directory)}
     the_run_does_not_notice_pools_that_are_refused(run, shared, tmp_path)
+    the_run_does_not_notice_a_learner_that_is_refused(run, shared)
     first = set(makers(run))
     assert len(first) == 1
     pool = start_pool(run, shared, tmp_path / "second.log")
@@ -105,4 +106,22 @@ def the_run_does_not_notice_pools_that_are_refused(run: LocalRun, shared: dict[s
             pool.wait()
         assert said in log.read_text() and "A restart cannot help" in log.read_text()
     wait_until(run, lambda: run.rows()[-1]["replay/workers"] == 1, "one worker was counted")
+    run.wait_for_step(run.rows()[-1]["step"] + 3, 200)
+
+
+def the_run_does_not_notice_a_learner_that_is_refused(run: LocalRun, shared: dict[str, str]) -> None:
+    ranks = [
+        each for each in run.descendants("-m asyncrl.learner ") if "asyncrl.learner.torchrun" not in each.cmdline()
+    ]
+    assert len(ranks) == 1
+    settings = [f"{key}={value}" for key, value in shared.items()]
+    done = subprocess.run(
+        ["bash", "launchers/learner.sh", *settings, "resume=auto"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHON": sys.executable},
+        cwd=Path(__file__).resolve().parents[2],
+    )
+    assert done.returncode != 0 and f"has a learner that is alive: a learner rank, pid {ranks[0].pid}." in done.stderr
     run.wait_for_step(run.rows()[-1]["step"] + 3, 200)

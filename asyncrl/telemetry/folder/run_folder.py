@@ -30,7 +30,6 @@ from asyncrl.schema import Config, RunSettings
 from asyncrl.storage.checkpoints import CHECKPOINT_DIR, is_of_another_run
 from asyncrl.storage.full_disk import BOARD_BYTES, make_board
 from asyncrl.storage.objects import read_object
-from asyncrl.storage.occupancy import alone_in, holders
 from asyncrl.storage.sealed import replace_text
 from asyncrl.telemetry.folder.origins import commented, origins
 from asyncrl.telemetry.folder.resumed import (
@@ -51,6 +50,8 @@ BLOTTED = "***"
 METRICS_FILE = "metrics.jsonl"
 STOP_FILE = "stop"
 """In `logs`: asks the learner to save a checkpoint and end."""
+LEARNER_FILE = "learner.lock"
+"""In `logs`: locked by rank 0 of the learner, for as long as it lives."""
 SEAL = "# The lines above have the xxh3 "
 """Begins the last line of `config.yaml`; a hash follows. A resume compares its settings with this file."""
 SECRET_NAMES = ("*key*", "*token*", "*secret*", "*password*")
@@ -80,7 +81,7 @@ def prepare_run_folder(
         return folder
     refuse_used_folder(config)
     changed = resumed_lines(config, folder, changes_in(config), begins)
-    with _writing(config):
+    with written(config):
         _prepare(config, folder, run_id, keep, changed, overrides)
     return folder
 
@@ -123,7 +124,7 @@ def _prepare(
     if config.overwrite and owner_of(folder) is not None:
         for entry in folder.iterdir():
             if entry.name not in keep:
-                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+                _remove(entry)
     patience = disk_patience(config)
     (folder / LOG_DIR).mkdir(parents=True, exist_ok=True)
     (folder / LOG_DIR / STOP_FILE).unlink(missing_ok=True)
@@ -135,6 +136,17 @@ def _prepare(
     # In `logs` for a run that continues: a start that is refused before a step was no resume (`begin_settings`).
     target = folder / LOG_DIR if (folder / CONFIG_FILE).exists() else folder
     write_config(config, target, [*history_of(folder), *changed], overrides)
+
+
+def _remove(entry: Path) -> None:
+    if not entry.is_dir() or entry.is_symlink():
+        entry.unlink()
+    elif entry.name == LOG_DIR:  # a lock on a file that is gone keeps nobody away
+        for log_file in entry.iterdir():
+            if log_file.name != LEARNER_FILE:
+                _remove(log_file)
+    else:
+        shutil.rmtree(entry)
 
 
 def note_steps(config: RunSettings, steps: int) -> None:
@@ -161,29 +173,8 @@ def _note(config: RunSettings, folder: Path, values: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def occupied(config: RunSettings) -> Iterator[None]:
-    """Hold `run.dir` for the caller's run. It stays held while any process of the run lives (`lived_in`): a second run
-    in it on this machine would write into the files of the first, or delete them.
-
-    Raises:
-        RunFolderError: another run is in progress in it, or it cannot be made.
-    """
-    folder = Path(config.run.dir).resolve()
-    if folder.exists() and not folder.is_dir():
-        refuse_used_folder(config)
-    with _writing(config):
-        folder.mkdir(parents=True, exist_ok=True)
-    with alone_in(folder) as alone:
-        if not alone:
-            raise RunFolderError(
-                f"run.dir={config.run.dir} belongs to a run that is in progress{holders(folder)}. Stop it first, or "
-                "give another run.name"
-            )
-        yield
-
-
-@contextmanager
-def _writing(config: RunSettings) -> Iterator[None]:
+def written(config: RunSettings) -> Iterator[None]:
+    """Replace an OSError of the block: `run.dir` cannot be written. Raises RunFolderError."""
     try:
         yield
     except AsyncRLError:

@@ -13,13 +13,13 @@ from asyncrl.errors import DiskFullError, RunFolderError
 from asyncrl.schema import Config
 from asyncrl.storage.checkpoints import begin_branch
 from asyncrl.telemetry.folder.run_folder import (
-    occupied,
     origin_of,
     owner_of,
     prepare_run_folder,
     redacted,
     still_of,
 )
+from asyncrl.telemetry.folder.tenants import occupied
 
 
 @cache
@@ -115,18 +115,6 @@ def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
     with pytest.raises(RunFolderError, match="is a file"):
         prepare_run_folder(config_for(tmp_path / "a"), "one")
-
-
-@pytest.mark.parametrize("setting", ["overwrite=true", "resume=auto", "seed=0"])
-def test_a_second_run_cannot_begin_in_the_folder_of_one_that_goes_on(setting: str, tmp_path: Path) -> None:
-    with occupied(config_for(tmp_path / "a")):
-        prepare_run_folder(config_for(tmp_path / "a"), "one")
-        with pytest.raises(RunFolderError, match="in progress"), occupied(config_for(tmp_path / "a", setting)):
-            pass
-        with occupied(config_for(tmp_path / "b")):
-            assert (tmp_path / "a" / "run.json").exists()
-    with occupied(config_for(tmp_path / "a", setting)):
-        prepare_run_folder(config_for(tmp_path / "a", "overwrite=true"), "two")
 
 
 def test_a_folder_that_cannot_be_written_is_named_with_the_reason(
