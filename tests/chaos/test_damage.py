@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +41,25 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(recorded: Path, tmp_path: Path) -> Path:
     shutil.copytree(recorded, tmp_path / "run", symlinks=True)
     return tmp_path / "run"
+
+
+@contextmanager
+def unprivileged(folder: Path) -> Iterator[Path]:
+    """A copy of the folder and the rights of its owner alone: root may read everything."""
+    nobody = 65534
+    with tempfile.TemporaryDirectory() as parent:
+        Path(parent).chmod(0o755)
+        copy = shutil.copytree(folder, Path(parent, "run"), symlinks=True)
+        if os.geteuid() != 0:
+            yield copy
+            return
+        for path in (copy, *copy.rglob("*")):
+            os.chown(path, nobody, nobody, follow_symlinks=False)
+        os.seteuid(nobody)
+        try:
+            yield copy
+        finally:
+            os.seteuid(0)
 
 
 def newest_segment(folder: Path) -> Path:
@@ -181,5 +204,29 @@ def test_a_checkpoint_that_cannot_be_opened_is_not_damaged_and_no_resume_goes_ba
     monkeypatch.setattr(Path, "read_bytes", lambda path: path.open("rb").read())
     monkeypatch.setattr(Path, "read_text", lambda path, *_: path.open().read())
     found = examine(folder)
-    assert [said for said in found.refusals if "Permission denied" in said] and not found.bare
+    assert [said for said in found.unread if "Permission denied" in said] and not found.bare
     assert not [said for said in found.notes if "passes it over" in said or "goes back" in said]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl", "ckpt/latest/state.json", "config.yaml", "run.json"])
+def test_a_file_that_may_not_be_read_is_named_and_no_contradiction(
+    folder: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tell(folder) == 0
+    with unprivileged(folder) as copy:
+        path = (copy / name).resolve()
+        path.chmod(0)
+        assert main(["audit", str(copy)]) == 2
+        with pytest.raises(RunFolderError, match=f"{path.name} cannot be read: Permission denied"):
+            refuse_damaged(copy, "auto", print)
+    told = capsys.readouterr().err
+    assert f"NOT CHECKED: {path} cannot be read: Permission denied. Ask its owner" in told
+    assert "CONTRADICTION" not in told
+
+
+def test_a_journal_that_may_not_be_read_is_said_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with unprivileged(folder) as copy:
+        path = newest_segment(copy)
+        path.chmod(0)
+        assert main(["audit", str(copy)]) == 2
+    assert capsys.readouterr().err.count(f"{path} cannot be read: Permission denied") == 1

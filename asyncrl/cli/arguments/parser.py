@@ -102,7 +102,7 @@ DESCRIPTIONS = {
     "row per data_source. The same command continues where it was stopped.",
     "export": "Write a checkpoint of a run as a Hugging Face model, during the run or after it. Needs no GPU.",
     "audit": "Check from a run's journal that every group is accounted for, none was trained too often and no token "
-    "was over the bound. Exit code 0 if so, 1 if not, 2 if it cannot be read.",
+    "was over the bound, and that the files of the run agree. Exit code 0 if so, 1 if not, 2 if a file cannot be read.",
     "rerun": "Train the learner of a run again on its recorded data: bit for bit as it was (on CPUs), or with another "
     "loss, advantage, learning rate or staleness bound. Writes RUN/rerun-NAME/.",
     "verify": "Compare the log-probs of every engine installed here with the learner's, for one model. Exit "

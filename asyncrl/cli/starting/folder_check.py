@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncrl.config import JOURNAL_DIR
-from asyncrl.errors import AsyncRLError, JournalError, RunFolderError
+from asyncrl.errors import AsyncRLError, CheckpointError, JournalError, RunFolderError
 from asyncrl.replay.audit.ledger_file import LEDGER_FILE
+from asyncrl.replay.audit.report import unread
 from asyncrl.replay.core.durable import events as ev
 from asyncrl.replay.journal.disk import FolderDisk
 from asyncrl.replay.journal.durable import recover
@@ -41,6 +42,8 @@ class Findings:
 
     refusals: list[str] = field(default_factory=list)
     """Reasons why a run must not continue in this folder as it is."""
+    unread: list[str] = field(default_factory=list)
+    """What the system did not let this process read. Files are compared only if all could be."""
     notes: list[str] = field(default_factory=list)
     """What is missing or damaged and only reported."""
     checkpoint: Path | None = None
@@ -64,18 +67,46 @@ class JournalEnd:
 def examine(folder: Path) -> Findings:
     """Read everything that a run left in `folder`, and compare it."""
     found = Findings()
-    journal = _attempt(found.refusals, lambda: journal_end(folder / JOURNAL_DIR, found.notes))
+    refusals = found.refusals
+    journal = _attempt(found, refusals, lambda: journal_end(folder / JOURNAL_DIR, found.notes))
     for shard in sorted((folder / JOURNAL_DIR).glob(f"{SHARD}*")):
-        _attempt(found.refusals, lambda shard=shard: check_shard(shard))
-    known = len(found.refusals)
-    begins = found.checkpoint = _attempt(found.refusals, lambda: newest_proven(folder, found.notes.append))
-    unread = len(found.refusals) > known
-    checkpoint = _attempt(found.refusals, lambda: position_of(begins)) if begins is not None else None
+        _attempt(found, refusals, lambda shard=shard: check_shard(shard))
+    known = len(refusals)
+    begins = found.checkpoint = _attempt(found, refusals, lambda: newest_proven(folder, found.notes.append))
+    broken = len(refusals) > known
+    checkpoint = _attempt(found, refusals, lambda: position_of(begins)) if begins is not None else None
+    for name in (RUN_FILE, CONFIG_FILE):
+        _attempt(found, refusals, lambda path=folder / name: _open(path))
     lines: dict[str, Lines[Row]] = {}
     for name in (METRICS_FILE, SAMPLES_FILE, EVAL_SAMPLES_FILE, HISTOGRAMS_FILE, ALARMS_FILE, LEDGER_FILE):
-        lines[name] = read_parts(folder / name, _compared)
-        if problem := lines[name].problem(folder / name):
-            found.notes.append(problem)
+        try:
+            lines[name] = read_parts(folder / name, _compared)
+        except PermissionError as error:
+            found.unread.append(unread(error))
+    if not found.unread:
+        _compare(folder, found, journal, checkpoint, lines, broken=broken)
+    for name in EXPORTS:
+        _attempt(found, found.notes, lambda path=folder / name: _check_export(path))
+    return found
+
+
+def _open(path: Path) -> None:
+    """Raises PermissionError: it may not be read."""
+    if path.exists():
+        path.open("rb").close()
+
+
+def _compare(
+    folder: Path,
+    found: Findings,
+    journal: JournalEnd | None,
+    checkpoint: tuple[int, int] | None,
+    lines: Mapping[str, Lines[Row]],
+    *,
+    broken: bool,
+) -> None:
+    """Args: broken: there are checkpoints, but the newest is damaged."""
+    found.notes += [said for name, each in lines.items() if (said := each.problem(folder / name))]
     if said := config_note(folder):
         found.notes.append(said)
     found.notes += _gone(folder)
@@ -84,21 +115,23 @@ def examine(folder: Path) -> Findings:
     if journal is not None:
         found.refusals += _lost(folder, journal, metrics, ledger, checkpoint)
         found.notes += _behind(folder, journal, ledger, checkpoint)
-        found.bare = _bare(folder, journal) if begins is None and not unread else ""
+        found.bare = _bare(folder, journal) if found.checkpoint is None and not broken else ""
     elif checkpoint is not None and not found.refusals:
         found.notes.append(
             f"there is no journal in {folder / JOURNAL_DIR}. The steps before the checkpoint of step {checkpoint[0]} "
             "are taken from it unverified, and the groups after it are generated again"
         )
-    for name in EXPORTS:
-        path = folder / name
-        if is_sealed(path):
-            _attempt(found.notes, lambda path=path: verify_export(path))
-        elif path.is_dir():
-            found.notes.append(
-                f"{path / MANIFEST} is missing or damaged, so the content of {path.name}/ cannot be verified"
-            )
-    return found
+
+
+def _check_export(path: Path) -> None:
+    """Raises CheckpointError: it is damaged, or cannot be verified."""
+    if is_sealed(path):
+        verify_export(path)
+    elif path.is_dir():
+        _open(path / MANIFEST)
+        raise CheckpointError(
+            f"{path / MANIFEST} is missing or damaged, so the content of {path.name}/ cannot be verified"
+        )
 
 
 def _compared(row: Row) -> Row:
@@ -123,14 +156,14 @@ def refuse_damaged(folder: Path, resume: str, say: Callable[[str], None]) -> Pat
         say(note)
     if found.bare and resume == "auto":
         found.refusals.append(found.bare)
-    if found.refusals:
-        raise RunFolderError("\n".join(found.refusals))
+    if found.refusals or found.unread:
+        raise RunFolderError("\n".join([*found.refusals, *found.unread]))
     return found.checkpoint
 
 
 def tell(run: Path, told: str = "") -> int:
-    """Print the findings for a run folder, except the refusal `told`, which the caller has printed. Returns 1 if files
-    contradict each other, else 0."""
+    """Print the findings for a run folder, except `told`, which the caller has printed. Returns 1 if files
+    contradict each other, 2 if some could not be read, else 0."""
     if run.name == JOURNAL_DIR:
         return 0
     found = examine(run)
@@ -139,7 +172,10 @@ def tell(run: Path, told: str = "") -> int:
     for refusal in found.refusals:
         if refusal != told:
             print(f"CONTRADICTION: {refusal}", file=sys.stderr)
-    return 1 if found.refusals else 0
+    for closed in found.unread:
+        if closed != told:
+            print(f"NOT CHECKED: {closed}", file=sys.stderr)
+    return 1 if found.refusals else 2 if found.unread else 0
 
 
 def journal_end(folder: Path, notes: list[str]) -> JournalEnd | None:
@@ -279,9 +315,12 @@ def _samples_wanted(folder: Path) -> bool:
 Result = TypeVar("Result")
 
 
-def _attempt(problems: list[str], call: Callable[[], Result]) -> Result | None:
+def _attempt(found: Findings, problems: list[str], call: Callable[[], Result]) -> Result | None:
+    """Call it. What it finds wrong goes to `problems`; that a file cannot be read is no finding about the run."""
     try:
         return call()
-    except (AsyncRLError, OSError) as error:
+    except AsyncRLError as error:
         problems.append(str(error))
-        return None
+    except OSError as error:
+        found.unread.append(unread(error))
+    return None

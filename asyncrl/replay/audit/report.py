@@ -192,7 +192,16 @@ def main(run: Path, *, as_json: bool) -> tuple[int, str]:
     try:
         found = audit(read_journal(journal_of(run)))
     except (JournalError, OSError) as error:
-        print(f"asyncrl audit: {error}", file=sys.stderr)
-        return EXIT_UNREADABLE, str(error)
+        told = unread(error)
+        print(f"asyncrl audit: {told}", file=sys.stderr)
+        return EXIT_UNREADABLE, told
     print(json.dumps({**asdict(found), "balances": found.balances}) if as_json else table(found))
     return EXIT_BALANCES if found.balances else EXIT_WRONG, ""
+
+
+def unread(error: OSError) -> str:
+    """Say which file cannot be read and why."""
+    if isinstance(error, JournalError) or not error.filename:
+        return str(error)
+    access = ". Ask its owner to give this user access" if isinstance(error, PermissionError) else ""
+    return f"{error.filename} cannot be read: {error.strerror}{access}"
