@@ -44,6 +44,7 @@ class Sampler(Protocol):
         """Return `n` completions. Cancelling the task frees their slots.
 
         Raises:
+            ContextFullError: the prompt leaves less room than the engine needs for a completion.
             GenerationError: the engine is closed or failed, or the request can never fit it.
         """
         ...

@@ -87,7 +87,7 @@ class ServerEngine(ABC):
         self._servers = {link.url: Server(link, config.engine.max_sequences) for link in links}
         self._router = Router(list(self._servers))
         self._changed = asyncio.Condition()
-        self._max_length = 0
+        self._max_length = self._spared = 0
         self._closed = False
         self._loop = LoopThread("servers")
         self._loop.begin(self._start(), PATIENCE_S + 4 * self._timeout_s)
@@ -105,7 +105,7 @@ class ServerEngine(ABC):
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         if self._closed:
             raise GenerationError("the engine is closed; make a new one")
-        check_request(request, self._vocabulary, self.max_length)
+        check_request(request, self._vocabulary, self.max_length, self._spared)
         return await asyncio.wrap_future(self._loop.submit(self._generate(request)))
 
     @abstractmethod
@@ -193,6 +193,7 @@ class ServerEngine(ABC):
             if server.facts is None:
                 log.warning("continuing without a server until it can be used: %s", server.why)
         self._max_length = min(server.facts.max_length for server in self._servers.values() if server.facts is not None)
+        self._spared = max(server.facts.spared for server in self._servers.values() if server.facts is not None)
         self._watch = [asyncio.create_task(self._keep_looking_at(server)) for server in self._servers.values()]
 
     async def _keep_looking_at(self, server: Server) -> None:

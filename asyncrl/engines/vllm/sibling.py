@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from asyncrl.engines.base import GenerateRequest
 from asyncrl.engines.stop_text import check_stop, end_by_text
-from asyncrl.errors import GenerationError, RequestError
+from asyncrl.errors import ContextFullError, GenerationError, RequestError
 
 
 @dataclass(slots=True, eq=False)
@@ -37,9 +37,9 @@ class Sibling:
         return self.end is not None
 
 
-def check_request(request: GenerateRequest, vocabulary: int, max_length: int) -> None:
-    """Raises GenerationError for a request that an engine of `vocabulary` tokens and length `max_length` cannot
-    serve."""
+def check_request(request: GenerateRequest, vocabulary: int, max_length: int, spared: int = 1) -> None:
+    """Raises GenerationError for a request that an engine of `vocabulary` tokens and length `max_length`, of which a
+    prompt must leave `spared` free, cannot serve."""
     ids, sampling, name = request.prompt_ids, request.sampling, request.request_id
     if len(ids) == 0 or request.n < 1 or sampling.max_new_tokens < 1:
         raise GenerationError(f"request {name!r} needs a prompt, n >= 1 and max_new_tokens >= 1")
@@ -56,6 +56,10 @@ def check_request(request: GenerateRequest, vocabulary: int, max_length: int) ->
         raise RequestError(
             f"prompt and max_new_tokens together are {longest} tokens, but the engine holds {max_length}. Shorten "
             "either, or raise engine.max_model_len or engine.kv_cache_mb"
+        )
+    if len(ids) > max_length - spared:
+        raise ContextFullError(
+            f"the prompt has {len(ids)} tokens, but of the {max_length} that the engine holds it must leave {spared}"
         )
 
 

@@ -66,6 +66,8 @@ class SglangHandler(Handler):
                 return self.say({"error": {"message": "no input"}}, 400)
             case "/generate" if body["input_ids"] == contract.poison:
                 return self.say({"error": {"message": "it went wrong inside"}}, 500)
+            case "/generate" if len(body["input_ids"]) >= SETTINGS["max_req_input_len"]:
+                return self.say({"error": {"message": "the input is longer than the maximum allowed length"}}, 400)
             case "/generate" if body.get("stream"):
                 return self._generate(body)
             case "/generate":

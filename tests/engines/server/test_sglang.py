@@ -21,7 +21,7 @@ from asyncrl.engines.server.factory import make_server_engine
 from asyncrl.engines.server.link import Load
 from asyncrl.engines.server.sglang_link import SglangFacts, SglangLink, problems
 from asyncrl.engines.server.sglang_servers import SglangServers
-from asyncrl.errors import EngineDiedError, GenerationError
+from asyncrl.errors import ContextFullError, EngineDiedError, GenerationError
 from asyncrl.schema import Config
 from tests.engines.models import request
 from tests.engines.server.contract_sglang import SETTINGS, SglangContract, chunk
@@ -130,6 +130,18 @@ def test_a_prompt_that_every_server_answers_with_500_fails_and_is_not_asked_for_
     with pytest.raises(GenerationError, match=r"lost its server 9 times; last: .*status 500.*it went wrong inside"):
         asyncio.run(engine.generate(request(PROMPT[::-1].copy(), new=3)))
     assert len(asyncio.run(engine.generate(request(PROMPT, new=3)))) == 1
+
+
+def test_a_turn_for_which_a_server_spares_no_room_is_no_wrong_request_and_ends_its_episode(pair, engine):
+    """Its server refused it, and the group failed. An episode has as much room as `max_length` says."""
+    engine.load_weights(0, weights(engine, 0.0))
+    longest = np.resize(PROMPT, SETTINGS["max_req_input_len"] - 1)
+    room = engine.max_length - len(longest)
+    assert len(asyncio.run(engine.generate(request(longest, new=room)))) == 1 and room == 5
+    for more in range(1, room):
+        with pytest.raises(ContextFullError, match=f"has {len(longest) + more} tokens, .* must leave 5"):
+            asyncio.run(engine.generate(request(np.resize(PROMPT, len(longest) + more), new=room - more)))
+    assert engine.stats()["lost_servers"] == 0
 
 
 def test_weights_wait_for_a_server_where_all_are_away_just_now(pair, engine):
