@@ -20,7 +20,7 @@ from asyncrl.checks.rules.whole import check_config
 from asyncrl.cli.arguments.output_file import refuse_no_place
 from asyncrl.cli.arguments.settings_file import with_files
 from asyncrl.cli.dry_run.memory import copies_bytes, copies_on_gpu, engine_bytes, rank_bytes, size
-from asyncrl.cli.dry_run.model_size import ModelSize, model_size
+from asyncrl.cli.dry_run.model_size import ModelSize, sizes_of
 from asyncrl.collector import load
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError, RunFolderError
@@ -176,7 +176,7 @@ def feasible(config: Config, gpus: int, gpu_gb: float) -> list[Split]:
     shards = math.lcm(learner.sequence_parallel, learner.expert_parallel)
     unit = learner.replicas * learner.tensor_parallel * shards
     config = with_dtypes(config, learner="cuda", engine="cuda")
-    model = model_size(Path(config.model.path)) if gpu_gb else None
+    model = sizes_of(config) if gpu_gb else None
     if gpu_gb and model is None:
         raise ConfigError(
             f"cost.gpu_gb={gpu_gb:g} needs the size of the model, and model.path={config.model.path} is not a local "

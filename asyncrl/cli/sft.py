@@ -19,6 +19,7 @@ from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.cli.arguments.settings_file import with_files
 from asyncrl.cli.dry_run.fitting import fitting_lines
 from asyncrl.cli.dry_run.memory import learner_memory
+from asyncrl.cli.dry_run.model_size import sizes_of
 from asyncrl.cli.dry_run.placement import kind_to_plan
 from asyncrl.cli.lengths import histogram
 from asyncrl.cli.processes.commands import learner_command, with_absolute_run_dir
@@ -120,7 +121,8 @@ def show(plan: Plan, console: PlainConsole) -> None:
 def memory_of(config: Config) -> list[str]:
     """Estimate the memory of a rank, and say whether it fits its GPU. `auto` is resolved for the GPUs that are here."""
     config = with_dtypes(config, learner=kind_to_plan(config, config.learner.device))
-    return [*learner_memory(config), *fitting_lines(config, "learner")]
+    model = sizes_of(config)
+    return [*learner_memory(config, model), *fitting_lines(config, model, "learner")]
 
 
 def rendered(looked: Looked, encoder: Encoder) -> Text:

@@ -262,7 +262,7 @@ def test_all_models_of_a_learner_are_planned_as_they_are_counted(family: str, ti
         assert planned["reference"] == sum(map(local_bytes, roles.reference.parameters()))
     of_critic = sum(map(local_bytes, roles.critic.model.parameters()))
     assert planned["critic"] == pytest.approx(4 * of_critic, rel=0.01)
-    saved = next(line for line in memory_lines(config) if "learner.async_save" in line)
+    saved = next(line for line in memory_lines(config, model) if "learner.async_save" in line)
     held_twice = policy_held(config, model)
     copied = held_twice.weights + held_twice.optimizer + 3 * of_critic + planned["averaged policy"]
     found = re.search(r": ([\d.]+) ([KM])iB", saved)

@@ -15,6 +15,7 @@ from asyncrl.checks.rules.learner import resolved_loss, why_never_warm
 from asyncrl.checks.rules.sampling import truncation
 from asyncrl.cli.dry_run.fitting import fitting_lines
 from asyncrl.cli.dry_run.memory import memory_lines, size
+from asyncrl.cli.dry_run.model_size import sizes_of
 from asyncrl.cli.dry_run.placement import gpus_to_plan, kind_to_plan, placement_lines
 from asyncrl.cli.processes.commands import (
     learner_command,
@@ -164,7 +165,8 @@ def plan_text(config: Config, command: str, overrides: Sequence[str], found: Pre
     digest = run_digest(config)
     kinds = {side: kind_to_plan(config, getattr(config, side).device) for side in ("learner", "engine")}
     config = with_dtypes(config, **kinds)
-    fitting = fitting_lines(config, command) if command in ("local", "learner") else []
+    model = sizes_of(config)
+    fitting = fitting_lines(config, model, command) if command in ("local", "learner") else []
     seen = {} if found is None else {"prompts": found.prompts, "reward": found.reward}
     sections = {
         "processes": process_lines(config, command, overrides),
@@ -173,7 +175,7 @@ def plan_text(config: Config, command: str, overrides: Sequence[str], found: Pre
         "learning": learning_lines(config),
         "batch": batch_lines(config),
         "staleness": staleness_lines(config),
-        "memory": [*memory_lines(config, command), *fitting],
+        "memory": [*memory_lines(config, model, command), *fitting],
     }
     head = [f"run {config.run.name} in {config.run.dir}, settings digest {digest}, seed {config.seed}"]
     for title, lines in sections.items():

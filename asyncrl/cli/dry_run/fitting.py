@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from asyncrl.checks.architecture import longest_sequence
@@ -13,7 +12,7 @@ from asyncrl.checks.parallel import problem_of
 from asyncrl.checks.placement import placement_of
 from asyncrl.checks.rules.whole import problems_of_rules
 from asyncrl.cli.dry_run.memory import copies_bytes, copies_on_gpu, copies_on_gpu_apart, policy_held, rank_bytes, size
-from asyncrl.cli.dry_run.model_size import ModelSize, model_size
+from asyncrl.cli.dry_run.model_size import ModelSize
 from asyncrl.cli.dry_run.placement import gpus_to_plan, kind_to_plan
 from asyncrl.cli.processes.told import smi_says
 from asyncrl.learner.memory_plan import reduces_each
@@ -28,14 +27,14 @@ Changes = dict[str, Any]
 """Setting -> value."""
 
 
-def fitting_lines(config: Config, command: str) -> list[str]:
+def fitting_lines(config: Config, model: ModelSize | None, command: str) -> list[str]:
     """State whether a learner rank fits, and if not, the first change of settings with which it does. Empty if the
     learner computes on a CPU, or if the size of its model is unknown.
 
     Args:
+        model: the sizes of its models (`sizes_of`), if they are known.
         command: `local` or `learner`. `asyncrl sft`, which has no engines beside its learner, is like `learner`.
     """
-    model = model_size(Path(config.model.path))
     if kind_to_plan(config, config.learner.device) != "cuda" or problem_of(config.learner, config.learner.ranks):
         return []
     if model is None:
@@ -47,8 +46,10 @@ def fitting_lines(config: Config, command: str) -> list[str]:
     if first <= room:
         return [f"{said}, which fits"]
     least, least_by = first, ""
+    # The rules are those of reinforcement learning, and some of them refuse every `sft.settings.learner_config`.
+    accepted = set(problems_of_rules(config))
     for changes in candidates(config):
-        tried = changed(config, changes)
+        tried = changed(config, changes, accepted)
         if tried is None:
             continue
         count = taken(tried, model, command, room)
@@ -120,8 +121,9 @@ def candidates(config: Config) -> Iterator[Changes]:
                     yield {**again, **layout, **smaller, **copies}
 
 
-def changed(config: Config, changes: Changes) -> Config | None:
-    """Return `config` with changed settings; None if a start would refuse them, though it accepts `config`."""
+def changed(config: Config, changes: Changes, accepted: Collection[str] = ()) -> Config | None:
+    """Return `config` with changed settings; None if a start would refuse them, for other problems than those that
+    `config` is `accepted` with."""
     found = config
     for key, value in changes.items():
         room, _, name = key.partition(".")
@@ -129,5 +131,4 @@ def changed(config: Config, changes: Changes) -> Config | None:
     learner = found.learner
     if problem_of(learner, learner.ranks) or not_laid_out(model_settings(config.model.path), learner, trained=True):
         return None
-    # The rules are those of reinforcement learning, and some of them refuse every `sft.settings.learner_config`.
-    return None if set(problems_of_rules(found)) - set(problems_of_rules(config)) else found
+    return None if set(problems_of_rules(found)).difference(accepted) else found

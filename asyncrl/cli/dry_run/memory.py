@@ -8,7 +8,7 @@ from pathlib import Path
 from asyncrl.checks.parallel import ParallelDims, problem_of
 from asyncrl.checks.placement import placement_of
 from asyncrl.checks.rules.replay import store_bytes_needed
-from asyncrl.cli.dry_run.model_size import ModelSize, model_size
+from asyncrl.cli.dry_run.model_size import ModelSize
 from asyncrl.cli.dry_run.placement import gpus_to_plan, kind_to_plan
 from asyncrl.config import JOURNAL_DIR
 from asyncrl.learner.memory_plan import (
@@ -57,10 +57,11 @@ def journal_line(config: Config) -> str:
     return f"replay journal: {folder}, files of {journal.segment_mb} MiB; it keeps {kept[journal.retain]}"
 
 
-def memory_lines(config: Config, command: str = "local") -> list[str]:
+def memory_lines(config: Config, model: ModelSize | None, command: str = "local") -> list[str]:
     """Return the lines about memory.
 
     Args:
+        model: the sizes of its models (`sizes_of`), if they are known.
         command: the command that would be started: `local`, or one role of a run whose other roles may be on other
             machines.
     """
@@ -68,9 +69,8 @@ def memory_lines(config: Config, command: str = "local") -> list[str]:
         f"replay store: {size(store_bytes_needed(config))} of tokens at most, limit {size(config.replay.max_bytes)} "
         f"(replay.max_bytes){f', in {config.replay.shards} shards' if config.replay.shards else ''}",
         journal_line(config),
-        *learner_memory(config),
+        *learner_memory(config, model),
     ]
-    model = model_size(Path(config.model.path))
     if model is None or problem_of(config.learner, config.learner.ranks):
         return lines
     if config.weights.copies != "none":
@@ -89,9 +89,8 @@ def memory_lines(config: Config, command: str = "local") -> list[str]:
     return lines
 
 
-def learner_memory(config: Config) -> list[str]:
+def learner_memory(config: Config, model: ModelSize | None) -> list[str]:
     """Return the lines about a learner rank, or why its memory is not estimated."""
-    model = model_size(Path(config.model.path))
     if model is None:
         return [
             f"model: {config.model.path} is not a local safetensors folder (a hub name?), so memory is not estimated"
@@ -103,7 +102,7 @@ def learner_memory(config: Config) -> list[str]:
     lines += [f"learner, per rank: {size(count)} of host memory: {what}" for count, what in host_rows(config, model)]
     dims = ParallelDims.of(config.learner, config.learner.ranks)
     if config.learner.async_save:
-        critic = role_size(config.critic.path, model).of_critic if config.advantage.uses_critic else 0
+        critic = model.others.get(config.critic.path, model).of_critic if config.advantage.uses_critic else 0
         others = (MASTER + moment_bytes(config.learner.optimizer)) * critic
         others += 4 * model.parameters if config.learner.proximal_ema > 0 else 0
         mine = policy_held(config, model)
@@ -287,11 +286,6 @@ def activation_rows(config: Config, sizes: Sizes | None, sequence: int) -> list[
     ]
 
 
-def role_size(path: str, model: ModelSize) -> ModelSize:
-    """Return the size of a role's own checkpoint if that is local; otherwise the size of the policy."""
-    return (model_size(Path(path)) if path else None) or model
-
-
 def role_rows(config: Config, model: ModelSize, *, on_host: bool = False) -> list[tuple[float, str]]:
     """Return the bytes per rank of the learner's other models.
 
@@ -310,7 +304,7 @@ def role_rows(config: Config, model: ModelSize, *, on_host: bool = False) -> lis
         ("reference", config.reference.path, reference),
         ("averaged policy", "", config.learner.proximal_ema > 0),
     ):
-        own = role_size(path, model)
+        own = model.others.get(path, model)
         count = own.of_critic if role == "critic" else own.parameters
         names = OFFLOADED[config.learner.offload][on_host]
         kept = {name: widths[name] for name in names if role == "critic" or name == "master weights"}

@@ -7,11 +7,12 @@ import math
 import re
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from asyncrl.learner.memory_plan import Shape, Sizes, stacked
+from asyncrl.schema import Config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,8 @@ class ModelSize:
     sizes: Sizes | None
     matrices: Mapping[str, tuple[int, int]]
     """[out, in] of the weights in the blocks, by layer name; without experts and routers."""
+    others: Mapping[str, ModelSize] = field(default_factory=dict)
+    """Sizes of the checkpoints of the critic and the reference that are local and not this one, by path."""
 
     @property
     def of_critic(self) -> int:
@@ -50,6 +53,15 @@ class ModelSize:
             {f"{name}.lora_A.weight": (rank, b), f"{name}.lora_B.weight": (a, rank)} for name, (a, b) in chosen.items()
         )
         return {name: shape for each in halves for name, shape in each.items()}
+
+
+def sizes_of(config: Config) -> ModelSize | None:
+    """Read the sizes of all models of a run; None if that of the policy is unknown. Reads each file once, so call this
+    once: a model of hundreds of files takes seconds on a network disk."""
+    policy = model_size(Path(config.model.path))
+    paths = {config.critic.path, config.reference.path} - {"", config.model.path}
+    others = {path: found for path in paths if (found := model_size(Path(path))) is not None} if policy else {}
+    return policy and replace(policy, others=others)
 
 
 def model_size(folder: Path) -> ModelSize | None:

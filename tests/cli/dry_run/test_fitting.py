@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from asyncrl.checks.dtypes import with_dtypes
+from asyncrl.checks.rules.whole import problems_of_rules
 from asyncrl.cli.dry_run import fitting
+from asyncrl.cli.dry_run.command import plan_text
 from asyncrl.cli.dry_run.fitting import candidates, changed, fitting_lines, gpu_gb, taken
 from asyncrl.cli.dry_run.memory import size
-from asyncrl.cli.dry_run.model_size import model_size
+from asyncrl.cli.dry_run.model_size import model_size, sizes_of, tensor_shapes
 from asyncrl.config import load_config
 from asyncrl.learner.step import accumulation
 from asyncrl.schema import Config
@@ -61,6 +63,10 @@ def planned(folder: Path, *settings: str) -> Config:
     return with_dtypes(load_config([*files, "placement.gpus=96", *settings]), learner="cuda", engine="cuda")
 
 
+def fit(config: Config) -> list[str]:
+    return fitting_lines(config, sizes_of(config), "learner")
+
+
 def apply(config: Config, said: str) -> Config:
     """The settings that a line names."""
     changes: dict[str, Any] = {}
@@ -74,7 +80,7 @@ def apply(config: Config, said: str) -> Config:
 @pytest.mark.parametrize(("name", "ranks"), [("7b", 8), ("72b", 64), ("72b", 8), ("7b", 1)])
 def test_what_does_not_fit_is_said_with_the_first_layout_that_does(name: str, ranks: int, tmp_path: Path):
     config = planned(checkpoint(tmp_path, name), f"learner.ranks={ranks}")
-    (line,) = fitting_lines(config, "learner")
+    (line,) = fit(config)
     model = model_size(tmp_path)
     assert model is not None
     assert size(taken(config, model, "learner", ROOM)) in line and "does not fit" in line
@@ -85,7 +91,7 @@ def test_what_does_not_fit_is_said_with_the_first_layout_that_does(name: str, ra
     tried = [changed(config, changes) for changes in candidates(config)]
     before = tried[: tried.index(fits)]
     assert all(taken(each, model, "learner", ROOM) > ROOM for each in before if each is not None)
-    assert fitting_lines(fits, "learner") == [line for line in fitting_lines(fits, "learner") if "which fits" in line]
+    assert fit(fits) == [line for line in fit(fits) if "which fits" in line]
 
 
 @pytest.mark.parametrize("ranks", [8, 1])
@@ -94,7 +100,7 @@ def test_fine_tuning_is_told_a_layout_that_it_accepts(ranks: int, tmp_path: Path
     budget = "learner.max_tokens_per_microbatch=65536"
     config = learner_config(load_sft([*own, budget]))
     config = with_dtypes(replace(config, placement=replace(config.placement, gpus=8)), learner="cuda")
-    (line,) = fitting_lines(config, "learner")
+    (line,) = fit(config)
     _, found, said = line.partition("which does not fit. With ")
     changes = re.findall(r"[a-z]+\.\w+=\w+", said)
     assert found and changes
@@ -102,19 +108,19 @@ def test_fine_tuning_is_told_a_layout_that_it_accepts(ranks: int, tmp_path: Path
 
 
 def test_a_model_that_no_layout_of_its_ranks_holds_is_said_to_be_too_large(tmp_path: Path):
-    (line,) = fitting_lines(planned(checkpoint(tmp_path, "72b"), "learner.ranks=1"), "learner")
+    (line,) = fit(planned(checkpoint(tmp_path, "72b"), "learner.ranks=1"))
     assert "and no layout of 1 rank" in line
 
 
 def test_the_copies_that_rank_zero_sends_count(tmp_path: Path):
     config = planned(checkpoint(tmp_path, "72b"), "learner.ranks=64", "model.activation_checkpointing=true")
-    (line,) = fitting_lines(config, "learner")
+    (line,) = fit(config)
     assert line.partition("With ")[2].startswith("weights.senders=all ")
 
 
 def test_nothing_is_said_of_a_learner_on_a_cpu_or_of_a_model_that_is_not_here(tmp_path: Path):
-    assert not fitting_lines(planned(checkpoint(tmp_path, "7b"), "learner.device=cpu"), "learner")
-    assert not fitting_lines(planned(tmp_path / "elsewhere"), "learner")
+    assert not fit(planned(checkpoint(tmp_path, "7b"), "learner.device=cpu"))
+    assert not fit(planned(tmp_path / "elsewhere"))
 
 
 def test_gpus_that_are_here_are_asked_for_their_memory(monkeypatch: pytest.MonkeyPatch):
@@ -135,3 +141,30 @@ def test_a_layout_that_a_start_refuses_is_not_proposed(tmp_path: Path):
     for optimizer, allowed in (("adamw", True), ("adamw_8bit", False)):
         config = planned(folder, "learner.ranks=8", f"learner.optimizer={optimizer}")
         assert (changed(config, {"learner.tensor_parallel": 4}) is not None) == allowed, optimizer
+
+
+def test_a_plan_reads_each_model_once_and_applies_the_rules_once_to_what_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It did both for every layout that it tried."""
+    policy, critic = tmp_path / "policy", tmp_path / "critic"
+    for folder, name in ((policy, "72b"), (critic, "7b")):
+        folder.mkdir()
+        checkpoint(folder, name)
+    config = planned(policy, "learner.ranks=8", "advantage=gae", f"critic.path={critic}")
+    read, judged = list[Path](), list[Config]()
+
+    def shapes(file: Path) -> dict[str, list[int]]:
+        read.append(file.parent)
+        return tensor_shapes(file)
+
+    def problems(given: Config) -> list[str]:
+        judged.append(given)
+        return problems_of_rules(given)
+
+    monkeypatch.setattr("asyncrl.cli.dry_run.model_size.tensor_shapes", shapes)
+    monkeypatch.setattr(fitting, "problems_of_rules", problems)
+    said = plan_text(config, "learner", [])
+    assert "which does not fit" in said and "of the critic" in said
+    assert sorted(read) == [critic, policy]
+    assert len(judged) > 10 and judged.count(config) == 1
