@@ -116,6 +116,12 @@ class WatchView(RunView):
         return [*living, *(each for each in known if living or self._seen[each].kind is TORCHRUN)]
 
     def _notice_who(self, living: Sequence[ProcessId], now: float) -> None:
+        # First: a process that was replaced since the last look must be gone when its successor comes.
+        for process in set(self._seen) - set(living):
+            gone = self._seen[process]
+            if gone.state != "gone":
+                gone.state, gone.since, gone.exact = "gone", now, True
+                self.say(f"{gone.name} (pid {process.pid}) has ended")
         for process in living:
             state = "stopped" if process.state() in STOPPED else "runs"
             known = self._seen.get(process)
@@ -127,11 +133,6 @@ class WatchView(RunView):
                 self._seen[process] = Seen(name, state, since, kind, exact=state == "runs")
             elif known.state != state:
                 known.state, known.since, known.exact = state, now, True
-        for process in set(self._seen) - set(living):
-            gone = self._seen[process]
-            if gone.state != "gone":
-                gone.state, gone.since, gone.exact = "gone", now, True
-                self.say(f"{gone.name} (pid {process.pid}) has ended")
 
     def _replaced(self, name: str) -> None:
         """Forget the process of this name that went first, since a new one has replaced it."""

@@ -184,6 +184,25 @@ def test_lines_say_once_who_waits_for_whom_until_another_of_its_kind_comes(
         assert not any(waits in str(line) for line in view.pressing())
 
 
+def test_nobody_waits_for_a_process_that_was_replaced_between_two_looks(tmp_path: Path) -> None:
+    """Its successor came with the look that missed it, and it was waited for until the end of the run."""
+    clock, out = Clock(), io.StringIO()
+    with started("asyncrl.rollout --worker") as first, started("asyncrl.rollout --worker") as second:
+        before, after = ProcessId.of(first.pid), ProcessId.of(second.pid)
+        assert before is not None and after is not None
+        living = [before]
+        with WatchView(make_run(tmp_path / "run"), 4, Console(file=out), living=lambda _: living, now=clock) as view:
+            view.look()
+            end(first)
+            living = [after]
+            for _ in range(10):
+                clock.now += 1
+                view.look()
+            assert not list(view.pressing())
+    shown = " ".join(out.getvalue().split())
+    assert f"a rollout worker (pid {first.pid}) has ended" in shown and "was not restarted yet" not in shown
+
+
 def test_when_no_worker_is_left_the_share_of_the_last_step_is_no_answer_to_who_waits(
     tmp_path: Path, role: subprocess.Popen
 ) -> None:
