@@ -21,7 +21,7 @@ from asyncrl.losses.config import find_preset, looks_at_all, resolve
 from asyncrl.losses.diagnostics import Sums, diagnose, summarize
 from asyncrl.losses.inputs import Denominators, Kept, LossInputs
 from asyncrl.losses.kept import first_pass
-from asyncrl.losses.kl import kl_estimate
+from asyncrl.losses.kl import kl_estimate, without_rounding
 from asyncrl.losses.own import own_loss
 from asyncrl.losses.presets import Preset
 from asyncrl.losses.ratios import LOG_RATIO_LIMIT, Tokens, edge_ends, make_safe, surrogate_edge, with_anchor
@@ -29,10 +29,6 @@ from asyncrl.losses.rejection import kept_tokens, rejections
 from asyncrl.losses.settings import KEYS, LossConfig
 from asyncrl.losses.surrogates import SURROGATES
 from asyncrl.losses.weights import behavior_weight
-
-ROUNDING = 1e-4
-"""Differences of log-probs up to this are rounding of float32 (1e-6 for a model of 149 k parameters), not pulled back:
-where no token has an advantage, they are the whole gradient, and Adam scales any gradient up to full steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +114,7 @@ def kl_parts(tokens: Tokens, row: Preset, config: LossConfig, edge: str, factors
     if config.kl_coef:
         parts["loss/kl"] = config.kl_coef * add_up(reference_kl(tokens, row, config, edge), factors)
     if config.behavior_kl:
-        apart = tokens.cur - tokens.mu
-        apart = apart * (apart.abs() > ROUNDING)  # NaN stays NaN
+        apart = without_rounding(tokens.cur, tokens.mu) - tokens.mu
         parts["loss/behavior_kl"] = config.behavior_kl * add_up(apart.square(), factors)
     if config.entropy_coef:
         parts["loss/entropy"] = -config.entropy_coef * add_up(entropy_of(tokens, config), factors)
@@ -144,11 +139,14 @@ def reference_kl(tokens: Tokens, row: Preset, config: LossConfig, edge: str) -> 
             "log-probs, or set loss.kl_coef=0"
         )
     kind = config.kl or "k3"
-    if not kind.startswith("ratio_"):
-        return kl_estimate(tokens.cur, tokens.ref, kind)
+    of_policy = kind.removeprefix("ratio_")
+    # The gradient of k1 does not depend on the reference.
+    cur = tokens.cur if of_policy == "k1" else without_rounding(tokens.cur, tokens.ref)
+    estimate = kl_estimate(cur, tokens.ref, of_policy)
+    if kind == of_policy:
+        return estimate
     new, old = edge_ends(tokens, "E" if edge in ("", "B") else edge)
-    ratio = (new - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    return ratio * kl_estimate(tokens.cur, tokens.ref, kind.removeprefix("ratio_"))
+    return (new - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp() * estimate
 
 
 _RESOLVED: dict[tuple, tuple[Preset, LossConfig]] = {}

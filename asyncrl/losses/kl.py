@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -12,6 +13,14 @@ from asyncrl.errors import ConfigError
 from asyncrl.losses.ratios import LOG_RATIO_LIMIT
 
 ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
+ROUNDING = 1e-4
+"""Differences of log-probs up to this are rounding of float32 (1e-6 for a model of 149 k parameters), not pulled back:
+where no token has an advantage, they are the whole gradient, and Adam scales any gradient up to full steps."""
+
+
+def without_rounding(learner: Float[Tensor, " T"], other: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+    """The learner's log-probs, but the other ones, without gradient, where both differ by rounding. NaN stays NaN."""
+    return torch.where((learner - other).detach().abs() <= ROUNDING, other.detach(), learner)
 
 
 def kl_estimate(learner: Float[Tensor, " T"], ref: Float[Tensor, " T"], kind: str) -> Float[Tensor, " T"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -253,15 +254,27 @@ def test_behavior_kl_covers_rejected_tokens_too() -> None:
     agree(random_batch(16, proximal=False), preset("ppo", max_age=0, behavior_kl=0.01), reference)
 
 
-def test_differences_of_rounding_size_are_not_pulled_back() -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [{"behavior_kl": 0.01}, *({"kl": kind, "kl_coef": 0.01} for kind in ("k2", "k3", "abs", "k1+", "k3+", "ratio_k3"))],
+)
+def test_differences_of_rounding_size_are_not_pulled_back(settings: dict[str, Any]) -> None:
     """With equal rewards they were the whole gradient of the first step, which Adam made a full one."""
     inputs = to_inputs(random_batch(16, proximal=False))
     mask = inputs.loss_mask
-    for apart, pulled in ((1e-6, False), (1e-5, False), (1e-3, True), (float("nan"), True)):
+    for apart, pulled in ((1e-6, False), (1e-5, False), (1e-3, True), (float("nan"), None)):
         cur = (inputs.behavior_logprobs + apart).detach().requires_grad_()
-        same = dataclasses.replace(inputs, learner_logprobs=cur, advantages=torch.zeros_like(inputs.advantages))
-        out = policy_loss(same, preset("ppo", behavior_kl=0.01))
+        same = dataclasses.replace(
+            inputs,
+            learner_logprobs=cur,
+            ref_logprobs=inputs.behavior_logprobs,
+            advantages=torch.zeros_like(inputs.advantages),
+        )
+        out = policy_loss(same, preset("ppo", **settings))
         (gradient,) = torch.autograd.grad(out.loss, cur)
+        if pulled is None:  # no rounding: the step is skipped
+            assert all(part.isnan() for part in out.parts.values())
+            continue
         assert bool((gradient[mask] != 0).all()) == pulled, apart
         assert bool((gradient[mask] == 0).all()) != pulled, apart
 
