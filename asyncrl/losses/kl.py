@@ -18,7 +18,7 @@ ROUNDING = 1e-4
 where no token has an advantage, they are the whole gradient, and Adam scales any gradient up to full steps."""
 
 
-def without_rounding(learner: Float[Tensor, " T"], other: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+def without_rounding(learner: Float[Tensor, "*shape"], other: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """The learner's log-probs, but the other ones, without gradient, where both differ by rounding. NaN stays NaN."""
     return torch.where((learner - other).detach().abs() <= ROUNDING, other.detach(), learner)
 

@@ -41,6 +41,7 @@ from asyncrl.learner.batch.plan import Member
 from asyncrl.learner.batch.sending import sent
 from asyncrl.learner.parallel.collectives import sum_over_data
 from asyncrl.learner.step.metrics import Measured
+from asyncrl.losses.kl import without_rounding
 from asyncrl.schema import AdvantageConfig
 from asyncrl.types import GREEDY_REWARD, StepPlan, TrajectoryHeader, members_of
 
@@ -146,7 +147,9 @@ def with_targets(
     rows = Rows.of(plan, batches)
     gap = None
     if config.kl_coef > 0:
-        gap = rows.gather("current_logprobs") - rows.gather("ref_logprobs")
+        ref = rows.gather("ref_logprobs")
+        # Where all rewards are equal, whitening would make full advantages of rounding.
+        gap = without_rounding(rows.gather("current_logprobs"), ref) - ref
     penalty = None if gap is None else kl_coef * gap
     per_sequence = config.estimator in ("group", "gdpo") or config.credits_turns
     if config.estimator == "own":

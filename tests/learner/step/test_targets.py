@@ -304,6 +304,16 @@ def test_what_a_kl_target_holds_is_the_kl_of_the_policy_over_tokens_that_an_olde
     assert weighted / tokens > 0.0
 
 
+def test_a_reference_that_differs_by_rounding_is_charged_nothing():
+    """With equal rewards, whitening made advantages of size 1 of it."""
+    plan, groups = make_step(1, groups=4)
+    batches = scored(make_lease(plan, groups), 10_000)
+    for apart, charged in ((1e-5, False), (1e-3, True)):
+        moved = [replace(each, ref_logprobs=each.current_logprobs + apart) for each in batches]
+        measured = with_targets(plan, moved, SETTINGS["group_priced"], KL_COEF, CPU)[1].ratios
+        assert (measured["kl/in_reward"][0] != 0.0) == charged
+
+
 def test_a_token_the_engine_did_not_score_counts_with_a_ratio_of_one():
     plan, groups = make_step(1, groups=2)
     lease = make_lease(plan, groups)
