@@ -40,9 +40,9 @@ class Given:
     environment_sigma: float = 0.0
     """Standard deviation of the logarithm of that time."""
     prefill_s: float = 0.0
-    """Seconds from a free slot until the first token of a group."""
+    """Seconds from an order until the first token of its group."""
     deliver_s: float = 0.0
-    """Seconds from the last reward of a group until the replay has the group."""
+    """Seconds until a worker has the replay server's answer: to a request for groups, and to a group that it inserted."""
     gpu_gb: float = 0.0
     """Memory of a GPU in GB. Splits whose models do not fit are left out; 0 checks nothing."""
 
