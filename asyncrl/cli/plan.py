@@ -268,7 +268,8 @@ def cost_line(costs: Costs) -> str:
         said.insert(1, f"one prompt {costs.prompts.step_s(1):.3g} s, 8 at once {costs.prompts.step_s(8):.3g} s")
     if costs.handle_s or costs.deliver_s:
         said.append(
-            f"a finished group {costs.handle_s:.3g} s, one after the other; the server's answers {costs.deliver_s:.3g} s"
+            f"a finished group {costs.handle_s:.3g} s, one after the other; an answer of the replay server "
+            f"{costs.deliver_s:.3g} s"
         )
     if costs.beside:
         said.insert(1, f"its steps {costs.beside:.0%} longer while the learner trains")

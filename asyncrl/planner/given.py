@@ -42,7 +42,8 @@ class Given:
     prefill_s: float = 0.0
     """Seconds from an order until the first token of its group."""
     deliver_s: float = 0.0
-    """Seconds until a worker has the replay server's answer: to a request for groups, and to a group that it inserted."""
+    """Seconds until a worker has the replay server's answer, to a request for groups and to a group that it
+    inserted."""
     gpu_gb: float = 0.0
     """Memory of a GPU in GB. Splits whose models do not fit are left out; 0 checks nothing."""
 

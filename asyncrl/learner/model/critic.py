@@ -17,7 +17,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.learner.backends.base import Backend
 from asyncrl.learner.batch.packing import Pack
 from asyncrl.learner.model.building import Build, built
-from asyncrl.learner.model.layout import with_our_attention
+from asyncrl.learner.model.layout import blank, with_our_attention
 from asyncrl.learner.model.loading import Recipe, as_config_error, of_transformers, refuse_random
 from asyncrl.learner.model.packed import PackedModel
 from asyncrl.learner.parallel.tensor import whole
@@ -118,7 +118,7 @@ def load_classifier(path: str) -> PreTrainedModel:
 def blank_classifier(path: str) -> PreTrainedModel:
     with of_transformers():
         settings = AutoConfig.from_pretrained(path, num_labels=1, trust_remote_code=False)
-        return with_our_attention(partial(AutoModelForTokenClassification.from_config, settings, **OPTIONS))
+        return blank(AutoModelForTokenClassification, settings, **OPTIONS)
 
 
 def value_loss(

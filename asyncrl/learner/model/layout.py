@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -112,6 +113,16 @@ def with_our_attention(make: Callable[..., Any]) -> Any:
         if error.args != (PACKED_ATTENTION,):
             raise
         return make()
+
+
+def blank(kind: Any, settings: Any, **options: Any) -> Any:
+    """A model of the auto class `kind` by its config, with our attention where it accepts that."""
+
+    def make(**attention: str) -> Any:
+        # transformers writes the attention into the config, also where the model then refuses it.
+        return kind.from_config(deepcopy(settings), **options, **attention)
+
+    return with_our_attention(make)
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from asyncrl.learner.batch.support import Support
 from asyncrl.learner.model.attention import EXACT_PACKED_ATTENTION
 from asyncrl.learner.model.building import DTYPES, Build, built
 from asyncrl.learner.model.flops import Work
-from asyncrl.learner.model.layout import with_our_attention
+from asyncrl.learner.model.layout import blank, with_our_attention
 from asyncrl.learner.model.loading import Recipe, as_config_error, of_transformers, refuse_random
 from asyncrl.learner.model.logprobs import judged_logprobs, token_logprobs
 from asyncrl.learner.model.lora import Adapters, add_adapters, base_fingerprint, start_adapters
@@ -233,7 +233,7 @@ def causal_lm(config: ModelConfig, setting: str, dtype: torch.dtype = torch.floa
 
     def build() -> PreTrainedModel:
         with of_transformers():
-            model = with_our_attention(partial(AutoModelForCausalLM.from_config, hf_config, **options))
+            model = blank(AutoModelForCausalLM, hf_config, **options)
         with suppress(OSError):  # a checkpoint may have none
             model.generation_config = GenerationConfig.from_pretrained(config.path)
         return model
