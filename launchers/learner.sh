@@ -10,9 +10,10 @@
 # MODULE=asyncrl.sft starts the ranks of `asyncrl sft` in the same way.
 #
 # RDZV_ENDPOINT is an address of machine 0: the ranks' stores listen there and on no other interface. RUN_ID is any
-# word, the same on all machines. INTERFACE=eth1 keeps the ranks' own connections (gloo, nccl) to one interface of each machine;
-# without it gloo's are on the one that leads to RDZV_ENDPOINT. None of these ports authenticates its peers: keep them
-# behind a firewall or in a tunnel (SECURITY.md).
+# word, the same on all machines, and another one for each start: ranks that find it in the run folder take themselves
+# for restarted. On one machine it is not needed. INTERFACE=eth1 keeps the ranks' own connections (gloo, nccl) to one
+# interface of each machine; without it gloo's are on the one that leads to RDZV_ENDPOINT. None of these ports
+# authenticates its peers: keep them behind a firewall or in a tunnel (SECURITY.md).
 #
 # RDZV_BACKEND=c10d, with NNODES=1:4, lets machines join and leave while the run goes on. It listens on every interface of
 # machine 0, and anyone who can reach its port can run code as you. A machine that leaves is a restart.
@@ -45,6 +46,10 @@ fi
 if [ -n "${INTERFACE:-}" ]; then
     export GLOO_SOCKET_IFNAME="$INTERFACE" NCCL_SOCKET_IFNAME="$INTERFACE"
 fi
+# A new start must not look like a restart of the one before, which goes on without a resume.
+start="$(date +%s)-$$"
+id="${RUN_ID:-run-$start}"
+[ "$nnodes" != 1 ] || id="${RUN_ID:-run}-$start"
 # With c10d a rank that is killed would otherwise take the store of the next rendezvous with it.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
@@ -52,7 +57,7 @@ exec "${PYTHON:-python3}" -m asyncrl.learner.torchrun \
     --nnodes="$nnodes" \
     --nproc-per-node="$ranks" \
     --max-restarts="${MAX_RESTARTS:-$restarts}" \
-    --rdzv-id="${RUN_ID:-run-$(date +%s)-$$}" \
+    --rdzv-id="$id" \
     --rdzv-backend="$backend" \
     --rdzv-endpoint="${RDZV_ENDPOINT:-127.0.0.1:0}" \
     --rdzv-conf="rank=${NODE_RANK:-0}" \

@@ -308,3 +308,21 @@ def test_the_replay_s_launchers_plan_instead_of_starting_where_it_is_asked_to(
             timeout=60,
         )
         assert said.stdout == f"{planned} {' '.join(order)}\n"
+
+
+def test_each_start_on_one_machine_is_a_run_of_its_own_and_machines_find_each_other_by_their_name(
+    tmp_path: Path,
+) -> None:
+    told = tmp_path / "python"
+    told.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
+    told.chmod(0o755)
+
+    def named(**environment: str) -> str:
+        command = ["bash", str(ROOT / "launchers" / "learner.sh"), "run.name=x"]
+        known = os.environ | {"PYTHON": str(told), "RUN_ID": "mine"} | environment
+        said = subprocess.check_output(command, env=known, text=True, timeout=WAIT_S).splitlines()
+        return next(line.removeprefix("--rdzv-id=") for line in said if line.startswith("--rdzv-id="))
+
+    first, second = named(), named()
+    assert first != second and first.startswith("mine-") and second.startswith("mine-")
+    assert named(NNODES="2", NODE_RANK="1", RDZV_ENDPOINT="10.0.0.6:29400") == "mine"
