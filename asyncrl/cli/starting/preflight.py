@@ -39,6 +39,8 @@ from asyncrl.telemetry.metrics.registry import METRICS, metric_of
 TRIED_ROWS = 3
 """Number of the first rows of each source on which the reward is called."""
 PROMPT_SHOWN = 400
+UNSEEN = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns that other frameworks show to models which see or hear."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +187,9 @@ def survey_lines(config: Config, found: Survey) -> list[str]:
     lines = [f"{found.title}: {found.rows:,}{kept} rows{filtered}, all of a form that can be used"]
     if found.tokens:
         lines[0] += f"; of {len(found.tokens):,} prompts the longest has {found.longest:,} tokens"
+    unseen = [name for name in UNSEEN if any(row.get(name) for _, row in found.first_rows)]
+    if unseen:
+        lines.append(f"{found.title}: the policy reads text only, and does not see {', '.join(unseen)}")
     if not found.overlong:
         return lines
     said = (

@@ -257,6 +257,12 @@ def test_a_template_with_a_syntax_error_is_refused(task: list[str], capsys: pyte
     assert "chat template cannot be rendered: TemplateSyntaxError" in refused(task, capsys)
 
 
+def test_pictures_in_the_rows_are_told_not_to_be_seen(task: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(Path("d.jsonl"), {"prompt": "abc", "answer": "", "images": ["cat.png"], "image": None})
+    assert main(["local", *task, "--dry-run"]) == 0
+    assert "d.jsonl: the policy reads text only, and does not see images" in capsys.readouterr().out
+
+
 def test_the_longest_row_is_found_and_what_becomes_of_it_said(
     task: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
