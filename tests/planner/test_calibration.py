@@ -11,7 +11,15 @@ import pytest
 
 from asyncrl.errors import RunFolderError
 from asyncrl.pace import Pace
-from asyncrl.planner.calibration import LENGTHS, calibrate, lengths_of, read_run, train_costs
+from asyncrl.planner.calibration import (
+    LENGTHS,
+    RunMeasured,
+    calibrate,
+    lengths_of,
+    read_run,
+    train_costs,
+    with_paces,
+)
 from asyncrl.planner.costs import Costs, Decode, LogNormal
 from asyncrl.planner.outcome import simulate
 from asyncrl.planner.simulation import Setup, Simulation
@@ -114,6 +122,35 @@ def test_what_engines_told_of_their_steps_is_their_speed_and_the_rest_is_their_w
         assert guessed.learner_idle == pytest.approx(true.learner_idle, abs=0.1)
         assert guessed.rollout_idle == pytest.approx(true.rollout_idle, abs=0.1)
         assert guessed.staleness_mean == pytest.approx(true.staleness_mean, abs=0.5)
+
+
+@pytest.mark.parametrize(("shares", "found"), [((0.0, 0.9, 0.5), 0.4), ((0.5, 0.6, 0.7), 0.0)])
+def test_runs_beside_more_and_less_training_tell_how_much_it_slows_engines(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shares: tuple[float, ...], found: float
+) -> None:
+    given = setup(2, engines=2)
+    runs = [read_run(tmp_path / str(share), given, write_run(tmp_path / str(share), given)) for share in shares]
+    random, paces = np.random.default_rng(8), {}
+    for run, share in zip(runs, shares, strict=True):
+        pace = Pace()
+        for rows in random.integers(1, 40, 300).tolist():
+            pace.add(rows, TRUE.decode.step_s(rows) * (1 + 0.4 * share) * random.uniform(0.97, 1.03))
+        paces[id(run)] = share, pace
+    monkeypatch.setattr(RunMeasured, "beside", property(lambda run: paces[id(run)][0]))
+    monkeypatch.setattr(RunMeasured, "pace", lambda run, kind: paces[id(run)][1] if kind == "decode" else Pace())
+    costs = with_paces(TRUE, runs)
+    assert costs.beside == pytest.approx(found, abs=0.03)
+    if found:
+        assert costs.decode.step_s(20) == pytest.approx(TRUE.decode.step_s(20), rel=0.02)
+
+
+def test_how_long_engines_worked_beside_a_training_learner_is_read_from_its_run(tmp_path: Path) -> None:
+    turns, ahead = (setup(depth, engines=1, max_staleness=4 * depth) for depth in (0, 2))
+    runs = [
+        read_run(tmp_path / str(n), given, write_run(tmp_path / str(n), given))
+        for n, given in enumerate((turns, ahead))
+    ]
+    assert runs[0].beside < 0.05 and runs[1].beside > 0.15
 
 
 def test_engines_that_count_their_steps_and_do_not_time_them_told_nothing(tmp_path: Path) -> None:

@@ -71,6 +71,16 @@ def test_a_first_token_is_of_the_version_that_was_served_when_its_prefill_began(
     assert engine.generated == pytest.approx(6.0)
 
 
+def test_engines_are_slower_while_the_learner_trains_and_only_then() -> None:
+    turns = [simulate(setup(0, max_staleness=0), costs(beside=each), steps=20, warm_up=5) for each in (0.0, 0.5)]
+    assert turns[0].step_s == pytest.approx(turns[1].step_s), "they never work at once"
+    slow = Decode(((1, 0.05),))
+    alone, beside = (simulate(setup(3), costs(decode=slow, beside=each), steps=60, warm_up=20) for each in (0.0, 0.5))
+    assert alone.learner_idle > 0.1, "the engines decide how long a step takes"
+    # In the 0.5 s that the learner trains they do what takes 0.5 / 1.5 s alone: 0.17 s more, but groups end together.
+    assert 0.1 < beside.step_s - alone.step_s < 0.2
+
+
 def test_a_learner_with_groups_in_store_never_waits_and_they_age_by_the_depth() -> None:
     found = simulate(setup(3), costs(step_s=10.0), steps=40, warm_up=10)
     assert found.step_s == pytest.approx(10.0)

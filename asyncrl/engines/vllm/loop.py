@@ -36,7 +36,7 @@ class LoopThread:
             if future.done():
                 raise
             future.cancel()
-            raise EngineDiedError(f"vLLM's processes gave no answer for {timeout_s:g} s") from None
+            raise EngineDiedError(f"the engine gave no answer for {timeout_s:g} s") from None
 
     def begin(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """As `call`, but closes the loop on failure, since no owner is left to do so."""
