@@ -263,8 +263,8 @@ def train_costs(runs: Sequence[RunMeasured]) -> dict[str, float]:
     trained, seconds, tokens = [], [], []
     for run in runs:
         for row in run.rows:
-            trained.append(row["time/train"])
             seconds.append(row["time/step"] - row["time/wait_batch"] - row.get("weights/wait_previous_s", 0.0))
+            trained.append(row.get("time/train", seconds[-1]))
             tokens.append(row["perf/trained_tokens_per_s"] * row["time/step"] / run.setup.ranks)
     y, x = np.array(seconds), np.array(tokens)
     slope = float(np.cov(x, np.array(trained), ddof=0)[0, 1] / x.var()) if x.std() > 0.02 * x.mean() else 0.0

@@ -32,8 +32,8 @@ _PER_PROCESS = 128
 class NoBytes(WeightGroup):
     """A weight group that sends nothing."""
 
-    def __init__(self, store: Any, **settings: Any) -> None:
-        self.epoch, self.timeout_s = settings["epoch"], settings["timeout_s"]
+    def __init__(self, store: Any, link: Link, **settings: Any) -> None:
+        self.epoch, self.timeout_s = settings["epoch"], link.timeout_s
 
     def pieces(self, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
         return iter(())

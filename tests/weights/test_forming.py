@@ -11,6 +11,7 @@ import torch
 from asyncrl.weights.broadcast import publisher as publisher_module
 from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
+from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher
 from benchmarks.parts.crowd import WEIGHT, Meeting, NoBytes, Receives
 
@@ -21,8 +22,8 @@ WAIT_S = 60.0
 class BrokenOnce(NoBytes):
     """The publisher's end, which does not form in the first epoch. That of the members always does."""
 
-    def __init__(self, store: Any, **settings: Any) -> None:
-        super().__init__(store, **settings)
+    def __init__(self, store: Any, link: Link, **settings: Any) -> None:
+        super().__init__(store, link, **settings)
         if self.epoch == 1:
             raise RuntimeError("waited 20.0 s for nccl to form: a member is gone or silent")
 
@@ -32,7 +33,7 @@ def test_members_for_which_an_epoch_formed_join_the_next_one_where_it_did_not_fo
 ) -> None:
     monkeypatch.setattr(publisher_module, "WeightGroup", BrokenOnce)
     meeting = Meeting(2)
-    sender = BroadcastSender(meeting, host="127.0.0.1", timeout_s=TIMEOUT_S)
+    sender = BroadcastSender(meeting, Link(host="127.0.0.1", timeout_s=TIMEOUT_S))
     publisher = BackgroundPublisher(sender, wire_dtype=torch.float32, bucket_bytes=1 << 20, wait_s=WAIT_S)
     members = [
         BroadcastSubscriber(
