@@ -63,7 +63,7 @@ def test_a_cache_that_holds_no_sequence_fails_the_start_with_the_settings_to_cha
 
 
 def test_another_version_of_vllm_is_refused_with_the_range(monkeypatch):
-    monkeypatch.setattr(installed_vllm, "_version", lambda name: "0.33.1" if name == "vllm" else "")
+    monkeypatch.setattr(installed_vllm, "version_of", lambda name: "0.33.1" if name == "vllm" else "")
     with pytest.raises(ConfigError, match=r"vLLM >= 0\.32, < 0\.33; installed is 0\.33\.1"):
         vllm_settings.check_version()
 
