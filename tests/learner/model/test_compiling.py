@@ -99,8 +99,7 @@ def test_a_rank_without_trajectories_compiles_nothing_for_its_one_token(tmp_path
     plain, compiled = models("Qwen3", tmp_path)
     counters.clear()
     lonely = pack(make_lease(*make_step(0, groups=1, size=1, max_staleness=4)), [], CPU)
-    places = (lonely.input_ids, lonely.position_ids, lonely.position_ids, lonely.position_ids, lonely.packing)
-    assert len(lonely.input_ids) == 1 and torch.equal(compiled(*places, 1.0)[0], plain(*places, 1.0)[0])
+    assert len(lonely.input_ids) == 1 and torch.equal(compiled(lonely, 1.0)[0], plain(lonely, 1.0)[0])
     assert not counters["stats"]["unique_graphs"]
 
 
