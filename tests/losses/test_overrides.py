@@ -74,7 +74,8 @@ def agree(batch: Batch, name: str, changes: dict[str, Any]) -> bool:
     # No wrong gradient is orthogonal to a direction that is drawn.
     direction = np.random.default_rng(0).standard_normal(len(batch.cur)) * batch.mask
     got = float(inputs.learner_logprobs.grad.numpy() @ direction)
-    assert got == pytest.approx(slope(reference, batch, direction), rel=1e-5, abs=1e-7)
+    # Differences of the size of rounding have a value and no gradient (`losses.kl.ROUNDING`): up to 1e-5 of it.
+    assert got == pytest.approx(slope(reference, batch, direction), rel=1e-4, abs=1e-7)
     return True
 
 
