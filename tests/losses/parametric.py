@@ -183,6 +183,11 @@ def kl_values(cur: Array, ref: Array, kind: str) -> Array:
     return {"k1": d, "k2": d**2 / 2, "k3": np.exp(-d) + d - 1, "abs": np.abs(d)}[kind]
 
 
+def beyond_rounding(cur: Array, other: Array, sg: Array) -> Array:
+    """Differences of up to 1e-4 count as none."""
+    return np.where(np.abs(sg - other) <= 1e-4, other, cur)
+
+
 def loss_of(kind: str, loglinear: bool, s: Any) -> Callable[[Batch, Array, Array], float]:
     """Return the loss as a function of (batch, cur, sg) for a surrogate `kind` at the settings `s`."""
 
@@ -197,13 +202,16 @@ def loss_of(kind: str, loglinear: bool, s: Any) -> Callable[[Batch, Array, Array
             counted = keep & (w != 0) if s.weight in ("zero", "mask") else keep
         total = aggregate(b, tokens, counted, s)
         if s.kl_coef:
-            penalty = kl_values(cur, b.ref, (s.kl or "k3").removeprefix("ratio_"))
+            estimator = (s.kl or "k3").removeprefix("ratio_")
+            pulled = cur if estimator == "k1" else beyond_rounding(cur, b.ref, sg)
+            penalty = kl_values(pulled, b.ref, estimator)
             if (s.kl or "").startswith("ratio_"):
                 old = b.mu if (s.edge == "E" or b.prox is None or kind == "reinforce") else b.prox
                 penalty = penalty * exp(cur - old)
             total += s.kl_coef * aggregate(b, np.where(b.mask, penalty, 0.0), b.mask, s)
         if s.behavior_kl:
-            total += s.behavior_kl * aggregate(b, np.where(b.mask, (cur - b.mu) ** 2, 0.0), b.mask, s)
+            gap = beyond_rounding(cur, b.mu, sg) - b.mu
+            total += s.behavior_kl * aggregate(b, np.where(b.mask, gap**2, 0.0), b.mask, s)
         return total
 
     return loss
