@@ -189,11 +189,12 @@ def pace_of(runs: Sequence[RunMeasured], kind: str) -> Pace:
 def with_paces(costs: Costs, runs: Sequence[RunMeasured]) -> Costs:
     """`decode`, `prompts` and `beside` by what the engines told: least squares over all their steps."""
     shares = [run.beside for run in runs]
+    paces = {kind: [run.pace(kind) for run in runs] for kind in KINDS}
     apart = max(shares) - min(shares) >= APART
 
     def together(kind: str, beside: float) -> Pace:
-        paces = [run.pace(kind).slowed(1 + beside * share) for run, share in zip(runs, shares, strict=True)]
-        return sum(paces, Pace())
+        slowed = (pace.slowed(1 + beside * share) for pace, share in zip(paces[kind], shares, strict=True))
+        return sum(slowed, Pace())
 
     tried = np.linspace(0.0, MOST_BESIDE, BESIDE_STEPS).tolist() if apart else [0.0]
     beside = max(tried, key=lambda each: together("decode", each).explained())

@@ -126,6 +126,13 @@ class Simulation:
         self._count += 1
         heappush(self._events, (at, self._count, happens))
 
+    def _after(self, seconds: float, happens: Callable[[], None]) -> None:
+        """What takes no time happens at once, before all that is due now."""
+        if seconds:
+            self._later(self.now + seconds, happens)
+        else:
+            happens()
+
     def _react(self) -> None:
         """What waits is asked again."""
         self._changed = False
@@ -168,11 +175,7 @@ class Simulation:
                 self._full[engine.name] = engine
                 continue
             engine.asks, engine.ordered = 0, engine.ordered + len(orders)
-            if self.costs.deliver_s:
-                arrive = self.now + self.costs.deliver_s
-                self._later(arrive, lambda orders=orders, engine=engine: self._arrived(engine, orders))
-            else:
-                self._arrived(engine, orders)
+            self._after(self.costs.deliver_s, lambda orders=orders, engine=engine: self._arrived(engine, orders))
 
     def _lengths(self, group_id: int) -> list[int]:
         block, place = divmod(group_id, BLOCK)
@@ -188,10 +191,7 @@ class Simulation:
         engine.hold(len(orders), self.now)
         self._ask(engine)
         self._changed = True
-        if self.costs.prefill_s:
-            self._later(self.now + self.costs.prefill_s, lambda: self._begin(engine, orders))
-        else:
-            self._begin(engine, orders)
+        self._after(self.costs.prefill_s, lambda: self._begin(engine, orders))
 
     def _begin(self, engine: SimulatedEngine, orders: Sequence[Assignment]) -> None:
         engine.prefill(len(orders), self.now)
@@ -259,10 +259,7 @@ class Simulation:
         )
         self.core.insert(engine.name, engine.name, header, b"")
         self._changed = True
-        if self.costs.deliver_s:
-            self._later(self.now + self.costs.deliver_s, lambda: self._inserted(engine))
-        else:
-            self._inserted(engine)
+        self._after(self.costs.deliver_s, lambda: self._inserted(engine))
 
     def _inserted(self, engine: SimulatedEngine) -> None:
         """Its worker knows, and has a free place."""

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch.distributed as dist
 
 from asyncrl.weights.broadcast import door
 from asyncrl.weights.broadcast.door import NAMED, Door
 from asyncrl.weights.broadcast.protocol import Peer, beat
-
-
-class Nobody:
-    def announce(self, values: dict[str, Any]) -> None:
-        raise AssertionError
-
-    def members(self) -> list[Any]:
-        return []
+from benchmarks.parts.crowd import Meeting
 
 
 def test_workers_that_never_came_are_reported_once_and_in_one_line_however_many(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = dist.HashStore()
-    looks = Door(Nobody(), store, "10.0.0.6:4000", 5.0)
+    looks = Door(Meeting(0), store, "10.0.0.6:4000", 5.0)
     live: list[Peer] = [(f"w{number:03}", "1") for number in range(512)]
     beat(store, live[3])
     looks.report_absent(live)
