@@ -4,7 +4,7 @@ all also with fewer groups in flight."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -93,7 +93,7 @@ class Search:
     ) -> None:
         self._base, self._costs, self._slots, self._effort, self._seed = base, costs, slots, effort, seed
         self._most_in_flight = most_in_flight
-        self.tried: list[Tried] = []
+        self._tried: dict[tuple[Split, int, int], Tried] = {}
 
     def plan(self, splits: Sequence[Split]) -> Plan:
         """Raises ConfigError if the settings of the run deadlock."""
@@ -101,11 +101,11 @@ class Search:
         first = max(0, self._balanced(ordered) - self._effort.splits // 2)
         for split in ordered[first : first + self._effort.splits]:
             self._deepen(split)
-        best = best_of(self.tried)
+        best = best_of(self._tried.values())
         for in_flight in self._fewer(best):
             self._try(best.split, best.pipeline_depth, in_flight)
-        best = best_of(self.tried)
-        return Plan(best=best, tried=self.tried, sensitivity=self._sensitivity(best))
+        best = best_of(self._tried.values())
+        return Plan(best=best, tried=[*self._tried.values()], sensitivity=self._sensitivity(best))
 
     def _balanced(self, splits: Sequence[Split]) -> int:
         """Index of the first split, by ranks, whose learner waits although the rollouts run as far ahead as allowed."""
@@ -142,9 +142,10 @@ class Search:
         return replace(self._base, settings=settings, engines=split.engines, ranks=split.ranks, slots=slots)
 
     def _try(self, split: Split, depth: int, in_flight: int) -> Tried:
-        found = self._simulated(split, depth, in_flight, self._costs)
-        self.tried.append(found)
-        return found
+        key = split, depth, in_flight
+        if key not in self._tried:
+            self._tried[key] = self._simulated(*key, self._costs)
+        return self._tried[key]
 
     def _simulated(self, split: Split, depth: int, in_flight: int, costs: Costs) -> Tried:
         setup, effort = self._setup(split, depth, in_flight), self._effort
@@ -162,7 +163,7 @@ class Search:
         return found
 
 
-def best_of(tried: Sequence[Tried]) -> Tried:
+def best_of(tried: Collection[Tried]) -> Tried:
     """The result with the lowest staleness among those with (nearly) the most trained tokens per second."""
     most = max(each.outcome.tokens_per_s for each in tried)
     near = [each for each in tried if each.outcome.tokens_per_s >= NEAR_BEST * most]
