@@ -39,8 +39,13 @@ def test_the_split_that_keeps_both_sides_busy_is_found_and_deeper_than_needed_is
     assert slower.step_s > plan.best.outcome.step_s
     row = json.loads(json.dumps(as_object(plan, 6, "start")))
     assert row["best"]["engines"] == 4 and len(row["tried"]) == len(plan.tried)
-    settings = [(each.split, each.pipeline_depth, each.max_in_flight) for each in plan.tried]
-    assert len(set(settings)) == len(settings), "simulated twice"
+
+
+def test_a_setting_is_simulated_once() -> None:
+    search = Search(setup(0, max_sequences=8, max_staleness=1), costs(), lambda most, engines: 32, EFFORT)
+    plan = search.plan([Split(ranks=ranks, engines=4 - ranks) for ranks in range(1, 4)])
+    found = [(each.split, each.pipeline_depth, each.max_in_flight) for each in plan.tried]
+    assert len(set(found)) == len(found)
 
 
 def files(folder: Path) -> list[str]:
