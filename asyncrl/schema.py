@@ -13,46 +13,49 @@ from omegaconf import MISSING
 
 from asyncrl.environments.settings import EnvironmentConfig
 from asyncrl.evaluation.settings import EvalConfig
-from asyncrl.learner.settings import CriticConfig, LearnerConfig, ReferenceConfig
+from asyncrl.learner.settings import CriticConfig, LearnerConfig, LearnerSettings, ReferenceConfig
 from asyncrl.losses.settings import LossConfig
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.rewards.settings import RewardConfig
 from asyncrl.weights.settings import WeightsConfig
 
 
-class RowSettings(Protocol):
-    """Settings that select and order the rows, common to all kinds of runs; see `DataConfig`."""
+@dataclass(kw_only=True, slots=True)
+class RowSettings:
+    """Settings that select and order the rows, of whatever is trained."""
 
-    path: Any
-    prompt_column: str
-    mixture: dict[str, Any]
-    where: dict[str, Any]
-    order_by: str
-    args: dict[str, Any]
-    shuffle: bool
-
-
-class LearnerSettings(Protocol):
-    """Settings of the ranks and of their checkpoints, common to all kinds of runs; see `LearnerConfig`."""
-
-    ranks: int
-    replicas: int
-    sequence_parallel: int
-    expert_parallel: int
-    tensor_parallel: int
-    device: str
-    offload: str
-    optimizer: str
-    save_every: int
-    export_every: int
-    copy_to: str
+    path: Any = MISSING
+    """Where the rows are (`prompt` as text or chat messages, and any other columns): JSONL or parquet files, a folder
+    of them or one of `save_to_disk`, a list or a glob, `hf:NAME[:CONFIG][:SPLIT]`, or a class of yours, `file.py:Name`.
+    See docs/data.md."""
+    prompt_column: str = "prompt"
+    """Column that holds the prompt."""
+    mixture: dict[str, Any] = field(default_factory=dict)
+    """Several sources by name instead of `path`, each with its `path` and optionally `weight` (1), `where`,
+    `prompt_column` and `args`: `data.mixture.gsm8k.path=FILE data.mixture.gsm8k.weight=2`."""
+    where: dict[str, Any] = field(default_factory=dict)
+    """Use only rows whose columns have one of these values, `data.where.level=[3,4,5]`, or lie within bounds, both
+    included: `data.where.score.min=0.2 data.where.score.max=0.8`."""
+    order_by: str = ""
+    """Column (numbers or texts) that orders the rows of an epoch, smallest first; `shuffle` then only mixes equal ones.
+    Empty: not ordered."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Arguments for a class of yours: `data.args.NAME=VALUE`."""
+    shuffle: bool = True
+    """Shuffle the rows anew each epoch, by `seed`; false keeps their order."""
 
 
-class SinkSettings(Protocol):
-    """Additional destinations of the metrics; see `TelemetryConfig`."""
+@dataclass(kw_only=True, slots=True)
+class SinkSettings:
+    """Where metrics and spans of a run go besides its own files."""
 
-    wandb: bool
-    tensorboard: bool
+    wandb: bool = False
+    """Also log to Weights & Biases (extra `wandb`); its own environment variables give project and key."""
+    tensorboard: bool = False
+    """Also write event files for TensorBoard (extra `tensorboard`)."""
+    trace: bool = False
+    """Record what each process does when, in `logs/trace` (at most 64 MB per process). `asyncrl trace RUN` turns it
+    into one picture (docs/trace.md)."""
 
 
 class RunSettings(Protocol):
@@ -127,22 +130,7 @@ class ModelConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class DataConfig:
-    path: Any = MISSING
-    """Where the rows are (`prompt` as text or chat messages, and any other columns): JSONL or parquet files, a folder
-    of them or one of `save_to_disk`, a list or a glob, `hf:NAME[:CONFIG][:SPLIT]`, or a class of yours, `file.py:Name`.
-    See docs/data.md."""
-    prompt_column: str = "prompt"
-    """Column that holds the prompt."""
-    mixture: dict[str, Any] = field(default_factory=dict)
-    """Several sources by name instead of `path`, each with its `path` and optionally `weight` (1), `where`,
-    `prompt_column` and `args`: `data.mixture.gsm8k.path=FILE data.mixture.gsm8k.weight=2`."""
-    where: dict[str, Any] = field(default_factory=dict)
-    """Use only rows whose columns have one of these values, `data.where.level=[3,4,5]`, or lie within bounds, both
-    included: `data.where.score.min=0.2 data.where.score.max=0.8`."""
-    order_by: str = ""
-    """Column (numbers or texts) that orders the rows of an epoch, smallest first; `shuffle` then only mixes equal ones.
-    Empty: not ordered."""
+class DataConfig(RowSettings):
     curriculum: str = ""
     """`pass_rate` draws rows less often that every group solves, or none, as measured during the run and kept over
     resumes. Empty: every row once per epoch."""
@@ -154,10 +142,6 @@ class DataConfig:
     changed."""
     curriculum_passes_at: float = 0.5
     """Lowest reward with which a completion counts as passed."""
-    args: dict[str, Any] = field(default_factory=dict)
-    """Arguments for a class of yours: `data.args.NAME=VALUE`."""
-    shuffle: bool = True
-    """Shuffle the rows anew each epoch, by `seed`; false keeps their order."""
     max_prompt_tokens: int = 512
     """Longest prompt in tokens, as the chat template renders it; `overlong` says what happens to a longer one."""
     overlong: str = "drop"
@@ -319,25 +303,18 @@ class RolloutConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class TelemetryConfig:
+class TelemetryConfig(SinkSettings):
     samples_per_step: int = 4
     """Rows written to `samples.jsonl` per step (prompt, completion, reward), and at most as many of dropped groups and
     missing members, with the reason. Texts over 2,048 characters lose their middle."""
     samples_per_evaluation: int = 8
     """Rows written to `eval_samples.jsonl` per evaluation of a set, the same rows each time. Texts over 8,192
     characters lose their middle."""
-    wandb: bool = False
-    """Also log to Weights & Biases (extra `wandb`); its own environment variables give project and key."""
-    tensorboard: bool = False
-    """Also write event files for TensorBoard (extra `tensorboard`)."""
     on_alarm: str = "continue"
     """What an alarm does besides being reported (docs/alarms.md): `continue`, or `stop`: save a checkpoint and end the
     run."""
     ignore_alarms: list[str] = field(default_factory=list)
     """Names of alarms that are neither reported nor acted on; `asyncrl alarms` lists them."""
-    trace: bool = False
-    """Record what each process does when, in `logs/trace` (at most 64 MB per process). `asyncrl trace RUN` turns it
-    into one picture (docs/trace.md)."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -111,8 +111,10 @@ def _kinds(kind: type, prefix: str = "") -> dict[str, str]:
 
 
 def _meanings(kind: type, prefix: str = "") -> dict[str, str]:
-    """Return the text under each field of the dataclass, its base classes, and nested dataclasses."""
-    under = {name: text for each in reversed(kind.__mro__) if is_dataclass(each) for name, text in _under(each).items()}
+    """Return the text under each field of the dataclass, its base classes, and nested dataclasses. A field that only
+    gets another default keeps the text of its base class."""
+    texts = [text for each in reversed(kind.__mro__) if is_dataclass(each) for text in _under(each).items()]
+    under = dict(texts) | {name: text for name, text in texts if text}
     found: dict[str, str] = {}
     hints = get_type_hints(kind)
     for item in fields(kind):

@@ -32,7 +32,7 @@ from asyncrl.learner.parallel.place import Place
 from asyncrl.learner.processes.out_of_memory import heed_note
 from asyncrl.learner.reporting.step_row import StepLog
 from asyncrl.learner.roles import Roles, build_roles
-from asyncrl.learner.settings import CheckpointSettings
+from asyncrl.learner.settings import LearnerSettings
 from asyncrl.learner.step.accumulation import agree_on_reduction
 from asyncrl.learner.train import Training
 from asyncrl.replay.protocol import LearnerReplay
@@ -62,7 +62,7 @@ class Kept:
 
 def open_checkpoints(
     config: Config,
-    by: CheckpointSettings,
+    by: LearnerSettings,
     place: Place,
     opened: ExitStack,
     *,
