@@ -13,6 +13,7 @@ Answer = TypeVar("Answer")
 def in_background(name: str, ask: Callable[[], Answer]) -> Future[Answer]:
     """Call `ask` on a thread of its own; the future gets what it returns or raises."""
     future: Future[Answer] = Future()
+    future.set_running_or_notify_cancel()  # a reader that gives up must not make the answer an error of the thread
     # A daemon thread, so that a process that fails meanwhile ends at once and does not wait for the call.
     threading.Thread(target=_ask, args=(ask, future), name=name, daemon=True).start()
     return future

@@ -14,12 +14,11 @@ import secrets
 import signal
 import threading
 from collections.abc import Sequence
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import FrameType
 
 from asyncrl.errors import AsyncRLError
-from asyncrl.http_server import HttpServer
+from asyncrl.http_server import Answers, HttpServer
 from asyncrl.telemetry.metrics.log import EVAL_SAMPLES_FILE, HISTOGRAMS_FILE, METRICS_FILE, SAMPLES_FILE
 from asyncrl.telemetry.metrics.raised import ALARMS_FILE
 from asyncrl.telemetry.reports.page import page_of
@@ -41,6 +40,14 @@ setInterval(async () => {
 }, %d);
 </script>
 """
+SAFE = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "X-Frame-Options": "DENY",
+    "Cache-Control": "no-store",
+}
+"""Headers that keep other sites and caches from the page."""
 State = tuple[tuple[int, int, int], ...]
 
 
@@ -102,53 +109,33 @@ class ReportServer(HttpServer):
 
     @property
     def url(self) -> str:
-        return f"http://{LOOPBACK}:{self.server_port}/{self.token}/"
+        return f"{super().url}/{self.token}/"
 
 
-class _Answers(BaseHTTPRequestHandler):
+class _Answers(Answers):
     server: ReportServer
-    protocol_version = "HTTP/1.1"
     timeout = IDLE_S
-    server_version, sys_version = "asyncrl", ""
 
     def do_GET(self) -> None:
-        self._answer(body=True)
-
-    def do_HEAD(self) -> None:
-        self._answer(body=False)
-
-    def _answer(self, *, body: bool) -> None:
+        body = self.command == "GET"
         port = self.server.server_port
         named = self.headers.get_all("Host", []) in ([f"{LOOPBACK}:{port}"], [f"localhost:{port}"])
         given = self.path.encode("latin-1", "replace")
         if not named or not secrets.compare_digest(given, f"/{self.server.token}/".encode()):
-            self._send(403, b"Not for you: the whole address is in the terminal of `asyncrl report --serve`\n", body)
+            self._send(403, b"Not for you: the whole address is in the terminal of `asyncrl report --serve`\n")
             return
         try:
             tag, text = self.server.page.text() if body else (self.server.page.tag(), b"")
         except (AsyncRLError, OSError) as error:
-            self._send(503, f"{error}\n".encode(errors="replace"), body)
+            self._send(503, f"{error}\n".encode(errors="replace"))
             return
-        self._send(200, text, body, tag)
+        self._send(200, text, tag)
 
-    def _send(self, code: int, text: bytes, body: bool, tag: str = "") -> None:
-        self.send_response(code)
-        self.send_header("Content-Type", "text/html; charset=utf-8" if code == 200 else "text/plain; charset=utf-8")
-        self.send_header("X-Content-Type-Options", "nosniff")
-        self.send_header("Referrer-Policy", "no-referrer")
-        self.send_header("Cross-Origin-Resource-Policy", "same-origin")
-        self.send_header("X-Frame-Options", "DENY")
-        self.send_header("Cache-Control", "no-store")
-        if tag:
-            self.send_header("ETag", f'"{tag}"')
-        if body:
-            self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        if body:
-            self.wfile.write(text)
+    do_HEAD = do_GET
 
-    def log_message(self, format: str, *args: object) -> None:
-        """Log nothing: the messages would contain the token."""
+    def _send(self, code: int, text: bytes, tag: str = "") -> None:
+        kind = {"Content-Type": "text/html; charset=utf-8" if code == 200 else "text/plain; charset=utf-8"}
+        self.say(code, text, kind | SAFE | ({"ETag": f'"{tag}"'} if tag else {}))
 
 
 def serve(folders: Sequence[Path]) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
+from asyncrl.background import in_background
 from asyncrl.errors import EpisodeError
 
 Result = TypeVar("Result")
@@ -15,20 +16,17 @@ Result = TypeVar("Result")
 
 def start_thread(function: Callable[[], Result], name: str) -> Future[Result]:
     """Start a thread and return the future of its outcome. The thread ends with the call, or with the process."""
-    future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()
+    return in_background(name, partial(_harmless, function))
 
-    def run() -> None:
-        try:
-            future.set_result(function())
-        # User code at a thread boundary: any exception goes to the waiting caller. A StopIteration or an exit would
-        # affect the event loop.
-        except BaseException as error:
-            plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
-            future.set_exception(error if plain else EpisodeError(f"{type(error).__name__}: {error}"))
 
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future
+def _harmless(function: Callable[[], Result]) -> Result:
+    """Call it. A StopIteration or an exit of user code would affect the event loop that waits, so they are replaced."""
+    try:
+        return function()
+    except BaseException as error:
+        if isinstance(error, Exception) and not isinstance(error, StopIteration):
+            raise
+        raise EpisodeError(f"{type(error).__name__}: {error}") from error
 
 
 async def on_own_thread(function: Callable[[], Result], name: str) -> Result:

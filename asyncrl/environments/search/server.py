@@ -16,7 +16,6 @@ import ipaddress
 import json
 import socket
 import sys
-from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,7 +25,7 @@ from asyncrl.environments.search.bm25 import Bm25
 from asyncrl.environments.search.corpus import Corpus, passage
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.family import die_with_parent
-from asyncrl.http_server import HttpServer
+from asyncrl.http_server import Answers, HttpServer
 
 LOOPBACK = "127.0.0.1"
 PATH = "/retrieve"
@@ -81,15 +80,12 @@ class Server(HttpServer):
 
     @property
     def url(self) -> str:
-        host, port = self.server_address[:2]
-        return f"http://{f'[{host!s}]' if ':' in str(host) else host}:{port}{PATH}"
+        return f"{super().url}{PATH}"
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(Answers):
     server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
-    protocol_version = "HTTP/1.1"
     timeout = IDLE_S
-    disable_nagle_algorithm = True
 
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "")
@@ -108,15 +104,7 @@ class Handler(BaseHTTPRequestHandler):
         self._say(200, said)
 
     def _say(self, status: int, said: dict[str, Any]) -> None:
-        data = json.dumps(said).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: a line per query is of no use."""
+        self.say(status, json.dumps(said).encode(), {"Content-Type": "application/json"})
 
 
 def is_own_name(host: str, given: str) -> bool:

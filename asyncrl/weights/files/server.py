@@ -17,11 +17,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 from asyncrl.errors import WeightsError
-from asyncrl.http_server import HttpServer
+from asyncrl.http_server import Answers, HttpServer
 from asyncrl.weights.files.items import is_name
 
 CONNECTIONS = 256
@@ -44,7 +43,6 @@ class FilesServer(HttpServer):
 
     def __init__(self, folder: Path, host: str, port: int = 0, idle_s: float = 60.0) -> None:
         self.folder, self.idle_s, self.token = folder, idle_s, secrets.token_urlsafe(32)
-        self._host = host
         self._free = threading.BoundedSemaphore(CONNECTIONS)
         self._lock = threading.Lock()
         self._open: Counter[str] = Counter()
@@ -52,6 +50,7 @@ class FilesServer(HttpServer):
         try:
             self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             super().__init__((host, port), _Answers)
+            self.server_name = host  # as it was given: other machines may know it by another address
         except OSError as error:
             raise WeightsError(
                 f"weights.host={host} weights.port={port}: the learner cannot serve its weights there: {error}. Name "
@@ -59,11 +58,6 @@ class FilesServer(HttpServer):
             ) from error
         serving = partial(self.serve_forever, poll_interval=0.05)  # how long `close` waits for it
         threading.Thread(target=serving, name="weights-server", daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self.server_port}"
 
     def reads(self, name: str) -> bool:
         """Whether the file is being read, or was within `idle_s`."""
@@ -102,11 +96,8 @@ class FilesServer(HttpServer):
             self._free.release()
 
 
-class _Answers(BaseHTTPRequestHandler):
+class _Answers(Answers):
     server: FilesServer
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # head and body are two writes: a short body would wait for the ack of the head
-    server_version, sys_version = "asyncrl", ""
 
     def setup(self) -> None:
         super().setup()
@@ -132,9 +123,9 @@ class _Answers(BaseHTTPRequestHandler):
         given = self.headers.get("Authorization", "").encode("latin-1", "replace")
         name = self.path.removeprefix("/")
         if not secrets.compare_digest(given, f"Bearer {self.server.token}".encode()):
-            self._refuse(401)
+            self.say(401)
         elif not is_name(name):
-            self._refuse(404)
+            self.say(404)
         else:
             with self.server.reading(name):
                 self._send(self.server.folder / name)
@@ -143,14 +134,14 @@ class _Answers(BaseHTTPRequestHandler):
         try:
             file = path.open("rb")
         except OSError:
-            self._refuse(404)
+            self.say(404)
             return
         with file:
             size, asked = os.fstat(file.fileno()).st_size, self.headers.get("Range", "")
             found = _FROM.fullmatch(asked)
             start = int(found.group(1)) if found else 0
             if found and start >= size:
-                self._refuse(416)
+                self.say(416)
                 return
             self.send_response(206 if found else 200)
             if found:
@@ -161,11 +152,3 @@ class _Answers(BaseHTTPRequestHandler):
             self.wfile.flush()
             if size > start:
                 self.connection.sendfile(file, start)
-
-    def _refuse(self, code: int) -> None:
-        self.send_response(code)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Log nothing: workers report what they cannot fetch."""
