@@ -245,7 +245,7 @@ REFUSED: Refused = [
     (["reward.gpus=-1"], ["reward.gpus must be at least 0"]),
     (["replay.wait_timeout_s=0"], ["replay.wait_timeout_s must be above 0"]),
     (["replay.wait_timeout_s=7200"], ["at most 3,600", "got 7200", "Set replay.wait_timeout_s=3600"]),
-    (["learner.beta2=1"], ["learner.beta2 must be between 0 and 1", "got 1"]),
+    (["learner.beta2=1"], ["learner.beta2 must be above 0 and below 1", "got 1"]),
     (
         ["replay.max_bytes=1000"],
         ["replay.max_bytes=1000 is too small", "= 10223616", "Set replay.max_bytes=10223616"],
@@ -268,7 +268,7 @@ REFUSED: Refused = [
     (["replay.address=tcp://10.0.0.5:5577", "replay.keys=k"], ["weights.host=127.0.0.1", "Set weights.host"]),
     (["loss.clip_low=-1", "loss=ppo"], ["loss.clip_low", "-1"]),
     (["loss.tau_pos=1"], ["does not use loss.tau_pos=1", "remove it"]),
-    (["eval.min_p=1", "eval.temperature=1"], ["eval.min_p must be at least 0", "below 1; got 1"]),
+    (["eval.min_p=1", "eval.temperature=1"], ["eval.min_p must be at least 0", "below 1 (0 turns it off); got 1"]),
     (["eval.top_p=0.9"], ["eval.top_p=0.9 does nothing at eval.temperature=0", "Set eval.temperature=1"]),
     (
         ["eval.sets.a.path=e.jsonl", "eval.sets.a.top_k=5"],

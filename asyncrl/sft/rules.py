@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -56,23 +57,19 @@ def _not_needed(node: Any) -> Iterator[str]:
 FIGURES = ("loss", "token_accuracy")
 """Metrics of an evaluation."""
 KEYS = config_keys(SftConfig)
-ABOVE_ZERO = [*(key for key in values.ABOVE_ZERO if key in KEYS), "learner.epochs"]
 WORDS = {key: each for key, each in values.WORDS.items() if key in KEYS} | {"data.learn": ("every", "last")}
-SMALLEST = {key: least for key, least in values.SMALLEST.items() if key in KEYS and key not in ABOVE_ZERO} | {
-    "data.max_tokens": 2,
-    "learner.rows_per_step": 1,
-    "learner.steps": 0,
-    "learner.max_tokens_per_microbatch": 1,
-    "eval.rows": 0,
+RANGES = {key: each for key, each in values.RANGES.items() if key in KEYS} | {
+    "data.max_tokens": (2, math.inf, "at least 2"),
+    **dict.fromkeys(("learner.rows_per_step", "learner.max_tokens_per_microbatch"), values.FROM_1),
+    **dict.fromkeys(("learner.steps", "eval.rows"), values.FROM_0),
+    "learner.epochs": values.POSITIVE,
 }
-"""Smallest values; as in a run of reinforcement learning for the settings that it has, too."""
-SAID = {"learner.device": "auto, cpu, cuda, cuda:N", "learner.beta2": "above 0, below 1"}
-"""Descriptions of what the other rules allow."""
+"""As in a run of reinforcement learning for the settings that it has, too."""
 
 
 def allowed() -> dict[str, str]:
     """Map each setting whose own value is checked by a rule to a description of its allowed values."""
-    return values.in_words(WORDS, SMALLEST, ABOVE_ZERO) | SAID
+    return values.in_words(WORDS, RANGES) | {"learner.device": "auto, cpu, cuda, cuda:N"}
 
 
 def known_words(given: SftConfig) -> Problems:
@@ -82,10 +79,8 @@ def known_words(given: SftConfig) -> Problems:
 
 
 def numbers_in_range(given: SftConfig) -> Problems:
-    yield from values.out_of_range(given, SMALLEST, ABOVE_ZERO)
+    yield from values.out_of_range(given, RANGES)
     yield from values.out_of_bounds(given)
-    if not 0 < given.learner.beta2 < 1:
-        yield f"learner.beta2 must be between 0 and 1; got {given.learner.beta2}"
 
 
 def evaluation_is_whole(given: SftConfig) -> Problems:

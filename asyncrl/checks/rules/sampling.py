@@ -23,31 +23,20 @@ def truncation(room: str, settings: RolloutConfig | EvalConfig) -> str:
     return " ".join(f"{room}.{name}={value:g}" for name, value, nothing in values if value != nothing)
 
 
-def rollouts_are_truncated_within_bounds(config: Config) -> Problems:
-    yield from _out_of_range("rollout", config.rollout)
+def group_has_different_members(config: Config) -> Problems:
+    if config.rollout.top_k == 1:
+        yield (
+            "rollout.top_k=1 always gives the likeliest token, so the samples of a group are all the same. Set 2 or "
+            "more, or 0 (off)"
+        )
 
 
-def evaluation_is_truncated_within_bounds(config: Config) -> Problems:
-    yield from _out_of_range("eval", config.eval)
+def truncation_needs_samples(config: Config) -> Problems:
     if (said := truncation("eval", config.eval)) and config.eval.temperature == 0:
         yield (
             f"{said} does nothing at eval.temperature=0, which decodes greedily. Set eval.temperature=1, or leave it "
             "out"
         )
-
-
-def _out_of_range(room: str, settings: RolloutConfig | EvalConfig) -> Problems:
-    if not 0 < settings.top_p <= 1:
-        yield f"{room}.top_p must be above 0 and at most 1 (1 turns it off); got {settings.top_p}"
-    if settings.top_k == 1 and room == "rollout":
-        yield (
-            "rollout.top_k=1 always gives the likeliest token, so the samples of a group are all the same. Set 2 or "
-            "more, or 0 (off)"
-        )
-    if settings.top_k < 0:
-        yield f"{room}.top_k must be at least 0 (0 turns it off); got {settings.top_k}"
-    if not 0 <= settings.min_p < 1:
-        yield f"{room}.min_p must be at least 0 (0 turns it off) and below 1; got {settings.min_p}"
 
 
 def engine_says_what_it_drew_from(config: Config) -> Problems:
@@ -71,8 +60,8 @@ def reference_is_renormalised_too(config: Config) -> Problems:
 
 
 RULES: tuple[Callable[[Config], Problems], ...] = (
-    rollouts_are_truncated_within_bounds,
-    evaluation_is_truncated_within_bounds,
+    group_has_different_members,
+    truncation_needs_samples,
     engine_says_what_it_drew_from,
     reference_is_renormalised_too,
 )

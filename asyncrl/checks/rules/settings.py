@@ -4,55 +4,36 @@ from __future__ import annotations
 
 import math
 import re
-from operator import attrgetter
 from pathlib import Path
 
 from asyncrl.checks.evaluations import eval_sets
 from asyncrl.checks.hints import nearest
 from asyncrl.checks.problem import Problems
 from asyncrl.checks.rewards import MODEL_REWARD, reward_terms
-from asyncrl.checks.rules.sampling import evaluation_is_truncated_within_bounds
-from asyncrl.checks.rules.values import (
-    ABOVE_ZERO,
-    SMALLEST,
-    WORDS,
-    in_words,
-    other_words,
-    out_of_bounds,
-    out_of_range,
-)
+from asyncrl.checks.rules.sampling import truncation_needs_samples
+from asyncrl.checks.rules.values import RANGES, WORDS, in_words, other_words, out_of_bounds, out_of_range
 from asyncrl.errors import ConfigError
-from asyncrl.evaluation.samples import MOST_SAMPLES
-from asyncrl.losses.rules import CHOICES, RANGES
+from asyncrl.losses import rules as of_losses
 from asyncrl.schema import Config, RunSettings
 
 ENVIRONMENTS = ("single_turn", "tools", "python", "search", "reasoning_gym", "gymnasium", "openai", "verifiers")
-SHARES = ("advantage.gamma", "advantage.lam", "reward.max_failure_share", "learner.min_lr_ratio")
 COLDEST, HOTTEST = 0.01, 100
 SAID = {
     "engine.device": "auto, cpu, cuda, cuda:N",
     "learner.device": "auto, cpu, cuda, cuda:N",
-    **dict.fromkeys(SHARES, "0 to 1"),
     "rollout.temperature": f"{COLDEST} to {HOTTEST}",
     "eval.temperature": f"0, or {COLDEST} to {HOTTEST}",
-    "learner.beta1": "at least 0, below 1",
-    "learner.proximal_ema": "at least 0, below 1",
-    "learner.beta2": "above 0, below 1",
     "learner.skip_spikes": "0, or above 1",
     "replay.pipeline_depth": "0 to replay.max_staleness",
-    "telemetry.samples_per_evaluation": f"0 to {MOST_SAMPLES}",
-    **dict.fromkeys(("rollout.top_p", "eval.top_p"), "above 0, at most 1"),
-    **dict.fromkeys(("rollout.top_k", "eval.top_k"), "at least 0"),
-    **dict.fromkeys(("rollout.min_p", "eval.min_p"), "at least 0, below 1"),
 }
 """Values allowed by the other rules, in words."""
 
 
 def allowed() -> dict[str, str]:
     """Return key -> its allowed values in words, for the settings whose own value is checked by a rule."""
-    found = in_words(WORDS, SMALLEST, ABOVE_ZERO)
-    found |= {f"loss.{key}": ", ".join(choices) for key, choices in CHOICES.items()}
-    found |= {f"loss.{key}": rule for key, _, _, rule in RANGES}
+    found = in_words(WORDS, RANGES)
+    found |= {f"loss.{key}": ", ".join(choices) for key, choices in of_losses.CHOICES.items()}
+    found |= {f"loss.{key}": rule for key, _, _, rule in of_losses.RANGES}
     return found | SAID
 
 
@@ -83,29 +64,14 @@ def one_device_for_all(device: str, ranks: int) -> str:
 
 
 def numbers_in_range(config: Config) -> Problems:
-    yield from out_of_range(config, SMALLEST, ABOVE_ZERO)
+    yield from out_of_range(config, RANGES)
     yield from out_of_bounds(config)
-    for key in SHARES:
-        if not 0 <= (value := attrgetter(key)(config)) <= 1:
-            yield f"{key} must be between 0 and 1; got {value}"
     yield from _temperatures(config)
-    if not 0 <= config.learner.beta1 < 1:
-        yield f"learner.beta1 must be at least 0 and below 1; got {config.learner.beta1}. The default is 0.9"
-    if not 0 <= config.learner.proximal_ema < 1:
-        yield f"learner.proximal_ema must be at least 0 and below 1; got {config.learner.proximal_ema}"
     if config.learner.skip_spikes != 0 and not 1 < config.learner.skip_spikes < math.inf:
         yield (
             "learner.skip_spikes must be 0 (off) or above 1, as a multiple of the median; got "
             f"{config.learner.skip_spikes}"
         )
-    kept = config.telemetry.samples_per_evaluation
-    if not 0 <= kept <= MOST_SAMPLES:
-        yield (
-            f"telemetry.samples_per_evaluation must be 0 to {MOST_SAMPLES}, because samples travel with the results; "
-            f"got {kept}"
-        )
-    if not 0 < config.learner.beta2 < 1:
-        yield f"learner.beta2 must be between 0 and 1; got {config.learner.beta2}"
 
 
 def _temperatures(config: Config) -> Problems:
@@ -242,7 +208,7 @@ def _evaluation_is_one(config: Config) -> Problems:
 OF_A_SET = (
     *(known_words, numbers_in_range, reward_is_whole, environment_is_one, prompts_are_cut_where_they_are_read),
     _evaluation_is_one,
-    evaluation_is_truncated_within_bounds,
+    truncation_needs_samples,
 )
 """Rules that a single entry of `eval.sets` can break."""
 

@@ -4,7 +4,7 @@ settings that `asyncrl sft` shares with them."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from typing import Any
@@ -14,6 +14,7 @@ from asyncrl.checks.dtypes import DTYPES
 from asyncrl.checks.hints import nearest
 from asyncrl.checks.problem import Problems
 from asyncrl.evaluation.answers import EXTRACTORS
+from asyncrl.evaluation.samples import MOST_SAMPLES
 from asyncrl.placement import MODES
 from asyncrl.schema import RunSettings
 
@@ -73,12 +74,34 @@ AT_LEAST_1 = """
     learner.tensor_parallel learner.groups_per_step learner.updates_per_batch learner.epochs_per_batch learner.steps
     learner.max_nonfinite_steps learner.save_every learner.keep_checkpoints eval.rows eval.chunk eval.samples
 """
-SMALLEST: dict[str, int] = {**dict.fromkeys(AT_LEAST_0.split(), 0), **dict.fromkeys(AT_LEAST_1.split(), 1)}
-ABOVE_ZERO = (
-    *("rollout.temperature", "reward.timeout_s", "replay.heartbeat_s", "replay.wait_timeout_s", "weights.timeout_s"),
-    *("advantage.kl_horizon", "critic.lr", "learner.lr", "learner.clip_norm", "learner.adam_eps"),
-    "learner.save_timeout_s",
-)
+ABOVE_0 = """
+    rollout.temperature reward.timeout_s replay.heartbeat_s replay.wait_timeout_s weights.timeout_s advantage.kl_horizon
+    critic.lr learner.lr learner.adam_eps learner.save_timeout_s
+"""
+SHARES = "advantage.gamma advantage.lam reward.max_failure_share learner.min_lr_ratio"
+_ABOVE, _BELOW_1 = math.ulp(0.0), math.nextafter(1.0, 0.0)
+Range = tuple[float, float, str]
+"""Smallest and largest value, both included (infinity is not, see `out_of_range`), and the rule in words."""
+FROM_0, FROM_1, POSITIVE = (0, math.inf, "at least 0"), (1, math.inf, "at least 1"), (_ABOVE, math.inf, "above 0")
+RANGES: dict[str, Range] = {
+    **dict.fromkeys(AT_LEAST_0.split(), FROM_0),
+    **dict.fromkeys(AT_LEAST_1.split(), FROM_1),
+    **dict.fromkeys(ABOVE_0.split(), (*POSITIVE[:2], "above 0 and finite")),
+    **dict.fromkeys(SHARES.split(), (0, 1, "between 0 and 1")),
+    **dict.fromkeys(("learner.beta1", "learner.proximal_ema"), (0, _BELOW_1, "at least 0 and below 1")),
+    "learner.beta2": (_ABOVE, _BELOW_1, "above 0 and below 1"),
+    "learner.clip_norm": POSITIVE,
+    "telemetry.samples_per_evaluation": (0, MOST_SAMPLES, f"0 to {MOST_SAMPLES}"),
+    **dict.fromkeys(("rollout.top_p", "eval.top_p"), (_ABOVE, 1, "above 0 and at most 1 (1 turns it off)")),
+    **dict.fromkeys(("rollout.top_k", "eval.top_k"), (0, math.inf, "at least 0 (0 turns it off)")),
+    **dict.fromkeys(("rollout.min_p", "eval.min_p"), (0, _BELOW_1, "at least 0 and below 1 (0 turns it off)")),
+}
+MORE = {
+    "rollout.temperature": ". At 0 all samples are the argmax and a group has no spread",
+    "telemetry.samples_per_evaluation": ". Samples travel with the results",
+    "learner.beta1": ". The default is 0.9",
+}
+"""What is added to the refusal of a setting."""
 LONGEST_WAIT_S = 3600.0
 """Limit on the seconds for which a request may ask the replay server to wait."""
 PROCESSES = """
@@ -110,34 +133,22 @@ def other_words(config: RunSettings, words: Mapping[str, tuple[str, ...]]) -> Pr
             yield f"{key} must be one of {', '.join(choices)}; got {value!r}.{nearest(value, choices)}"
 
 
-def out_of_range(config: RunSettings, smallest: Mapping[str, float], above_zero: Iterable[str]) -> Problems:
-    for key, least in smallest.items():
+def out_of_range(config: RunSettings, ranges: Mapping[str, Range]) -> Problems:
+    for key, (low, high, rule) in ranges.items():
         value = attrgetter(key)(config)
-        if not least <= value < math.inf:  # written like this, it refuses NaN too
-            yield f"{key} must be at least {least}; got {value}"
-    for key in above_zero:
-        value = attrgetter(key)(config)
-        # With an infinite clip_norm, the norm is reported and never clipped.
-        if 0 < value < math.inf or (key == "learner.clip_norm" and value > 0):
-            continue
-        why = ": at 0 all samples are the argmax and a group has no spread" if key == "rollout.temperature" else ""
-        yield f"{key} must be above 0 and finite{why}; got {value}"
+        infinite = value == math.inf and key != "learner.clip_norm"  # with it, the norm is reported and never clipped
+        if infinite or not low <= value <= high:  # written like this, it refuses NaN too
+            yield f"{key} must be {rule}; got {value}{MORE.get(key, '')}"
 
 
 def out_of_bounds(config: RunSettings) -> Problems:
     for key, value in _numbers(config):
         if key.endswith("_s") and 0 < value < SHORTEST_S:
             yield f"{key} must be at least {SHORTEST_S}, a millisecond, where it is not 0; got {value}"
-        most = most_of(key, value)
+        counted = MOST_COUNTED if isinstance(value, int) else None
+        most = MOST.get(key, MOST_OF.get(f"_{key.rpartition('_')[2]}", counted))
         if most is not None and most < abs(value) < math.inf:
             yield f"{key} must be at most {most:,}; got {value}. Set {key}={most} or less"
-
-
-def most_of(key: str, value: float) -> int | None:
-    """Return the upper limit of a setting; None if it is neither a count nor a time and has no limit of its own."""
-    ending = f"_{key.rpartition('_')[2]}"
-    counted = MOST_COUNTED if isinstance(value, int) else None
-    return MOST.get(key, MOST_OF.get(ending, counted))
 
 
 def _numbers(settings: Any, prefix: str = "") -> Iterator[tuple[str, int | float]]:
@@ -150,11 +161,9 @@ def _numbers(settings: Any, prefix: str = "") -> Iterator[tuple[str, int | float
             yield f"{prefix}{each.name}", value
 
 
-def in_words(
-    words: Mapping[str, tuple[str, ...]], smallest: Mapping[str, float], above_zero: Iterable[str]
-) -> dict[str, str]:
+def in_words(words: Mapping[str, tuple[str, ...]], ranges: Mapping[str, Range]) -> dict[str, str]:
     """Return key -> its allowed values in words."""
     found = {key: ", ".join(choices) for key, choices in words.items()}
-    found |= {key: f"at least {least:g}" for key, least in smallest.items()}
-    found |= dict.fromkeys(above_zero, "above 0")
-    return {key: f"{said}, at most {most:,}" if (most := most_of(key, 0.0)) else said for key, said in found.items()}
+    found |= {key: rule.removesuffix(" and finite") for key, (_, _, rule) in ranges.items()}
+    limits = {key: MOST.get(key, MOST_OF.get(f"_{key.rpartition('_')[2]}")) for key in found}
+    return {key: f"{said}, at most {most:,}" if (most := limits[key]) else said for key, said in found.items()}
