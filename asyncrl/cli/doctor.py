@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -56,31 +56,34 @@ class Finding:
     """What was found and, if it is not well, the consequences and what to do."""
 
 
-def packages(required: Sequence[str], installed: Callable[[str], str | None]) -> list[Finding]:
+Found = Iterator[tuple[str, str]]
+"""State and text of findings, see `Finding`."""
+
+
+def packages(required: Sequence[str], installed: Callable[[str], str | None]) -> Found:
     """Check versions against the ranges that asyncrl declares; a missing extra is not a finding."""
-    found = []
-    for text in required:
-        wanted = Requirement(text)
+    fine = True
+    for wanted in map(Requirement, required):
         version = installed(wanted.name)
-        optional = wanted.marker is not None
-        if version is None and not optional:
-            found.append(Finding("packages", PROBLEM, f"{wanted.name} is not installed: pip install asyncrl"))
+        if version is None and wanted.marker is None:
+            fine = False
+            yield PROBLEM, f"{wanted.name} is not installed: pip install asyncrl"
         elif version is not None and not wanted.specifier.contains(version, prereleases=True):
+            fine = False
             said = f"{wanted.name} {version} is outside {wanted.specifier}, the versions that asyncrl supports"
-            found.append(Finding("packages", WARNING, f"{said}: pip install '{wanted.name}{wanted.specifier}'"))
-    return found or [Finding("packages", OK, f"asyncrl {__version__}: every package has a supported version")]
+            yield WARNING, f"{said}: pip install '{wanted.name}{wanted.specifier}'"
+    if fine:
+        yield OK, f"asyncrl {__version__}: every package has a supported version"
 
 
-def engines(installed: Callable[[str], str | None]) -> list[Finding]:
+def engines(installed: Callable[[str], str | None]) -> Found:
     """Report which engines are available here."""
     versions = {name: installed(name) or installed(f"{name}-cpu") for name in ENGINES}
     there = ", ".join(f"{name} {version} ({ENGINES[name]})" for name, version in versions.items() if version)
-    if versions["vllm"]:
-        return [Finding("engines", OK, there)]
-    return [Finding("engines", OK, f"{there}; engine=vllm needs pip install 'asyncrl[vllm]'")]
+    yield OK, there if versions["vllm"] else f"{there}; engine=vllm needs pip install 'asyncrl[vllm]'"
 
 
-def gpus(told: str | None, torch_sees: Callable[[], str]) -> list[Finding]:
+def gpus(told: str | None, torch_sees: Callable[[], str]) -> Found:
     """Check the GPUs.
 
     Args:
@@ -89,60 +92,53 @@ def gpus(told: str | None, torch_sees: Callable[[], str]) -> list[Finding]:
             a GPU.
     """
     if told is None:
-        return [Finding("GPU", OK, "none (no nvidia-smi): learner and engines compute on the CPU")]
-    found = []
-    for number, line in enumerate(told.strip().splitlines()):
+        yield OK, "none (no nvidia-smi): learner and engines compute on the CPU"
+        return
+    lines = told.strip().splitlines()
+    for number, line in enumerate(lines):
         if line.count(",") < 3:
-            return [Finding("GPU", PROBLEM, f"nvidia-smi says of its GPUs: {line}")]
+            yield PROBLEM, f"nvidia-smi says of its GPUs: {line}"
+            return
         name, total, used, driver = (part.strip() for part in line.rsplit(",", 3))
         said = f"{number}: {name}, {total} MiB, {used} MiB in use, driver {driver}"
-        if used.isdecimal() and total.isdecimal() and int(used) > int(total) // 20:
-            said += ". Another process uses it, so the memory that a run needs may not be free"
-            found.append(Finding("GPU", WARNING, said))
-        else:
-            found.append(Finding("GPU", OK, said))
+        taken = used.isdecimal() and total.isdecimal() and int(used) > int(total) // 20
+        more = ". Another process uses it, so the memory that a run needs may not be free" if taken else ""
+        yield WARNING if taken else OK, said + more
     built_for, _, usable = torch_sees().strip().partition(" ")
-    if usable != str(len(found)):
-        said = (
-            f"torch (for CUDA {built_for}) can use {usable or 0} of {len(found)} GPUs: it was built without CUDA, the"
+    if usable != str(len(lines)):
+        yield (
+            PROBLEM,
+            f"torch (for CUDA {built_for}) can use {usable or 0} of {len(lines)} GPUs: it was built without CUDA, the "
+            "driver is older than its CUDA, or CUDA_VISIBLE_DEVICES hides them",
         )
-        said += " driver is older than its CUDA, or CUDA_VISIBLE_DEVICES hides them"
-        found.append(Finding("GPU", PROBLEM, said))
-    return found
 
 
-def memory(total: int, shared: int, container: int | None = None) -> list[Finding]:
+def memory(total: int, shared: int, container: int | None = None) -> Found:
     """Check the memory, the free part of /dev/shm, and the limit of this container, in bytes."""
     bound = "" if container is None else f", of which this container may use {container / 2**30:.1f} GiB"
-    said = f"{total / 2**30:.1f} GiB{bound}, {len(os.sched_getaffinity(0))} CPU cores"
-    found = [Finding("memory", OK, said)]
+    yield OK, f"{total / 2**30:.1f} GiB{bound}, {len(os.sched_getaffinity(0))} CPU cores"
     if shared < SHM_LEAST:
-        found.append(
-            Finding(
-                "memory",
-                WARNING,
-                f"/dev/shm has {shared / 2**20:.0f} MiB left. With so little, Ray puts its objects into /tmp, and "
-                "NCCL and vLLM with several GPUs fail. Delete the files that killed vLLM engines left there "
-                "(vllm_dist_*, psm_*, while no engine runs), or start the container with --shm-size=8g",
-            )
+        yield (
+            WARNING,
+            f"/dev/shm has {shared / 2**20:.0f} MiB left. With so little, Ray puts its objects into /tmp, and NCCL and "
+            "vLLM with several GPUs fail. Delete the files that killed vLLM engines left there (vllm_dist_*, psm_*, "
+            "while no engine runs), or start the container with --shm-size=8g",
         )
-    return found
 
 
-def files(soft: int) -> Finding:
+def files(soft: int) -> Found:
     """Check the limit on open files of a process: each connection is one."""
-    if soft < FILES_LEAST:
-        said = f"a process may open {soft}. With hundreds of workers the replay server needs more: run ulimit -n 65536"
-        return Finding("open files", WARNING, said)
-    return Finding("open files", OK, f"a process may open {soft}")
+    few = soft < FILES_LEAST
+    more = ". With hundreds of workers the replay server needs more: run ulimit -n 65536" if few else ""
+    yield WARNING if few else OK, f"a process may open {soft}{more}"
 
 
-def disk(folder: Path) -> list[Finding]:
+def disk(folder: Path) -> Found:
     """Return the findings of `judge_disk`, or that nothing can be written there."""
     try:
         sync_s, rate = measured(folder)
     except OSError as error:
-        return [Finding("disk", PROBLEM, f"{folder} cannot be written: {error}. Give a run.dir that can be written")]
+        return iter([(PROBLEM, f"{folder} cannot be written: {error}. Give a run.dir that can be written")])
     mounts = Path("/proc/mounts").read_text() if Path("/proc/mounts").exists() else ""
     free = shutil.disk_usage(folder).free
     return judge_disk(folder, free, sync_s, rate, filesystem_of(folder.resolve(), mounts))
@@ -167,27 +163,21 @@ def measured(folder: Path) -> tuple[float, float]:
         return statistics.median(took), WRITTEN / (time.perf_counter() - began)
 
 
-def judge_disk(folder: Path, free: int, sync_s: float, rate: float, kind: str) -> list[Finding]:
+def judge_disk(folder: Path, free: int, sync_s: float, rate: float, kind: str) -> Found:
     said = f"{folder}: {free / 2**30:.1f} GiB free, a sync takes {sync_s * 1e3:.1f} ms, {rate / 2**20:.0f} MiB/s"
-    found = [Finding("disk", OK, f"{said}{f', {kind}' if kind else ''}")]
+    yield OK, f"{said}{f', {kind}' if kind else ''}"
     if free < FREE_LEAST:
-        found.append(
-            Finding("disk", PROBLEM, f"less than 1 GiB is free in {folder}. A run would wait for space and then end")
-        )
+        yield PROBLEM, f"less than 1 GiB is free in {folder}. A run would wait for space and then end"
     elif free < FREE_LOW:
-        found.append(
-            Finding("disk", WARNING, f"less than 10 GiB is free in {folder}. A checkpoint takes 12 bytes per parameter")
-        )
+        yield WARNING, f"less than 10 GiB is free in {folder}. A checkpoint takes 12 bytes per parameter"
     if sync_s > FSYNC_SLOW_S:
-        said = "each insert waits for a sync, so rollouts will wait. Give a run.dir on a local disk"
-        found.append(Finding("disk", WARNING, said))
+        yield WARNING, "each insert waits for a sync, so rollouts will wait. Give a run.dir on a local disk"
     if kind in NETWORK_FILES:
-        said = (
-            f"{folder} is on {kind}, where locks and syncs may not be reliable. Give a run.dir on a local "
-            "disk, and learner.copy_to here"
+        yield (
+            WARNING,
+            f"{folder} is on {kind}, where locks and syncs may not be reliable. Give a run.dir on a local disk, and "
+            "learner.copy_to here",
         )
-        found.append(Finding("disk", WARNING, said))
-    return found
 
 
 def filesystem_of(folder: Path, mounts: str) -> str:
@@ -197,55 +187,51 @@ def filesystem_of(folder: Path, mounts: str) -> str:
     return max(above, key=lambda row: len(row[1]), default=["", "", ""])[2]
 
 
-def ports(kernel: str) -> list[Finding]:
+def ports(kernel: str) -> Found:
     """Check loopback, and the range of ports that the kernel assigns to processes that ask for any.
 
     Args:
         kernel: content of /proc/sys/net/ipv4/ip_local_port_range; empty if there is none.
     """
+    ours = f"asyncrl chooses from {PORTS.start} to {PORTS.stop - 1}"
+    first = int(kernel.split()[0]) if kernel.split() else PORTS.stop
     try:
         with socket.create_server(("127.0.0.1", 0)) as bound:
             socket.create_connection(bound.getsockname(), ANSWERED_S).close()
     except OSError as error:
-        said = f"127.0.0.1 cannot be reached ({error}), so no process could reach another. Run ip link set lo up"
-        return [Finding("ports", PROBLEM, said)]
-    first = int(kernel.split()[0]) if kernel.split() else PORTS.stop
-    if first < PORTS.stop:
-        said = f"the kernel assigns ports from {first} on, and asyncrl chooses from {PORTS.start} to {PORTS.stop - 1}:"
-        said += (
-            " now and then one is already taken and a start must be repeated. Change it with sysctl "
-            "net.ipv4.ip_local_port_range"
+        yield (
+            PROBLEM,
+            f"127.0.0.1 cannot be reached ({error}), so no process could reach another. Run ip link set lo up",
         )
-        return [Finding("ports", WARNING, said)]
-    return [Finding("ports", OK, f"127.0.0.1 answers; asyncrl chooses from {PORTS.start} to {PORTS.stop - 1}")]
+    else:
+        if first < PORTS.stop:
+            yield (
+                WARNING,
+                f"the kernel assigns ports from {first} on, and {ours}: now and then one is already taken and a start "
+                "must be repeated. Change it with sysctl net.ipv4.ip_local_port_range",
+            )
+        else:
+            yield OK, f"127.0.0.1 answers; {ours}"
 
 
-def host_name(name: str, resolve: Callable[[str], str]) -> Finding:
+def host_name(name: str, resolve: Callable[[str], str]) -> Found:
     """Check whether this machine's name resolves: torchrun and Ray pass it to other machines."""
     try:
-        return Finding("host name", OK, f"{name} is {resolve(name)}")
+        yield OK, f"{name} is {resolve(name)}"
     except OSError as error:
-        said = (
-            f"{name} cannot be resolved ({error}). On one machine this does not matter; for several, add it to "
-            "/etc/hosts"
-        )
-        return Finding("host name", WARNING, said)
+        said = f"{name} cannot be resolved ({error}). On one machine this does not matter; for several, add it to"
+        yield WARNING, f"{said} /etc/hosts"
 
 
-def clock(state: int | None) -> Finding:
+def clock(state: int | None) -> Found:
     """Check whether the clock is synchronized.
 
     Args:
         state: return value of adjtimex(2); None if it is not permitted.
     """
-    now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    if state == TIME_ERROR:
-        said = (
-            f"{now}, and nothing synchronises it. On one machine this does not matter; for several, start chrony "
-            "or ntpd"
-        )
-        return Finding("clock", WARNING, said)
-    return Finding("clock", OK, f"{now}{'' if state is None else ', synchronised'}")
+    now, free = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()), state == TIME_ERROR
+    alone = ", and nothing synchronises it. On one machine this does not matter; for several, start chrony or ntpd"
+    yield WARNING if free else OK, now + (alone if free else "" if state is None else ", synchronised")
 
 
 def clock_state() -> int | None:
@@ -271,19 +257,20 @@ def shared_memory() -> int:
 def examine(folder: Path) -> list[Finding]:
     """Return all findings, in the order in which they are shown."""
     port_range = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    machine = Finding("machine", OK, f"{platform.platform()}, Python {platform.python_version()}")
-    return [
-        machine,
-        *packages(metadata.requires("asyncrl") or [], version_of),
-        *engines(version_of),
-        *gpus(smi_says(), torch_sees),
-        *memory(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), shared_memory(), container_bytes()),
-        files(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
-        *disk(folder),
-        *ports(port_range.read_text() if port_range.exists() else ""),
-        host_name(socket.gethostname(), socket.gethostbyname),
-        clock(clock_state()),
-    ]
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    checks: dict[str, Found] = {
+        "machine": iter([(OK, f"{platform.platform()}, Python {platform.python_version()}")]),
+        "packages": packages(metadata.requires("asyncrl") or [], version_of),
+        "engines": engines(version_of),
+        "GPU": gpus(smi_says(), torch_sees),
+        "memory": memory(whole, shared_memory(), container_bytes()),
+        "open files": files(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
+        "disk": disk(folder),
+        "ports": ports(port_range.read_text() if port_range.exists() else ""),
+        "host name": host_name(socket.gethostname(), socket.gethostbyname),
+        "clock": clock(clock_state()),
+    }
+    return [Finding(check, state, said) for check, found in checks.items() for state, said in found]
 
 
 def main(folder: Path, *, as_json: bool) -> int:

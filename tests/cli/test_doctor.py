@@ -15,14 +15,14 @@ from asyncrl.cli.main import main
 GIB = 1 << 30
 
 
-def states(found: list[Finding] | Finding) -> list[str]:
-    return [each.state for each in (found if isinstance(found, list) else [found])]
+def states(found: doctor.Found) -> list[str]:
+    return [state for state, _ in found]
 
 
 def test_packages_are_held_against_the_ranges_that_asyncrl_declares() -> None:
     required = ["torch>=2.11,<2.14", "zmq>=1", "vllm>=0.32,<0.33; extra == 'vllm'"]
-    found = doctor.packages(required, {"torch": "2.9.1", "zmq": "1.1"}.get)
-    assert states(found) == [WARNING] and "torch 2.9.1" in found[0].said and "pip install 'torch" in found[0].said
+    ((state, said),) = doctor.packages(required, {"torch": "2.9.1", "zmq": "1.1"}.get)
+    assert state == WARNING and "torch 2.9.1" in said and "pip install 'torch" in said
     assert states(doctor.packages(required, {"torch": "2.12.0", "zmq": "1.1", "vllm": "0.31"}.get)) == [WARNING]
     assert states(doctor.packages(required, {"torch": "2.12.0"}.get)) == [PROBLEM]
     assert states(doctor.packages(required, {"torch": "2.12.0+cpu", "zmq": "1.1"}.get)) == [OK]
@@ -46,8 +46,8 @@ def test_a_driver_that_is_not_loaded_is_a_problem_and_no_machine_without_gpus(
     assert doctor.smi_says() is None
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
-    (found,) = doctor.gpus(doctor.smi_says(), lambda: "")
-    assert found.state == PROBLEM and "driver" in found.said
+    ((state, said),) = doctor.gpus(doctor.smi_says(), lambda: "")
+    assert state == PROBLEM and "driver" in said
 
 
 def test_a_disk_is_judged_by_space_sync_and_kind(tmp_path: Path) -> None:
@@ -57,13 +57,13 @@ def test_a_disk_is_judged_by_space_sync_and_kind(tmp_path: Path) -> None:
     mounts = "/dev/a / ext4 rw 0 0\nserver:/x /data nfs4 rw 0 0\ntmpfs /data/fast tmpfs rw 0 0\n"
     kinds = [doctor.filesystem_of(Path(at), mounts) for at in ("/home", "/data/runs", "/data/fast/x", "/database")]
     assert kinds == ["ext4", "nfs4", "tmpfs", "ext4"]
-    assert doctor.disk(tmp_path)[0].state == OK and list(tmp_path.iterdir()) == []
+    assert states(doctor.disk(tmp_path))[0] == OK and list(tmp_path.iterdir()) == []
     assert states(doctor.disk(Path("/proc"))) == [PROBLEM]
 
 
 def test_memory_files_ports_names_and_the_clock() -> None:
     assert states(doctor.memory(64 * GIB, 64 << 20)) == [OK, WARNING]
-    assert "64.0 GiB, of which this container may use 2.0 GiB" in doctor.memory(64 * GIB, GIB, 2 * GIB)[0].said
+    assert "64.0 GiB, of which this container may use 2.0 GiB" in next(doctor.memory(64 * GIB, GIB, 2 * GIB))[1]
     assert states(doctor.files(1024)) == [WARNING] and states(doctor.files(65536)) == [OK]
     assert states(doctor.ports("32768\t60999")) == [OK] and states(doctor.ports("1024 60999")) == [WARNING]
     assert states(doctor.clock(doctor.TIME_ERROR)) == [WARNING] and states(doctor.clock(None)) == [OK]
@@ -81,8 +81,8 @@ def test_loopback_that_is_down_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> 
         raise OSError("Network is unreachable")
 
     monkeypatch.setattr("socket.create_connection", down)
-    (found,) = doctor.ports("32768 60999")
-    assert found.state == PROBLEM and "ip link set lo up" in found.said
+    ((state, said),) = doctor.ports("32768 60999")
+    assert state == PROBLEM and "ip link set lo up" in said
 
 
 def test_shared_memory_that_is_taken_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
