@@ -17,6 +17,7 @@ import ray
 import yaml
 
 from asyncrl.config import load_config
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[1]
 SBATCH = ROOT / "launchers" / "slurm" / "asyncrl.sbatch"
@@ -176,10 +177,12 @@ def test_the_ray_that_is_started_is_the_one_beside_the_interpreter(cluster: dict
         ["bash", str(SBATCH)], env=cluster | {"PYTHON": str(tmp_path / "venv" / "python")}, start_new_session=True
     )
     try:
-        deadline = time.monotonic() + WAIT_S
-        while not any(line.startswith("ray start --head") for line in started(cluster)):
-            assert time.monotonic() < deadline and job.poll() is None, started(cluster)
-            time.sleep(0.05)
+        until(
+            lambda: any(line.startswith("ray start --head") for line in started(cluster)),
+            lambda: started(cluster),
+            within_s=WAIT_S,
+            holds=lambda: job.poll() is None,
+        )
     finally:
         os.killpg(job.pid, signal.SIGKILL)
         job.wait()

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import until
+
 from .outside import stat_of
 
 DRIVER = """
@@ -37,10 +39,11 @@ def test_sigterm_ends_the_run_that_it_drives_and_what_that_left_behind(tmp_path:
     started = tmp_path / "started"
     driver = subprocess.Popen([sys.executable, "-c", DRIVER, f"--folder={tmp_path}"])
     try:
-        deadline = time.monotonic() + 200
-        while not (started.exists() and len(started.read_text().split()) == 2):
-            assert driver.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
+        until(
+            lambda: started.exists() and len(started.read_text().split()) == 2,
+            within_s=200,
+            holds=lambda: driver.poll() is None,
+        )
         driver.send_signal(signal.SIGTERM)
         assert driver.wait(60) == 128 + signal.SIGTERM
         pids, deadline = [int(word) for word in started.read_text().split()], time.monotonic() + 60

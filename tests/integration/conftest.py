@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 from asyncrl.data.modes import write_modes
+from asyncrl.family import bound
 from asyncrl.telemetry.metrics.evaluations import is_evaluation
+from tests.waiting import until
 
 TEMPLATE = (
     "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
@@ -37,6 +39,23 @@ LEISURELY = (
 )
 """A reward file for runs that need not be fast. Without its pauses a run takes all cores, and processes started beside
 it get none."""
+
+
+def begun(
+    output: Path, command: str, settings: Mapping[str, Any], *, die_with_test: bool = False, **more: Any
+) -> subprocess.Popen[str]:
+    """Start `asyncrl COMMAND key=value ...`, which writes what it prints into `output`.
+
+    Args:
+        more: arguments of Popen; `env` has further variables.
+    """
+    words = [sys.executable, "-m", "asyncrl.cli", command, *(f"{key}={value}" for key, value in settings.items())]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **more.pop("env", {})}
+    with output.open("a") as sink:
+        return subprocess.Popen(
+            bound(words) if die_with_test else words,
+            stdout=sink, stderr=subprocess.STDOUT, text=True, env=environment, **more,
+        )  # fmt: skip
 
 
 @dataclass
@@ -78,16 +97,18 @@ class LocalRun:
         return found
 
     def wait_for_step(self, step: int, timeout_s: float) -> None:
-        """Wait until the metrics show `step`. The test fails at the deadline, or if the run ends before."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
+        """Wait until the metrics show `step`."""
+        self.until(lambda: any(row["step"] >= step for row in self.rows()), f"step {step} was not reached", timeout_s)
+
+    def until(self, happened: Callable[[], object], otherwise: str, within_s: float = 240.0) -> None:
+        """Wait until `happened()`. The test fails at the deadline, or if the run ends before."""
+
+        def lives() -> bool:
             self.descendants()
-            if any(row["step"] >= step for row in self.rows()):
-                return
-            if self.process.poll() is not None:
-                pytest.fail(f"the run ended with {self.process.returncode} before step {step}:\n{self.tail()}")
-            time.sleep(0.2)  # Each check reads all processes of the machine and all rows, which is expensive.
-        pytest.fail(f"step {step} was not reached within {timeout_s} s:\n{self.tail()}")
+            time.sleep(0.2)  # each look reads all processes of the machine, and most conditions all rows
+            return self.process.poll() is None
+
+        until(happened, lambda: f"{otherwise} ({self.process.poll()}):\n{self.tail()}", within_s=within_s, holds=lives)
 
     def finish(self, timeout_s: float) -> int:
         try:
@@ -177,15 +198,7 @@ def start_local(tiny_task: dict[str, str], tmp_path: Path) -> Iterator[StartLoca
         if "experiment" in overrides or any(key.startswith("eval.") for key in overrides):
             settings.setdefault("eval.path", str(Path(tiny_task["data.path"]).with_name("heldout.jsonl")))
         output = tmp_path / f"local-{len(runs)}.log"
-        with output.open("w") as sink:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "asyncrl.cli", "local", *(f"{k}={v}" for k, v in settings.items())],
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-        run = LocalRun(directory, process, output)
+        run = LocalRun(directory, begun(output, "local", settings), output)
         runs.append(run)
         return run
 

@@ -10,21 +10,20 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import psutil
 import pytest
 
-from asyncrl.family import ProcessId, bound
+from asyncrl.family import ProcessId
 from asyncrl.standstill import kind_of
 from tests.alive import is_alive
-from tests.integration.conftest import LEISURELY, LocalRun
+from tests.integration.conftest import LEISURELY, LocalRun, begun
 from tests.integration.test_loop import assert_conserved, assert_trained_once, ledger
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1500)]
 
@@ -54,7 +53,7 @@ class Runs:
         (self._root / "leisurely.py").write_text(LEISURELY)
         run = self.start(host)
         run.wait_for_step(3, PATIENCE_S)
-        until((run.directory / "ckpt" / "latest").is_symlink, run, "there is no checkpoint")
+        run.until((run.directory / "ckpt" / "latest").is_symlink, "there is no checkpoint")
 
     def of(self, host: str) -> LocalRun:
         """The newest one."""
@@ -66,10 +65,7 @@ class Runs:
         run.descendants()
         run.process.kill()
         run.process.wait()
-        deadline = time.monotonic() + PATIENCE_S
-        while left := [process for process in run.seen if is_alive(process)]:
-            assert time.monotonic() < deadline, left
-            time.sleep(0.2)
+        until(lambda: not any(map(is_alive, run.seen)), lambda: run.seen, within_s=PATIENCE_S)
         return run
 
     def start(self, host: str, **settings: str) -> LocalRun:
@@ -83,12 +79,7 @@ class Runs:
         } | settings  # fmt: skip
         before = self._started.setdefault(host, [])
         output = self._root / f"{host}-{len(before)}.log"
-        with output.open("w") as sink:
-            process = subprocess.Popen(
-                bound([sys.executable, "-m", "asyncrl.cli", "local", *(f"{key}={values[key]}" for key in values)]),
-                stdout=sink, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
-        run = LocalRun(directory, process, output)
+        run = LocalRun(directory, begun(output, "local", values, die_with_test=True), output)
         before.append(run)
         return run
 
@@ -117,15 +108,6 @@ def ended(runs: Runs) -> Iterator[None]:
     runs.end()
 
 
-def until(condition: Callable[[], object], run: LocalRun, what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        if time.monotonic() > deadline or (run.process.poll() is not None and not condition()):
-            pytest.fail(f"{what} (run: {run.process.poll()}):\n{run.tail()}")
-        run.descendants()
-        time.sleep(0.2)
-
-
 def find(run: LocalRun, kind: str) -> psutil.Process:
     """One that has been of this kind for long enough to work."""
     found: list[psutil.Process] = []
@@ -138,7 +120,7 @@ def find(run: LocalRun, kind: str) -> psutil.Process:
                 found.append(process)
         return bool(found)
 
-    until(there, run, f"there is no {kind}")
+    run.until(there, f"there is no {kind}")
     return found[0]
 
 
@@ -171,7 +153,7 @@ class Deaths:
                 victim.suspend()
             for kind, victim in victims.items():
                 said = f"(pid {victim.pid}) has been stopped"
-                until(lambda said=said: said in run.output.read_text(), run, f"nobody named {kind}")
+                run.until(lambda said=said: said in run.output.read_text(), f"nobody named {kind}")
         finally:
             for victim in victims.values():
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -179,9 +161,8 @@ class Deaths:
         for kind, victim in victims.items():
             back = f"(pid {victim.pid}) runs again"
             # A worker, or a reward process, that was replaced meanwhile does not come back.
-            until(
+            run.until(
                 lambda back=back, victim=victim: back in run.output.read_text() or not victim.is_running(),
-                run,
                 f"{kind} did not come back",
             )
         goes_on(run)
@@ -201,11 +182,11 @@ class Deaths:
         os.kill(run.process.pid, signal.SIGSTOP)
         try:
             said = f"asyncrl local (pid {run.process.pid}) has been stopped"
-            until(lambda: all(said in log.read_text() for log in logs), run, "a role did not note it")
+            run.until(lambda: all(said in log.read_text() for log in logs), "a role did not note it")
             run.wait_for_step(before + 2, PATIENCE_S)
         finally:
             os.kill(run.process.pid, signal.SIGCONT)
-        until(lambda: run.output.read_text().count("\nstep ") > shown, run, "it did not go on")
+        run.until(lambda: run.output.read_text().count("\nstep ") > shown, "it did not go on")
         goes_on(run)
 
     def test_nobody_outlives_a_killed_asyncrl_local(self, runs: Runs) -> None:
@@ -218,7 +199,7 @@ class Deaths:
         again = runs.start(self.HOST, resume="auto")
         again.wait_for_step(old + 3, PATIENCE_S)
         # What is trained is printed a moment later.
-        until(lambda: re.search(r"^step \d+ ", again.output.read_text(), re.MULTILINE), again, "no step was printed")
+        again.until(lambda: re.search(r"^step \d+ ", again.output.read_text(), re.MULTILINE), "no step was printed")
         shown = again.output.read_text()
         (step,) = map(int, re.findall(r"^resumed from step (\d+)$", shown, re.MULTILINE))
         printed = [int(number) for number in re.findall(r"^step (\d+) ", shown, re.MULTILINE)]

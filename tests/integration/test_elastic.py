@@ -7,37 +7,17 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from asyncrl.cli.processes.ports import free_port
-from tests.integration.conftest import LEISURELY, LocalRun, StartLocal
+from tests.integration.conftest import LEISURELY, LocalRun, StartLocal, begun
 from tests.integration.test_loop import assert_conserved, assert_trained_once, ledger
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS = 100_000
-
-
-def start_pool(run: LocalRun, settings: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
-    with log.open("wb") as sink:
-        return subprocess.Popen(
-            [sys.executable, "-m", "asyncrl.cli", "rollout", *(f"{key}={value}" for key, value in settings.items())],
-            stdout=sink,
-            stderr=sink,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-
-
-def wait_until(run: LocalRun, what: Callable[[], bool], why: str, timeout_s: float = 200.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not what():
-        assert run.process.poll() is None, f"the run ended before {why}:\n{run.tail()}"
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {why}\n{run.tail()}"
-        time.sleep(0.2)
 
 
 def makers(run: LocalRun) -> list[str]:
@@ -64,12 +44,12 @@ def test_other_pools_and_a_second_learner_are_refused_and_a_pool_joins_a_running
     the_run_does_not_notice_a_learner_that_is_refused(run, shared)
     first = set(makers(run))
     assert len(first) == 1
-    pool = start_pool(run, shared, tmp_path / "second.log")
+    pool = begun(tmp_path / "second.log", "rollout", shared)
     try:
-        wait_until(run, lambda: len(set(makers(run))) == 2, "the second pool's groups were trained")
+        run.until(lambda: len(set(makers(run))) == 2, "the second pool's groups were trained")
         (second,) = set(makers(run)) - first
         # The metrics of a step are of its end, or of the step before.
-        wait_until(run, lambda: run.rows()[-1]["replay/workers"] == 2, "both workers were counted")
+        run.until(lambda: run.rows()[-1]["replay/workers"] == 2, "both workers were counted")
         assert (run.directory / "logs" / "rollout-1.0.log").exists(), "the pools share no log"
         pool.send_signal(signal.SIGTERM)
         assert pool.wait(200) == 128 + signal.SIGTERM
@@ -77,9 +57,9 @@ def test_other_pools_and_a_second_learner_are_refused_and_a_pool_joins_a_running
         pool.kill()
         pool.wait()
     left = run.rows()[-1]["step"]
-    wait_until(run, lambda: run.rows()[-1]["step"] >= min(left + 4, STEPS - 1), "training went on after it left")
-    wait_until(run, lambda: run.rows()[-1]["replay/workers"] == 1, "one worker was counted")
-    wait_until(run, lambda: second not in makers(run)[-4:], "what it had left to train was trained")
+    run.until(lambda: run.rows()[-1]["step"] >= min(left + 4, STEPS - 1), "training went on after it left")
+    run.until(lambda: run.rows()[-1]["replay/workers"] == 1, "one worker was counted")
+    run.until(lambda: second not in makers(run)[-4:], "what it had left to train was trained")
     run.stop()
     for row in run.rows():
         assert_conserved(row)
@@ -98,14 +78,14 @@ def the_run_does_not_notice_pools_that_are_refused(run: LocalRun, shared: dict[s
     file.write_text(file.read_text().replace('"1":', '"x":').replace('"7":', '"1":').replace('"x":', '"7":'))
     for model, said in ((named, "was started with other settings"), (other, "has another tokenizer")):
         log = folder / f"{model.name}.log"
-        pool = start_pool(run, shared | {"model.path": str(model)}, log)
+        pool = begun(log, "rollout", shared | {"model.path": str(model)})
         try:
             assert pool.wait(300) == 1, log.read_text()
         finally:
             pool.kill()
             pool.wait()
         assert said in log.read_text() and "A restart cannot help" in log.read_text()
-    wait_until(run, lambda: run.rows()[-1]["replay/workers"] == 1, "one worker was counted")
+    run.until(lambda: run.rows()[-1]["replay/workers"] == 1, "one worker was counted")
     run.wait_for_step(run.rows()[-1]["step"] + 3, 200)
 
 

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import pytest
 from asyncrl.cli.main import main
 from asyncrl.config import load_config
 from asyncrl.telemetry.folder.run_folder import write_config
+from tests.waiting import until
 
 REWARD = """
 import os, time
@@ -31,11 +31,7 @@ PATIENCE_S = 240.0
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < until, "the evaluation got nowhere"
-        time.sleep(0.05)
+    until(condition, process.communicate, within_s=PATIENCE_S, holds=lambda: process.poll() is None)
 
 
 def rows_in(path: Path) -> list[dict[str, Any]]:

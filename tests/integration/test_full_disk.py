@@ -12,7 +12,7 @@ from asyncrl.config import JOURNAL_DIR
 from asyncrl.replay.audit.report import audit
 from asyncrl.replay.journal.recovery import read_journal
 from asyncrl.storage.lines import read_lines
-from tests.integration.conftest import LocalRun, StartLocal
+from tests.integration.conftest import StartLocal
 from tests.small_disk import SmallDisk, small_disk
 
 pytestmark = [pytest.mark.slow, pytest.mark.unhurried, pytest.mark.timeout(1200)]
@@ -26,13 +26,6 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
     """The run folder itself."""
     with small_disk(tmp_path / "run", 24) as disk:
         yield disk
-
-
-def until_said(run: LocalRun, text: str, timeout_s: float = 400.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while text not in run.output.read_text():
-        assert run.process.poll() is None and time.monotonic() < deadline, f"{text!r} was not said\n{run.tail()}"
-        time.sleep(0.1)
 
 
 def test_a_run_whose_disk_is_full_says_so_stands_still_and_goes_on_when_there_is_space(
@@ -50,13 +43,13 @@ def test_a_run_whose_disk_is_full_says_so_stands_still_and_goes_on_when_there_is
     )
     run.wait_for_step(2, 600)
     disk.fill()
-    until_said(run, "the disk is full: ")
+    run.until(lambda: "the disk is full: " in run.output.read_text(), "it was not said")
     assert "Nothing is lost" in run.output.read_text()
     before = len(run.rows())
     time.sleep(2)  # a few turns of everybody who waits
     assert run.process.poll() is None and len(run.rows()) <= before + 1 < STEPS, run.tail()
     disk.free()
-    until_said(run, "there is space again")
+    run.until(lambda: "there is space again" in run.output.read_text(), "it was not said")
     assert run.finish(400) == 0, run.tail()
     assert "restarted" not in run.output.read_text(), "the wait is no death"
     for name in ("metrics", "ledger", "samples"):

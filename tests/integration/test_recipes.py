@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +11,7 @@ import pytest
 from asyncrl.cli.smoke import SMOKES
 from asyncrl.config import read_settings
 from asyncrl.storage.best import read_best
-from tests.integration.conftest import LocalRun
+from tests.integration.conftest import LocalRun, begun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -33,13 +30,8 @@ def start_smoke(cache: Path, tmp_path: Path) -> Iterator[Callable[[str], LocalRu
     runs: list[LocalRun] = []
 
     def start(name: str) -> LocalRun:
-        command = [sys.executable, "-m", "asyncrl.cli", "local", f"experiment=smoke/{name}", "run.dir=run"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "ASYNCRL_CACHE": str(cache)}
-        output = tmp_path / "local.log"
-        with output.open("w") as sink:
-            process = subprocess.Popen(
-                command, stdout=sink, stderr=subprocess.STDOUT, text=True, env=environment, cwd=tmp_path
-            )
+        output, settings = tmp_path / "local.log", {"experiment": f"smoke/{name}", "run.dir": "run"}
+        process = begun(output, "local", settings, env={"ASYNCRL_CACHE": str(cache)}, cwd=tmp_path)
         runs.append(LocalRun(tmp_path / "run", process, output))
         return runs[-1]
 

@@ -4,11 +4,8 @@ from."""
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,9 @@ from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 from asyncrl.data.modes import write_modes
 from asyncrl.data.warmup_recipe import WarmupRecipe
 from asyncrl.learner.warmup.base_model import build_model
+from tests.integration.conftest import begun
 from tests.sft.given import write
+from tests.waiting import until
 
 PATIENCE_S = 300.0
 STEPS = 160
@@ -52,23 +51,13 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
 
 
-def start(folder: Path, *more: str) -> subprocess.Popen[bytes]:
-    settings = [
-        *(
-            f"model.path={folder / 'model'}",
-            f"data.path={folder / 'talks.jsonl'}",
-            f"eval.path={folder / 'held.jsonl'}",
-        ),
-        *("data.max_tokens=64", "learner.lr=3e-3", "learner.rows_per_step=64", f"learner.steps={STEPS}"),
-        *("learner.warmup_steps=5", "learner.save_every=20", "eval.every=80", f"run.dir={folder / 'run'}"),
-    ]
-    with (folder / "said.txt").open("ab") as said:
-        return subprocess.Popen(
-            [sys.executable, "-m", "asyncrl.cli", "sft", *settings, *more],
-            stdout=said,
-            stderr=said,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+def start(folder: Path, **more: str) -> subprocess.Popen[str]:
+    settings = {
+        **{"model.path": folder / "model", "data.path": folder / "talks.jsonl", "eval.path": folder / "held.jsonl"},
+        **{"data.max_tokens": 64, "learner.lr": 3e-3, "learner.rows_per_step": 64, "learner.steps": STEPS},
+        **{"learner.warmup_steps": 5, "learner.save_every": 20, "eval.every": 80, "run.dir": folder / "run"},
+    }
+    return begun(folder / "said.txt", "sft", settings | more)
 
 
 def said(folder: Path) -> str:
@@ -80,11 +69,13 @@ def said(folder: Path) -> str:
 def test_it_learns_is_killed_resumed_and_gone_on_from(tmp_path: Path) -> None:
     task(tmp_path)
     process = start(tmp_path)
-    until = time.monotonic() + PATIENCE_S
     latest = tmp_path / "run" / "ckpt" / "latest"
-    while max((row["step"] for row in rows(tmp_path)), default=0) < 25 or not latest.exists():
-        assert process.poll() is None and time.monotonic() < until, said(tmp_path)
-        time.sleep(0.05)
+    until(
+        lambda: max((row["step"] for row in rows(tmp_path)), default=0) >= 25 and latest.exists(),
+        lambda: said(tmp_path),
+        within_s=PATIENCE_S,
+        holds=lambda: process.poll() is None,
+    )
     family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -93,7 +84,7 @@ def test_it_learns_is_killed_resumed_and_gone_on_from(tmp_path: Path) -> None:
     saved = int(latest.resolve().name.removeprefix("step_"))
     assert saved in range(20, STEPS, 20)
 
-    resumed = start(tmp_path, "resume=auto", "model.compile=true")
+    resumed = start(tmp_path, **{"resume": "auto", "model.compile": "true"})
     assert resumed.wait(timeout=2 * PATIENCE_S) == 0, said(tmp_path)  # compiling takes minutes on busy cores
     trained = [row for row in rows(tmp_path) if "loss/total" in row]
     assert [row["step"] for row in trained] == list(range(1, STEPS + 1)), "a step is missing, or there twice"

@@ -3,7 +3,6 @@ where every listening socket is looked at."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import psutil
@@ -68,13 +67,9 @@ def test_an_engine_of_two_processes_in_a_place_of_ray_serves_the_learner_and_all
     )
     roles = ["-m asyncrl.replay ", "-m asyncrl.learner.torchrun"]
     assert_all_on_loopback(watched(run, step=4), [*roles, "gcs_server", "raylet", "ray::RolloutWorker", "spawn_main"])
-    deadline = time.monotonic() + 300
-    while len(below := spawned_below(run, "ray::RolloutWorker")) != 3:
-        assert time.monotonic() < deadline, f"not vLLM's engine process and two workers, all the actor's: {below}"
-        time.sleep(0.2)
-    while not any(row.get("weights/canary_max") for row in run.rows()):
-        assert time.monotonic() < deadline, "no version was proven"
-        time.sleep(0.2)
+    everybody = "vLLM's engine process and two workers are not all the actor's"
+    run.until(lambda: len(spawned_below(run, "ray::RolloutWorker")) == 3, everybody, 300)
+    run.until(lambda: any(row.get("weights/canary_max") for row in run.rows()), "no version was proven", 300)
     left = folders_of_sockets(run)
     assert left and all(path.exists() for path in left)
     run.stop()

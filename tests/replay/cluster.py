@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
@@ -21,13 +20,6 @@ from tests.replay.helpers import group, replay_config, settings
 from tests.replay.memory_disk import MemoryDisk
 
 ADMISSION = settings(groups_per_step=4, pipeline_depth=1)
-
-
-def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
-    until = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < until, "it did not come to pass"
-        time.sleep(0.02)
 
 
 class Life:

@@ -18,10 +18,11 @@ from asyncrl.replay.client.connection import Connection
 from asyncrl.replay.core.durable import events as ev
 from asyncrl.replay.core.durable.state import ReplayState
 from asyncrl.replay.journal.log import Journal, JournalSettings
-from tests.replay.cluster import begin, wait_until
+from tests.replay.cluster import begin
 from tests.replay.helpers import group
 from tests.replay.lives import Server
 from tests.replay.memory_disk import MemoryDisk
+from tests.waiting import until
 
 
 class Watching(MemoryDisk):
@@ -106,4 +107,4 @@ def hear_twice(connection: Connection) -> None:
     """Two words of the server after now: what was on its way before them is here."""
     for _ in range(2):
         before = connection._contact
-        wait_until(lambda before=before: connection._contact > before)
+        until(lambda before=before: connection._contact > before)

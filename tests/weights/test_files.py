@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from asyncrl.weights.files import subscriber as subscribing
 from asyncrl.weights.files.sender import FilesSender
 from asyncrl.weights.files.subscriber import FilesSubscriber
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher
+from tests.waiting import until
 from tests.weights.board import Board, WorkerRendezvous
 
 
@@ -37,12 +37,6 @@ class Cluster:
     def publish(self, version: int) -> None:
         self.publisher.publish(version, weights(version).items())
 
-    def wait(self, condition) -> None:
-        deadline = time.monotonic() + 30
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-
 
 @pytest.fixture
 def cluster(tmp_path):
@@ -57,21 +51,21 @@ def test_a_version_makes_the_round_trip_in_the_wire_dtype(cluster):
     subscriber = cluster.subscribe()
     for version in range(3):
         cluster.publish(version)
-        cluster.wait(lambda version=version: subscriber.policy_version == version)
+        until(lambda version=version: subscriber.policy_version == version)
     for version, tensors in cluster.loaded:
         for name, tensor in weights(version).items():
             assert torch.equal(tensors[name], tensor.to(torch.bfloat16))
-    cluster.wait(lambda: [version for _, version, _, _ in cluster.board.served()] == [0, 1, 2])
-    cluster.wait(lambda: cluster.publisher.stats()["weights/sent_version"] == 2)
+    until(lambda: [version for _, version, _, _ in cluster.board.served()] == [0, 1, 2])
+    until(lambda: cluster.publisher.stats()["weights/sent_version"] == 2)
 
 
 def test_only_the_newest_files_stay_and_a_late_joiner_finds_the_newest(cluster):
     for version in range(6):
         cluster.publish(version)
-    cluster.wait(lambda: cluster.board.view()[1]["weights"].get("policy_version") == 5)
-    cluster.wait(lambda: len(list(cluster.folder.glob("*.safetensors"))) == 3)
+    until(lambda: cluster.board.view()[1]["weights"].get("policy_version") == 5)
+    until(lambda: len(list(cluster.folder.glob("*.safetensors"))) == 3)
     subscriber = cluster.subscribe()
-    cluster.wait(lambda: subscriber.policy_version == 5)
+    until(lambda: subscriber.policy_version == 5)
     assert [version for version, _ in cluster.loaded] == [5]
 
 
@@ -80,7 +74,7 @@ def test_a_damaged_file_leaves_the_old_version_until_a_good_one_comes(cluster, d
     monkeypatch.setattr(subscribing, "_AGAIN_S", 0.01)
     cluster.publish(0)
     subscriber = cluster.subscribe()
-    cluster.wait(lambda: subscriber.policy_version == 0)
+    until(lambda: subscriber.policy_version == 0)
     before = cluster.board.view()[1]["weights"]
     (item,) = before["items"]
     data = (cluster.folder / item["name"]).read_bytes()
@@ -91,10 +85,10 @@ def test_a_damaged_file_leaves_the_old_version_until_a_good_one_comes(cluster, d
         bad.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     announced = {"policy_version": 1, "fingerprint": "1", "items": [item | {"name": bad.name, "fingerprint": "1"}]}
     cluster.board.announce({"weights": before | announced})
-    cluster.wait(lambda: subscriber.stats()["weights/nacks"] >= 2)
+    until(lambda: subscriber.stats()["weights/nacks"] >= 2)
     assert subscriber.policy_version == 0
     cluster.publish(2)
-    cluster.wait(lambda: subscriber.policy_version == 2)
+    until(lambda: subscriber.policy_version == 2)
     subscriber.check()
     assert [version for version, _ in cluster.loaded] == [0, 2]
 
@@ -103,7 +97,7 @@ def test_an_unwritable_directory_is_an_error_at_the_next_publish(cluster):
     shutil.rmtree(cluster.folder)
     cluster.folder.write_text("no folder")
     cluster.publish(0)
-    cluster.wait(lambda: cluster.publisher._failure is not None)
+    until(lambda: cluster.publisher._failure is not None)
     with pytest.raises(WeightsError, match="could not be written"):
         cluster.publish(1)
 
@@ -114,7 +108,7 @@ def test_an_error_of_the_engine_stops_the_subscriber_and_is_raised_by_check(clus
 
     cluster.publish(0)
     cluster.subscriber = FilesSubscriber(WorkerRendezvous(cluster.board, "a"), refuse)
-    cluster.wait(lambda: cluster.subscriber._failure is not None)
+    until(lambda: cluster.subscriber._failure is not None)
     with pytest.raises(WeightsError, match="no such parameter"):
         cluster.subscriber.check()
     assert cluster.board.served() == []

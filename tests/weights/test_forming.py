@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
 from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher
 from benchmarks.parts.crowd import WEIGHT, Meeting, NoBytes, Receives
+from tests.waiting import until
 
 TIMEOUT_S = 20.0
 WAIT_S = 60.0
@@ -43,10 +43,11 @@ def test_members_for_which_an_epoch_formed_join_the_next_one_where_it_did_not_fo
     ]
     try:
         publisher.publish(0, [("w", WEIGHT)])
-        deadline = time.monotonic() + WAIT_S
-        while publisher.stats()["weights/sent_version"] != 0:
-            assert time.monotonic() < deadline, "they wait in the epoch that was given up"
-            time.sleep(0.01)
+        until(
+            lambda: publisher.stats()["weights/sent_version"] == 0,
+            "they wait in the epoch that was given up",
+            within_s=WAIT_S,
+        )
         assert publisher.stats()["weights/engines"] == 2
         assert sender._epoch == 2
     finally:

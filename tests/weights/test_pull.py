@@ -7,7 +7,7 @@ import hashlib
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,6 +27,7 @@ from asyncrl.weights.files.server import FilesServer
 from asyncrl.weights.files.shelf import FolderShelf, UrlShelf
 from asyncrl.weights.files.subscriber import FilesSubscriber
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher
+from tests.waiting import until
 from tests.weights.board import Board, WorkerRendezvous
 
 SIZE = 4096
@@ -85,16 +86,11 @@ class Learner:
 
     def send(self, version: int, weights: torch.Tensor) -> dict:
         self.publisher.publish(version, [("w", weights.clone())])
-        wait(lambda: self.sender.stats()["weights/sent_version"] == version, self.publisher)
+        until(
+            lambda: self.sender.stats()["weights/sent_version"] == version,
+            holds=lambda: self.publisher._failure is None,
+        )
         return self.board.view()[1]["weights"]
-
-
-def wait(condition: Callable[[], bool], publisher: BackgroundPublisher | None = None) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert publisher is None or publisher._failure is None
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 class Worker:
@@ -114,7 +110,7 @@ class Worker:
             loaded, tensor = self.loaded[-1] if self.loaded else (-1, weights)
             return loaded == self.subscriber.policy_version == version and torch.equal(tensor, weights)
 
-        wait(served)
+        until(served)
 
     def received(self) -> float:
         return self.subscriber.stats()["weights/received_bytes"]
@@ -317,13 +313,13 @@ def test_a_version_that_stays_altered_ends_the_worker_with_the_reason_and_one_th
     item = announced["items"][0] | {"name": "v00000001-a-b.safetensors", "fingerprint": "1"}
     bad = announced | {"policy_version": 1, "fingerprint": "1", "items": [item]}
     board.announce({"weights": bad})
-    wait(lambda: worker.subscriber.stats()["weights/nacks"] >= 3)
+    until(lambda: worker.subscriber.stats()["weights/nacks"] >= 3)
     worker.subscriber.check()
     (tmp_path / "weights" / item["name"]).write_bytes(bytes(item["nbytes"]))
-    wait(lambda: worker.subscriber._altered_since[0] == "1")
+    until(lambda: worker.subscriber._altered_since[0] == "1")
     worker.subscriber.check()
     worker.subscriber._altered_since = "1", time.monotonic() - 61
-    wait(lambda: worker.subscriber._failure is not None)
+    until(lambda: worker.subscriber._failure is not None)
     with pytest.raises(
         WeightsError, match=r"version 1 arrived altered at every try for weights\.timeout_s=60 s.*sha256"
     ):
@@ -340,6 +336,6 @@ def test_an_upload_that_fails_for_too_long_says_where(tmp_path):
     (tmp_path / "file").write_text("in the way")
     learner = Learner(Board(), tmp_path / "weights", f"file://{tmp_path}/file/below")
     learner.publisher.publish(0, [("w", torch.ones(4))])
-    wait(lambda: learner.publisher._failure is not None)
+    until(lambda: learner.publisher._failure is not None)
     with pytest.raises(WeightsError, match=r"could not be written to file://.*file/below"):
         learner.publisher.publish(1, [("w", torch.ones(4))])

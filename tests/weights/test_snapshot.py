@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from asyncrl.errors import WeightsError
 from asyncrl.weights.fingerprint import bucket_fingerprint
 from asyncrl.weights.publishing import snapshot
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher, Snapshot
+from tests.waiting import until
 
 
 class HeldSender:
@@ -51,13 +51,6 @@ def make(sender: HeldSender, wait_s: float = 60.0) -> BackgroundPublisher:
 
 def publish(publisher: BackgroundPublisher, version: int) -> float:
     return publisher.publish(version, [("w", torch.full((64,), float(version)))]).wait_previous_s
-
-
-def until(condition) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_the_next_version_is_taken_while_one_is_sent_and_only_the_one_after_waits():

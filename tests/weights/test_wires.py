@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import ClassVar
@@ -16,6 +15,7 @@ from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.weights.broadcast import wires
 from asyncrl.weights.broadcast.group import WeightGroup, host_store, publisher_store
 from asyncrl.weights.broadcast.wires import Link, gloo_devices
+from tests.waiting import until
 
 GPU = torch.device("cuda", 0)
 SHORT_S = 0.2
@@ -129,10 +129,8 @@ def test_forming_with_a_member_that_never_comes_ends_at_the_deadline(nccl, stuck
     with pytest.raises(RuntimeError, match=r"waited 0\.2 s for nccl to form: a member is gone or silent"):
         form(SHORT_S)
     nccl.freed.set()
-    deadline = time.monotonic() + ENOUGH_S
-    while ("abort", "weights-nccl") not in nccl.calls and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert ("abort", "weights-nccl") in nccl.calls, "one that forms after all is left at once: nobody waits for it"
+    late = "one that forms after all is left at once: nobody waits for it"
+    until(lambda: ("abort", "weights-nccl") in nccl.calls, late, within_s=ENOUGH_S)
 
 
 def formed_with_little_patience() -> WeightGroup:

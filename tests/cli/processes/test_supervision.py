@@ -20,6 +20,7 @@ from asyncrl.cli.processes.ending import Ended
 from asyncrl.cli.processes.supervision import supervise
 from asyncrl.telemetry.live.progress import RunView
 from tests.cli.fake_roles import FINE, FOREVER, roles, run
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -139,9 +140,7 @@ def test_one_signal_stops_all_roles_with_the_code_of_the_signal(number: int, tmp
     begun = tmp_path / "begun"
 
     def interrupt() -> None:
-        deadline = time.monotonic() + 60
-        while not begun.exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        until(begun.exists)
         os.kill(os.getpid(), number)
 
     caller = threading.Thread(target=interrupt)
@@ -170,9 +169,7 @@ def test_the_first_ctrl_c_lets_the_learner_save_and_the_second_ends_the_run_at_o
     def interrupt() -> None:
         assert shown.wait(60)
         os.kill(os.getpid(), signal.SIGINT)
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "asked").exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        until((tmp_path / "asked").exists)
         if not patient:
             os.kill(os.getpid(), signal.SIGINT)
 

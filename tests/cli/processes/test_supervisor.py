@@ -5,7 +5,6 @@ import signal
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -13,6 +12,7 @@ import pytest
 
 from asyncrl.cli.processes.supervisor import Supervisor
 from asyncrl.family import ProcessId, descendants
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -39,13 +39,6 @@ WITH_CHILD = python(
     time.sleep(600)
     """
 )
-
-
-def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
 
 
 def gone(pid: int) -> bool:

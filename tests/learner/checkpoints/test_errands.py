@@ -6,8 +6,6 @@ import json
 import logging
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -28,17 +26,11 @@ from asyncrl.storage import sealed
 from asyncrl.storage.second_copy import begin_copies, copy_checkpoint
 from tests.learner.checkpoints.test_checkpoint import learner, state
 from tests.refusals import REQUIRED
+from tests.waiting import until
 
 
 def quick(**settings) -> Errands:
     return Errands(sleep=lambda _: None, **settings)
-
-
-def wait_until(happened: Callable[[], bool], timeout_s: float) -> None:
-    until = time.monotonic() + timeout_s
-    while not happened():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 def errand(code: str, folder: Path) -> Errand:
@@ -236,10 +228,10 @@ errands = Errands(); errands.send([{errand}]); errands.finish(600.0)
 """
     learner = subprocess.Popen([sys.executable, "-c", code])
     try:
-        wait_until(lambda: begun.is_file() and begun.read_text() != "", 60.0)
+        until(lambda: begun.is_file() and begun.read_text() != "", within_s=60.0)
         child = ProcessId.of(int(begun.read_text()))
         assert child is not None
     finally:
         learner.kill()
         learner.wait()
-    wait_until(lambda: not child.running(), 10.0)
+    until(lambda: not child.running(), within_s=10.0)

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -32,6 +31,7 @@ from asyncrl.cli.processes.ports import free_port
 from asyncrl.learner import torchrun
 from asyncrl.learner.processes.rendezvous import BACKEND, BoundRendezvous, make_rendezvous
 from tests.sockets import listeners, tree
+from tests.waiting import until
 
 HERE = "127.0.0.1"
 
@@ -152,13 +152,6 @@ def seated(node: BoundRendezvous) -> bool:
     return node._meeting is not None and node._meeting.check([node._seat(node._node)])
 
 
-def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_who_is_missing_is_said_and_so_is_an_address_of_another_machine() -> None:
     with pytest.raises(RendezvousTimeoutError, match=r"node\(s\) 1, 2 of 3"):
         node(0, 3, free_port(), timeout_s=1.0).next_rendezvous()
@@ -243,7 +236,7 @@ def kill_all(processes: Iterable[psutil.Process]) -> None:
 
 def ranks_up(folder: Path, count: int, world: int) -> dict[int, int]:
     """pid -> rank of those that have met `world` others; waits until `count` have in all."""
-    until(lambda: len([p for p in folder.glob("*-*") if p.read_text()]) >= count, 200)
+    until(lambda: len([p for p in folder.glob("*-*") if p.read_text()]) >= count, within_s=200)
     assert {path.read_text() for path in folder.glob("*-*")} == {str(world)}
     return {int(pid): int(rank) for rank, _, pid in (path.name.partition("-") for path in folder.glob("*-*"))}
 

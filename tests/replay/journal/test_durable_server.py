@@ -19,9 +19,10 @@ from asyncrl.replay.client.client import RolloutClient
 from asyncrl.replay.core.batches.balance import UPDATES, shard_step
 from asyncrl.replay.journal.durable import recover
 from asyncrl.types import NO_VERSION
-from tests.replay.cluster import begin, fill, wait_until
+from tests.replay.cluster import begin, fill
 from tests.replay.helpers import SOON_SILENT_S, ClockAhead, group, same_trajectory
 from tests.replay.lives import Server
+from tests.waiting import until
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 
@@ -171,7 +172,7 @@ def test_groups_of_a_worker_that_does_not_come_back_go_to_others(server: Server)
         taken.extend(o.group_id for o in asyncio.run(other.acquire(slots=4, wait_s=0.5)).assignments)
         return order.group_id in taken
 
-    wait_until(given_to_another)
+    until(given_to_another)
 
 
 def test_uncommitted_steps_are_served_again_bit_by_bit_whatever_the_number_of_ranks(server: Server) -> None:
@@ -263,12 +264,12 @@ def test_a_full_disk_ends_nobody_s_patience_and_the_run_goes_on_when_there_is_sp
     server.disk.fail_with = errno.ENOSPC
     with ThreadPoolExecutor() as pool:
         pending = pool.submit(asyncio.run, worker.insert(group(orders[0], [0] * 3)))
-        wait_until(lambda: "the disk is full" in caplog.text)
+        until(lambda: "the disk is full" in caplog.text)
         lease = pool.submit(learner.lease, step=0, rank=0, world=1, wait_s=0.2)
         for _ in range(3):  # together more than twice as long as anybody waits for a server without a word of progress
             ahead.ahead_s += 0.7 * server.config.wait_timeout_s
             now = ahead()
-            wait_until(lambda since=now: min(c._connection._contact for c in (learner, worker)) >= since)
+            until(lambda since=now: min(c._connection._contact for c in (learner, worker)) >= since)
         assert not pending.done() and not lease.done()
         server.disk.fail_with = 0
         assert pending.result(40).status == "accepted"

@@ -24,9 +24,9 @@ from asyncrl.replay.net.keyring import ROLES, make_keys
 from asyncrl.replay.net.keys import Guests
 from asyncrl.replay.server.router import Entrance, entrance
 from asyncrl.types import NO_VERSION
-from tests.replay.cluster import wait_until
 from tests.replay.helpers import SOON_SILENT_S, replay_config, running_server, settings
 from tests.replay.net.test_keys import copied, spoken
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def config(tmp_path: Path) -> ReplayConfig:
 @contextmanager
 def line(config: ReplayConfig, role: str) -> Iterator[zmq.Socket]:
     """Through the door of `role`, written by hand."""
-    wait_until(lambda: has_door(config, role))
+    until(lambda: has_door(config, role))
     doors = Doors(config.keys, config.address)
     with closing(doors), zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
@@ -180,7 +180,7 @@ def test_what_killed_servers_left_at_other_addresses_is_swept_away_and_nothing_e
                 if path != fresh:
                     os.utime(path, (1, 1))
             with running_server(config, settings()):
-                wait_until(lambda: has_door(config, "worker"))
+                until(lambda: has_door(config, "worker"))
                 assert [os.path.lexists(path) for path in (*old, fresh)] == [False, True, True, True]
 
 

@@ -22,8 +22,8 @@ from asyncrl.replay.net import keyring
 from asyncrl.replay.net.keyring import ROLES, key_pair, make_keys, public_key, with_keys
 from asyncrl.replay.net.keys import check_address, is_loopback, secure_client
 from asyncrl.types import NO_VERSION
-from tests.replay.cluster import wait_until
 from tests.replay.helpers import close_all, replay_config, running_server, settings
+from tests.waiting import until
 
 REQUIRED = ["model.path=m", "data.path=d.jsonl", "reward.function=r.py:score"]
 
@@ -71,7 +71,7 @@ def test_a_server_of_another_run_is_named_when_nobody_answers(tmp_path: Path) ->
                 client.rendezvous().watch(-1, 0.0)
             return "it belongs to another run" in str(silent.value)
 
-        wait_until(named)  # a word of several handshakes: a busy machine may not come to them in one patience
+        until(named)  # a word of several handshakes: a busy machine may not come to them in one patience
         close_all([client])
 
 

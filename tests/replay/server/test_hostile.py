@@ -15,10 +15,10 @@ from asyncrl.replay.net.keys import secure_client
 from asyncrl.replay.server import doorkeeper
 from asyncrl.replay.server.doorkeeper import MAX_MALFORMED, MAX_STRANGE, REMEMBERED, Doorkeeper
 from tests.replay.attacks import GREETING, connected, endpoint, envelope, frame, hello, raw
-from tests.replay.cluster import wait_until
 from tests.replay.helpers import replay_config, running_server, settings
 from tests.replay.hostile import Camp
 from tests.replay.open_door import without_keys
+from tests.waiting import until
 
 GROWTH_MB = 800
 """What attackers may make the server hold for a while: what comes in before they are closed. Most measured: 200 MB; the
@@ -217,7 +217,7 @@ def test_ten_thousand_connections_opened_and_dropped_leave_nothing_behind() -> N
             for _ in range(500):
                 socket.create_connection(endpoint(camp.config.address)).close()
             # Seen to go before more come: what it holds then is what they have left behind.
-            wait_until(lambda: camp.open_files() <= files + 20)
+            until(lambda: camp.open_files() <= files + 20)
         camp.wait_for_steps(5, PATIENCE_S)
         assert camp.rss_mb() < before + 50
         camp.check()

@@ -25,9 +25,9 @@ from asyncrl.replay.server import shutdown
 from asyncrl.replay.server.doorkeeper import MAX_MALFORMED
 from asyncrl.types import NO_VERSION
 from tests.addresses import free_address
-from tests.replay.cluster import wait_until
 from tests.replay.helpers import SOON_SILENT_S, group, replay_config, running_server, settings
 from tests.replay.served import Proxy, Run, ready
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -45,8 +45,8 @@ def test_silent_peers_are_named_by_the_others(caplog) -> None:
         for client in (worker, run.learner):
             client._connection._closing.set()
         wanted = ("worker mute was silent for", "learner rank 0 was silent for")
-        wait_until(lambda: all(text in caplog.text for text in wanted))
-    wait_until(lambda: "no word from the replay server" in caplog.text)
+        until(lambda: all(text in caplog.text for text in wanted))
+    until(lambda: "no word from the replay server" in caplog.text)
     asyncio.run(watcher.close())
 
 
@@ -294,7 +294,7 @@ def test_hostile_frames_leave_the_server_serving(run, caplog) -> None:
         return len(complaints()) > MAX_MALFORMED  # and no more of one connection than that and the word that it is over
 
     try:
-        wait_until(send)
+        until(send)
     finally:
         evil.close()
         context.term()
@@ -366,4 +366,4 @@ def test_no_thread_is_left_behind(run) -> None:
     client = run.worker("short")
     asyncio.run(client.close())
     asyncio.run(client.close())
-    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "replay-short"])
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name == "replay-short"])

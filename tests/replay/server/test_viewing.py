@@ -29,10 +29,10 @@ from asyncrl.replay.server.handlers import Handlers
 from asyncrl.replay.server.sessions import Answer, Later, Session
 from asyncrl.replay.server.viewing import MAX_VIEWERS, MOST_PEERS, VIEW_S, Viewing
 from asyncrl.types import NO_VERSION
-from tests.replay.cluster import wait_until
 from tests.replay.helpers import Clock, group, replay_config, running_server, settings
 from tests.replay.net.test_keys import copied, spoken
 from tests.replay.served import Run, ready
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -94,9 +94,9 @@ def test_a_viewer_sees_groups_versions_and_who_is_there_and_needs_the_public_key
         assert there["worker", "w"].served == 0 and there["worker", "w"].held == view.now["replay/in_flight"] > 0
         run.learner.lease(step=0, rank=0, world=1, wait_s=30)
         row = run.learner.trained(step=0, policy_version=1).metrics
-        wait_until(lambda: (view := seen(viewer)).trained_steps == 1 and view.last.items() <= row.items())
+        until(lambda: (view := seen(viewer)).trained_steps == 1 and view.last.items() <= row.items())
         run.learner.commit(step=0)
-        wait_until(lambda: seen(viewer).committed_steps == 1)
+        until(lambda: seen(viewer).committed_steps == 1)
 
 
 @pytest.mark.usefixtures("_views_come_often")
@@ -105,7 +105,7 @@ def test_it_sees_whom_the_learner_waits_for(run: Run) -> None:
     with watching(run.config) as viewer:
         assert seen(viewer).waits == ""
         run.learner._connection.request("lease", [0, 0, 1, 1.0, 0])
-        wait_until(lambda: "step 0 needs 2 groups; 0 are inserted" in seen(viewer).waits)
+        until(lambda: "step 0 needs 2 groups; 0 are inserted" in seen(viewer).waits)
 
 
 def test_with_the_viewers_key_no_verb_but_one_is_there(run: Run) -> None:
@@ -222,7 +222,7 @@ def test_only_so_many_may_watch_at_once(monkeypatch: pytest.MonkeyPatch) -> None
                 return bool(seen(four))
             return False
 
-        wait_until(let_in)  # the server hears of who has left by itself
+        until(let_in)  # the server hears of who has left by itself
     assert MAX_VIEWERS == 16
 
 

@@ -19,8 +19,9 @@ from asyncrl.replay.shards.store import open_store
 from asyncrl.types import Assignment
 from benchmarks.parts.keys import some_keys
 from tests.addresses import free_address
-from tests.replay.cluster import Cluster, Life, begin, fill, wait_until
+from tests.replay.cluster import Cluster, Life, begin, fill
 from tests.replay.helpers import group
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -75,7 +76,7 @@ def test_a_second_shard_of_a_number_is_refused_while_the_first_is_there_and_take
         cluster.shards[0] = second
         second.start()  # it asks until the first was silent for long enough
         question = worker._connection
-        wait_until(lambda: question.request("shards", 20.0).result().body == [there])
+        until(lambda: question.request("shards", 20.0).result().body == [there])
         worker._shards._ask_anew()  # as after a put without an answer
         asyncio.run(fill(worker, 1))
         assert worker._shards._links[0].address == there
@@ -98,10 +99,10 @@ def test_the_full_disk_of_a_shard_pauses_admission_with_the_reason_and_the_run_g
     def why() -> str:
         return asyncio.run(worker.acquire(slots=0, wait_s=0)).waiting_for
 
-    wait_until(lambda: why().startswith(f"shard {order.group_id % 2}: the disk is full"))
+    until(lambda: why().startswith(f"shard {order.group_id % 2}: the disk is full"))
     assert not replies
     disk.fail_with = 0
     late.join(60)
     assert replies == ["accepted"]
-    wait_until(lambda: "disk" not in why())
+    until(lambda: "disk" not in why())
     assert asyncio.run(worker.acquire(slots=1, wait_s=60)).assignments

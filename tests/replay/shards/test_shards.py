@@ -22,9 +22,10 @@ from asyncrl.replay.journal.log import JournalSettings
 from asyncrl.replay.net.keyring import make_keys
 from asyncrl.replay.shards.store import open_store
 from asyncrl.types import Assignment
-from tests.replay.cluster import Cluster, begin, fill, wait_until
+from tests.replay.cluster import Cluster, begin, fill
 from tests.replay.helpers import group, same_trajectory
 from tests.replay.memory_disk import MemoryDisk
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -58,7 +59,7 @@ def test_what_is_committed_is_forgotten_by_its_shard(cluster: Cluster) -> None:
     learner.trained(step=0, policy_version=1)
     assert sum(map(len, cluster.held())) == 8  # trained, and not yet in a checkpoint: a rollback would need it
     learner.commit(step=0)
-    wait_until(lambda: cluster.held() == [{4, 6}, {5, 7}])
+    until(lambda: cluster.held() == [{4, 6}, {5, 7}])
 
 
 async def put(links: ShardLinks, encoded: EncodedGroup) -> list[Any]:
@@ -72,9 +73,9 @@ def test_a_payload_whose_group_nobody_announced_is_kept_only_as_long_as_it_could
     assert links is not None
     asyncio.run(put(links, encode_group(group(order, [0] * 3))))
     asyncio.run(put(links, encode_group(group(replace(order, group_id=1), [0] * 3))))  # never ordered
-    wait_until(lambda: cluster.held() == [{0}, set()])
+    until(lambda: cluster.held() == [{0}, set()])
     asyncio.run(worker.insert(group(order, [0] * 4)))  # the attempt is closed with another payload
-    wait_until(lambda: len(open_store(cluster.shards[0].disk.copy(), JournalSettings(), SHARD_0).held) == 1)
+    until(lambda: len(open_store(cluster.shards[0].disk.copy(), JournalSettings(), SHARD_0).held) == 1)
 
 
 def test_a_shard_that_dies_has_everything_it_acknowledged_and_who_waits_for_it_goes_on(cluster: Cluster) -> None:
@@ -122,7 +123,7 @@ def test_whoever_waits_for_a_shard_that_is_not_there_is_told_which() -> None:
                 return len(worker._connection.request("shards", 20.0).result(60).body) == 2
             return False
 
-        wait_until(came)
+        until(came)
         made = asyncio.run(fill(worker, 4))
         assert len(made) >= 1
         cluster.shards[1].kill()
@@ -175,7 +176,7 @@ def test_a_payload_that_no_learner_could_use_is_refused_at_the_shard(cluster: Cl
             return True
         return False
 
-    wait_until(refused)
+    until(refused)
     with pytest.raises(WireError, match="vocabulary"):
         asyncio.run(worker.insert(group(order, [0] * 3)))
     waiting = {other.group_id for other in asyncio.run(worker.acquire(slots=8, wait_s=60)).assignments}

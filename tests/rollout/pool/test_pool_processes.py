@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,18 +26,12 @@ from asyncrl.schema import Config
 from asyncrl.types import NO_VERSION
 from tests.addresses import free_address
 from tests.alive import is_alive
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 RAY = pytest.mark.ray
 HOSTS = ["process", pytest.param("ray", marks=RAY)]
-
-
-def wait_until(what: Callable[[], bool], timeout_s: float, why: str) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not what():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {why}"
-        time.sleep(0.05)
 
 
 def name_of(process: psutil.Process) -> str:
@@ -101,7 +94,7 @@ class Scene:
     def wait_for_workers(self, count: int = 2) -> dict[str, str]:
         assert self.pool is not None
         try:
-            wait_until(lambda: len(self.incarnations()) >= count, 180, "workers said hello")
+            until(lambda: len(self.incarnations()) >= count, "no hello of the workers", within_s=180)
         except AssertionError as error:
             raise AssertionError(self.said()) from error
         self.note_processes()
@@ -156,14 +149,16 @@ def test_a_killed_worker_comes_back_as_a_new_incarnation_and_the_pool_ends_in_or
     before = run.wait_for_workers()
     os.kill(run.worker_pid(0), signal.SIGKILL)
     name = next(name for name in before if name.startswith("rollout-0"))
-    wait_until(lambda: run.incarnations().get(name, before[name]) != before[name], 120, "the killed worker came back")
+    until(
+        lambda: run.incarnations().get(name, before[name]) != before[name], "the killed worker came back", within_s=120
+    )
     run.note_processes()
     after = run.incarnations()
     assert {k: v for k, v in after.items() if k != name} == {k: v for k, v in before.items() if k != name}
     run.learner.finish() if end == "run" else run.pool.send_signal(signal.SIGTERM)
     assert run.pool.wait(timeout=150) == code, run.said()
     assert "worker rollout-0" in run.said() and "Restart 1 of at most" in run.said()
-    wait_until(lambda: not run.survivors(), 90, "nothing is left running")
+    until(lambda: not run.survivors(), run.survivors, within_s=90)
 
 
 def test_sigterm_stops_the_workers_and_all_the_pool_started(scene):
@@ -171,7 +166,7 @@ def test_sigterm_stops_the_workers_and_all_the_pool_started(scene):
     run.wait_for_workers(1)
     run.pool.send_signal(signal.SIGTERM)
     assert run.pool.wait(timeout=150) == 128 + signal.SIGTERM, run.said()
-    wait_until(lambda: not run.survivors(), 90, "nothing is left running")
+    until(lambda: not run.survivors(), run.survivors, within_s=90)
 
 
 @pytest.mark.parametrize("host", HOSTS)
@@ -181,7 +176,7 @@ def test_a_killed_pool_leaves_nothing_running(scene, host):
     # Ray's own two agents end by themselves a minute after their raylet was killed; all else goes at once.
     agents = {process.pid for process in run.survivors() if name_of(process).endswith("Agent")}
     run.pool.kill()
-    wait_until(lambda: {process.pid for process in run.survivors()} <= agents, 120, "nothing is left running")
+    until(lambda: {process.pid for process in run.survivors()} <= agents, run.survivors, within_s=120)
 
 
 def test_a_reward_that_cannot_be_loaded_fails_the_run_without_restarts(scene):
