@@ -13,74 +13,49 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-from asyncrl.cli.processes.ports import free_port
+from asyncrl.cli.dry_run.model_size import tensor_shapes
 from asyncrl.family import ProcessId
 from asyncrl.standstill import kind_of
 from benchmarks.parts.answer import answer, parse
-from benchmarks.parts.model import tiny_model, tiny_task
-from benchmarks.parts.rows import rows_so_far
+from benchmarks.parts.running import Running
 
-PATIENCE_S = 600.0
 ROLES = ("a rollout worker", "the rollout pool", "the replay server", "a learner rank", "torchrun")
 WIDTHS = {1: (128, 4), 10: (384, 4), 100: (1024, 6)}
 """Millions of weights -> hidden size and number of layers."""
 
 
-class Run:
-    """A running `asyncrl local`. `end` must be called to stop it."""
+class Run(Running):
+    """A running `asyncrl local`. `stop` must be called to end it."""
 
     def __init__(self, folder: Path, millions: int, overrides: list[str]) -> None:
-        self.run_dir, self._log = folder / "run", folder / "local.log"
-        task, (width, layers) = tiny_task(folder), WIDTHS[millions]
-        model = tiny_model(
-            hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers, num_attention_heads=width // 64
-        )
-        model.save_pretrained(folder / "model")  # pyright: ignore[reportCallIssue]
-        self.weights = sum(each.numel() for each in model.parameters())
+        width, layers = WIDTHS[millions]
+        shape = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers}
         settings = [
-            *(*task, f"run.dir={self.run_dir}", f"replay.address=tcp://127.0.0.1:{free_port()}"),
             "reward.function=asyncrl.rewards.exact_match:exact_match",
             *("rollout.host=process", "rollout.workers=1", "rollout.group_size=2", "rollout.max_new_tokens=8"),
             *("data.max_prompt_tokens=32", "learner.groups_per_step=2", "learner.max_tokens_per_microbatch=512"),
-            *(
-                "learner.steps=1000000",
-                "learner.save_every=10",
-                "learner.max_restarts=100",
-                "learner.keep_checkpoints=1",
-            ),
-            *("learner.lr=1e-6", "rollout.max_in_flight=6", "replay.pipeline_depth=1", *overrides),
+            *("learner.save_every=10", "learner.max_restarts=100", "learner.keep_checkpoints=1"),
+            *("learner.lr=1e-6", "rollout.max_in_flight=6", "replay.pipeline_depth=1"),
         ]
-        with self._log.open("wb") as log:
-            command = [sys.executable, "-m", "asyncrl.cli", "local", *settings]
-            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+        super().__init__(folder, [*settings, *overrides], shape | {"num_attention_heads": width // 64})
+        shapes = tensor_shapes(folder / "model" / "model.safetensors").values()
+        self.weights = sum(map(math.prod, shapes))
+        self.start("local")
 
     def step(self) -> int:
         """Return the newest trained step, 0 before the first. While steps are trained again, the newest of those."""
-        rows = rows_so_far(self.run_dir)
-        return rows[-1]["step"] if rows else 0
-
-    def wait(self, what: Callable[[], Any], why: str) -> Any:
-        """waits for: something that the run writes; unblocked by: the run's end, or the deadline."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not (found := what()):
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"not within {PATIENCE_S:.0f} s: {why}\n{self._log.read_text()[-4000:]}")
-            time.sleep(0.02)
-        return found
+        return next((row["step"] for row in self.rows()[-1:]), 0)
 
     def trained(self, steps: int) -> float:
         """Wait until `steps` more steps are trained than so far. Returns the seconds that this took."""
@@ -90,7 +65,7 @@ class Run:
 
     def process(self, role: str) -> psutil.Process | None:
         with contextlib.suppress(psutil.NoSuchProcess):
-            for each in psutil.Process(self._process.pid).children(recursive=True):
+            for each in psutil.Process(self.started["local"].pid).children(recursive=True):
                 known = kind_of((ProcessId.of(each.pid) or ProcessId(0, "")).command())
                 if known is not None and known.name == role:
                     return each
@@ -100,18 +75,13 @@ class Run:
         """Kill the process of `role`. Returns the seconds that its death cost, and the seconds of a step before it."""
         self.trained(steps // 2)  # so that the recovery from the death before is not measured
         usual = self.trained(steps)
-        self.wait(lambda: self.process(role), f"there is {role}").kill()
+        self.wait(lambda: self.process(role), f"there is {role}").kill()  # pyright: ignore[reportOptionalMemberAccess]
         return {"lost_s": self.trained(steps) - usual, "step_s": usual / steps}
 
-    def end(self) -> int:
-        """Stop the run. Returns the exit code of its audit."""
-        self._process.send_signal(signal.SIGINT)
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-        command = [sys.executable, "-m", "asyncrl.cli", "audit", str(self.run_dir)]
-        return subprocess.run(command, capture_output=True).returncode
+    def stop(self) -> int:
+        """Returns the exit code of its audit."""
+        self.end("local")
+        return self.audit().returncode
 
 
 def measured(millions: int, steps: int, repeats: int, overrides: list[str]) -> dict[str, Any]:
@@ -123,7 +93,7 @@ def measured(millions: int, steps: int, repeats: int, overrides: list[str]) -> d
                 for role in ROLES:
                     found.setdefault(role, []).append(run.lost(role, steps))
         finally:
-            audit = run.end()
+            audit = run.stop()
     medians = {
         role: {name: round(statistics.median(each[name] for each in deaths), 2) for name in deaths[0]}
         for role, deaths in found.items()

@@ -13,61 +13,36 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-from asyncrl.cli.processes.ports import free_port
 from benchmarks.parts.answer import answer, parse
-from benchmarks.parts.model import tiny_task
-from benchmarks.parts.rows import rows_so_far
+from benchmarks.parts.running import Running
 
 GROUPS_PER_STEP = 8
-PATIENCE_S = 300.0
 
 
-class Job:
+class Job(Running):
     """A running `asyncrl local` and the pools that join it."""
 
     def __init__(self, folder: Path, overrides: list[str]) -> None:
-        self.run_dir, self._folder = folder / "run", folder
-        self._settings = [
-            *(*tiny_task(folder), f"run.dir={self.run_dir}"),
+        settings = [
             f"reward.function={Path(__file__).parent / 'parts' / 'waiting_reward.py'}:score",
             *("reward.workers=2", "rollout.host=process", "rollout.workers=1", "rollout.group_size=4"),
             *("rollout.max_in_flight=48", "rollout.max_new_tokens=8", "data.max_prompt_tokens=32"),
             *(f"learner.groups_per_step={GROUPS_PER_STEP}", "learner.max_tokens_per_microbatch=1024"),
-            *("learner.steps=1000000", "replay.journal.retain=all", f"replay.address=tcp://127.0.0.1:{free_port()}"),
-            *overrides,
+            "replay.journal.retain=all",
         ]
-        self._process = self.start("local")
-
-    def start(self, command: str) -> subprocess.Popen[bytes]:
-        with (self._folder / f"{command}.log").open("wb") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "asyncrl.cli", command, *self._settings], stdout=log, stderr=log
-            )
-
-    def rows(self) -> list[dict[str, Any]]:
-        return rows_so_far(self.run_dir)
-
-    def wait(self, what: Callable[[list[dict[str, Any]]], bool], why: str) -> None:
-        """waits for: rows of metrics for which `what` holds; unblocked by: the run's end, or the deadline."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not what(self.rows()):
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"not within {PATIENCE_S:.0f} s: {why}\n{(self._folder / 'local.log').read_text()}")
-            time.sleep(0.2)
+        super().__init__(folder, [*settings, *overrides])
+        self.start("local")
 
     def wait_workers(self, count: int, settle: int) -> None:
-        self.wait(lambda rows: bool(rows) and rows[-1]["replay/workers"] == count, f"{count} workers")
+        self.wait(lambda: [row["replay/workers"] for row in self.rows()[-1:]] == [count], f"{count} workers")
         seen = self.rows()[-1]["step"]  # groups made before the change are still in the buffer
-        self.wait(lambda rows: rows[-1]["step"] >= seen + settle, f"{settle} more steps")
+        self.wait(lambda: self.rows()[-1]["step"] >= seen + settle, f"{settle} more steps")
 
     def groups_per_s(self, seconds: float) -> float:
         """Return the groups trained per second over the steps of the next `seconds`."""
@@ -78,11 +53,8 @@ class Job:
 
     def stop(self) -> dict[str, Any]:
         """Stop the run. Returns what its audit finds."""
-        self._process.send_signal(signal.SIGINT)
-        self._process.wait(60)
-        audit = subprocess.run(
-            [sys.executable, "-m", "asyncrl.cli", "audit", str(self.run_dir)], capture_output=True, text=True
-        )
+        self.end("local")
+        audit = self.audit()
         return {"audit_exit_code": audit.returncode, "audit": audit.stdout.strip().splitlines()[-1:]}
 
 
@@ -98,13 +70,12 @@ def main() -> None:
         try:
             job.wait_workers(1, given.settle)
             found["before"] = job.groups_per_s(given.seconds)
-            pool = job.start("rollout")
+            job.start("rollout")
             try:
                 job.wait_workers(2, given.settle)
                 found["with_second_pool"] = job.groups_per_s(given.seconds)
             finally:
-                pool.send_signal(signal.SIGTERM)
-                pool.wait(60)
+                job.end("rollout", signal.SIGTERM)
             job.wait_workers(1, given.settle)
             found["after"] = job.groups_per_s(given.seconds)
         finally:
