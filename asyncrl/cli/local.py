@@ -9,24 +9,21 @@ from pathlib import Path
 
 from rich.console import Console
 
-from asyncrl.checks.machine import check_machine
 from asyncrl.checks.placement import visible_gpus
 from asyncrl.cli.processes.commands import local_commands, with_gpus
 from asyncrl.cli.processes.ending import Ended, best_line, how_to_go_on, resumed_from
 from asyncrl.cli.processes.supervision import supervise
-from asyncrl.cli.starting.preflight import check_environments, check_own_learning, look_ahead, with_steps
+from asyncrl.cli.starting.preflight import check_start
 from asyncrl.cli.starting.resuming import check_resumed, nothing_to_do, trained_whole
 from asyncrl.collector import load
-from asyncrl.config import JOURNAL_DIR, load_config
+from asyncrl.config import JOURNAL_DIR
 from asyncrl.errors import RunFolderError
 from asyncrl.replay.net.keyring import with_keys
 from asyncrl.schema import Config
 from asyncrl.storage.checkpoints import trained_steps
-from asyncrl.telemetry.folder.resumed import kept_dtypes
 from asyncrl.telemetry.folder.run_folder import (
     changes_in,
     prepare_run_folder,
-    refuse_used_folder,
     said_of_gone,
 )
 from asyncrl.telemetry.folder.tenants import occupied
@@ -42,17 +39,9 @@ def run_local(overrides: Sequence[str], *, typed: Sequence[str]) -> int:
     Raises:
         ConfigError: a setting or this machine was refused. RunFolderError: the run folder is in use.
     """
-    config = load_config(overrides)
-    overrides = [*overrides, *kept_dtypes(config, overrides)]
-    config = load_config(overrides)
-    check_machine(config, "local")
-    check_environments(config)
-    check_own_learning(config)
-    refuse_used_folder(config)
-    seen = look_ahead(config)
+    config, overrides, seen = check_start("local", overrides)
     for line in (*seen.prompts, *seen.reward):
         print(line, flush=True)
-    config, overrides = with_steps(config, overrides, seen.rows)
     with occupied(config):
         return _run(config, overrides, typed)
 
@@ -62,7 +51,8 @@ def _run(config: Config, overrides: Sequence[str], typed: Sequence[str]) -> int:
     run_id = uuid.uuid4().hex[:12]
     folder = Path(config.run.dir).resolve()
     if trained := trained_whole(config, folder):
-        say(console, nothing_to_do(config, folder, trained, typed))
+        done = f"{trained} steps are trained and learner.steps={config.learner.steps}"
+        say(console, nothing_to_do(folder, done, typed, f"learner.steps={2 * trained}"))
         return 0
     begins = check_resumed(config, lambda note: say(console, note))
     resumed = trained_steps(begins)

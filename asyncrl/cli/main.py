@@ -146,7 +146,7 @@ def _run_role(given: argparse.Namespace) -> int:
     if given.dry_run and given.command != "quickstart":
         return load("asyncrl.cli.dry_run.command").main(given.command, given.overrides)
     if given.command == "rollout" and not given.dry_run:
-        load("asyncrl.cli.starting.preflight").check_rollout(given.overrides)
+        load("asyncrl.cli.starting.preflight").check_start("rollout", given.overrides)
     role = load(COMMANDS[given.command])
     return role.plan(given.overrides) if given.dry_run else role.main(given.overrides)
 

@@ -7,7 +7,6 @@ unblocked by: its end, Ctrl-C, SIGTERM or SIGHUP; if torchrun was killed it is r
 
 from __future__ import annotations
 
-import shlex
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from asyncrl.cli.processes.commands import learner_command, with_absolute_run_di
 from asyncrl.cli.processes.ending import Ended, best_line, how_to_go_on, resumed_from
 from asyncrl.cli.processes.supervision import supervise
 from asyncrl.cli.starting.preflight import refuse_unmeasured
+from asyncrl.cli.starting.resuming import nothing_to_do
 from asyncrl.plain_text import plain
 from asyncrl.schema import Config
 from asyncrl.sft.batches import Course, draws_before
@@ -34,7 +34,7 @@ from asyncrl.sft.look import Looked, lines, look, runs
 from asyncrl.sft.rules import check_sft_machine, load_sft
 from asyncrl.sft.settings import SftConfig, learner_config
 from asyncrl.storage.checkpoints import CHECKPOINT_DIR, EXPORT_DIR, proven, trained_in, trained_steps
-from asyncrl.telemetry.folder.resumed import kept_dtypes
+from asyncrl.telemetry.folder.resumed import load_as_begun
 from asyncrl.telemetry.folder.run_folder import (
     changes_in,
     note_steps,
@@ -44,7 +44,7 @@ from asyncrl.telemetry.folder.run_folder import (
 )
 from asyncrl.telemetry.folder.tenants import occupied
 from asyncrl.telemetry.live.console import PlainConsole, say
-from asyncrl.telemetry.reports.summary import read_metrics, summary, without
+from asyncrl.telemetry.reports.summary import read_metrics, summary
 
 MODULE = "asyncrl.sft"
 SHOWN_TOKENS = 600
@@ -56,7 +56,7 @@ class Plan:
     """Everything that is determined before training starts."""
 
     given: SftConfig
-    overrides: tuple[str, ...]
+    overrides: list[str]
     encoder: Encoder
     looked: list[Looked]
     course: Course
@@ -74,10 +74,7 @@ def main(arguments: Sequence[str], *, dry_run: bool = False) -> int:
         ConfigError: a setting or this machine was refused. DataError: a row was refused. RunFolderError: the folder is
             in use.
     """
-    overrides = tuple(with_files(arguments, SftConfig))
-    given = load_sft(overrides)
-    overrides = (*overrides, *kept_dtypes(given, overrides))
-    given = load_sft(overrides)
+    given, overrides = load_as_begun(load_sft, with_files(arguments, SftConfig))
     check_sft_machine(given, alone=True)
     refuse_unmeasured(given.learner.keep_best)
     refuse_used_folder(given)
@@ -148,10 +145,7 @@ def _run(plan: Plan, console: PlainConsole, typed: Sequence[str]) -> int:
         longer = (
             f"learner.steps={2 * resumed}" if given.learner.steps else f"learner.epochs={2 * given.learner.epochs:g}"
         )
-        kept = without(typed, ("learner.epochs", "learner.steps", "resume", "overwrite"))
-        more = shlex.join([*kept, longer, "resume=auto"])
-        done = f"nothing to do: {resumed} steps are trained. The model is in {folder / EXPORT_DIR}. To train on:"
-        say(console, done, f"  {more}")
+        say(console, nothing_to_do(folder, f"{resumed} steps are trained", typed, longer))
         return 0
     prepare_run_folder(given, run_id, overrides=plan.overrides, begins=plan.begun)
     note_steps(given, plan.course.steps)

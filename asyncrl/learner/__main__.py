@@ -39,7 +39,7 @@ from asyncrl.replay.net.keyring import with_keys
 from asyncrl.replay.net.malloc import keep_heap
 from asyncrl.schema import Config
 from asyncrl.storage.occupancy import lived_in
-from asyncrl.telemetry.folder.resumed import kept_dtypes
+from asyncrl.telemetry.folder.resumed import load_as_begun
 from asyncrl.telemetry.folder.run_folder import begin_settings, changes_in, prepare_run_folder, still_of
 from asyncrl.telemetry.folder.tenants import sole_learner
 from asyncrl.telemetry.live.progress import PrintingLog
@@ -55,9 +55,7 @@ def main(overrides: Sequence[str]) -> int:
 
 def work(overrides: Sequence[str], opened: ExitStack) -> None:
     """Join the other ranks and train. Everything that has to be closed is registered with `opened`."""
-    config = load_config(overrides)
-    overrides = [*overrides, *kept_dtypes(config, overrides)]
-    config = load_config(overrides)
+    config, overrides = load_as_begun(load_config, overrides)
     place = Place.of(os.environ, config.learner.device)
     check_machine(config, "learner")
     begin_trace(config, f"learner {place.rank}")

@@ -18,7 +18,7 @@ from asyncrl.plain_text import make_streams_plain
 from asyncrl.rollout.host import EXIT_FAILED, EXIT_REFUSED, WorkerSpec, run_worker_here
 from asyncrl.rollout.pool.pool import run_pool
 from asyncrl.storage.log_stream import keep_logging
-from asyncrl.telemetry.folder.resumed import kept_dtypes
+from asyncrl.telemetry.folder.resumed import load_as_begun
 
 
 def main(arguments: list[str]) -> int:
@@ -35,8 +35,7 @@ def main(arguments: list[str]) -> int:
         os._exit(code)
     keep_logging()
     try:
-        config = load_config(arguments)
-        return run_pool(load_config([*arguments, *kept_dtypes(config, arguments)]))
+        return run_pool(load_as_begun(load_config, arguments)[0])
     except AsyncRLError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return EXIT_REFUSED

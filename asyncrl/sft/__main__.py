@@ -27,7 +27,7 @@ from asyncrl.sft.rules import check_sft_machine, load_sft
 from asyncrl.sft.settings import SftConfig, learner_config
 from asyncrl.sft.train import Start, train_rows
 from asyncrl.storage.occupancy import lived_in
-from asyncrl.telemetry.folder.resumed import kept_dtypes
+from asyncrl.telemetry.folder.resumed import load_as_begun
 from asyncrl.telemetry.folder.run_folder import begin_settings, changes_in, prepare_run_folder, still_of
 from asyncrl.telemetry.folder.tenants import sole_learner
 from asyncrl.telemetry.live.progress import PrintingLog
@@ -43,9 +43,7 @@ def main(overrides: Sequence[str]) -> int:
 
 def work(overrides: Sequence[str], opened: ExitStack) -> None:
     """Join the other ranks and train. Resources to be closed are added to `opened`."""
-    given = load_sft(overrides)
-    overrides = (*overrides, *kept_dtypes(given, overrides))
-    given = load_sft(overrides)
+    given, overrides = load_as_begun(load_sft, overrides)
     config = learner_config(given)
     place = Place.of(os.environ, given.learner.device)
     check_sft_machine(given, alone=False)

@@ -25,21 +25,13 @@ from asyncrl.cli.processes.commands import (
     shard_command,
     with_gpus,
 )
-from asyncrl.cli.starting.preflight import (
-    Preflight,
-    check_environments,
-    check_own_learning,
-    look_ahead,
-    with_steps,
-)
+from asyncrl.cli.starting.preflight import NOTHING_SEEN, Preflight, check_start
 from asyncrl.cli.starting.resuming import check_resumed
-from asyncrl.config import load_config
 from asyncrl.digests import run_digest
 from asyncrl.replay.shards.running import shard_config
 from asyncrl.schema import Config
 from asyncrl.storage.checkpoints import proven, trained_steps
-from asyncrl.telemetry.folder.resumed import kept_dtypes
-from asyncrl.telemetry.folder.run_folder import changes_in, refuse_used_folder
+from asyncrl.telemetry.folder.run_folder import changes_in
 
 
 def rewarding(config: Config) -> str:
@@ -159,7 +151,7 @@ def loss_parts(config: Config) -> list[tuple[str, object]]:
     return [(name, value) for name, value in resolved_loss(config.loss).items() if value is not None]
 
 
-def plan_text(config: Config, command: str, overrides: Sequence[str], found: Preflight | None = None) -> str:
+def plan_text(config: Config, command: str, overrides: Sequence[str], found: Preflight = NOTHING_SEEN) -> str:
     """Return the whole plan under a heading that names the run. `auto` is resolved for the GPUs that are here, or
     planned for."""
     digest = run_digest(config)
@@ -167,7 +159,7 @@ def plan_text(config: Config, command: str, overrides: Sequence[str], found: Pre
     config = with_dtypes(config, **kinds)
     model = sizes_of(config)
     fitting = fitting_lines(config, model, command) if command in ("local", "learner") else []
-    seen = {} if found is None else {"prompts": found.prompts, "reward": found.reward}
+    seen = {"prompts": found.prompts, "reward": found.reward} if found.prompts else {}
     sections = {
         "processes": process_lines(config, command, overrides),
         **({"placement": placement_lines(config)} if command == "local" else {}),
@@ -200,20 +192,11 @@ def resume_lines(config: Config, command: str) -> list[str]:
 
 def main(command: str, overrides: Sequence[str]) -> int:
     """Print the plan. Raises ConfigError and RunFolderError as the real start would."""
-    config = shard_config(overrides)[1] if command == "shard" else load_config(overrides)
-    if command in ("local", "learner", "rollout"):
-        overrides = [*overrides, *kept_dtypes(config, overrides)]
-        config = load_config(overrides)
-    check_machine(config, command, planned=True)
-    if command in ("local", "rollout"):
-        check_environments(config)
-    if command in ("local", "learner"):
-        check_own_learning(config)
-        refuse_used_folder(config)
-        changes_in(config)  # a folder that cannot be resumed is refused before the rows are read
-    found = look_ahead(config) if command in ("local", "rollout") else None
-    if found and command == "local":
-        config, overrides = with_steps(config, overrides, found.rows)
+    if command == "shard":
+        config, found = shard_config(overrides)[1], NOTHING_SEEN
+        check_machine(config, command, planned=True)
+    else:
+        config, overrides, found = check_start(command, overrides, planned=True)
     if command in ("local", "learner"):
         for line in resume_lines(config, command):
             print(line)

@@ -33,6 +33,8 @@ from asyncrl.own_code import try_in_process
 from asyncrl.rewards.several import uncovered
 from asyncrl.rewards.trial import refuse_unscored, try_reward
 from asyncrl.schema import Config, EnvironmentConfig
+from asyncrl.telemetry.folder.resumed import load_as_begun
+from asyncrl.telemetry.folder.run_folder import changes_in, refuse_used_folder
 from asyncrl.telemetry.metrics.alarms import Alarms
 from asyncrl.telemetry.metrics.registry import METRICS, metric_of
 
@@ -53,6 +55,9 @@ class Preflight:
     """Lines about the reward."""
     rows: int
     """Number of rows that are trained on."""
+
+
+NOTHING_SEEN = Preflight((), (), 0)
 
 
 def look_ahead(config: Config) -> Preflight:
@@ -120,16 +125,6 @@ def refuse_unbatched(config: Config) -> None:
         try_in_process("asyncrl.engines.hf.trial", settings, f"the config of model.path={path}")
 
 
-def with_steps(config: Config, overrides: Sequence[str], rows: int) -> tuple[Config, list[str]]:
-    """Convert `learner.epochs` to steps. Returns the settings, and the overrides for every process."""
-    given = list(overrides)
-    if config.learner.epochs > 0:
-        steps = max(1, math.ceil(config.learner.epochs * rows / config.learner.groups_per_step))
-        given += [f"learner.steps={steps}", "learner.epochs=0"]
-        config = load_config(given)
-    return config, given
-
-
 def _refuse_foreign_rows(config: EnvironmentConfig, found: Sequence[Survey]) -> None:
     """Check rows for a built-in environment that reads its own columns. Raises DataError: a first row lacks them."""
     check = None if is_of_the_user(config.name) else getattr(find_environment(config), "check_row", None)
@@ -170,15 +165,38 @@ def check_own_learning(config: Config) -> None:
         try_in_process("asyncrl.learner.own_trial", settings | {"learner": asdict(config.learner)}, named)
 
 
-def check_rollout(overrides: Sequence[str]) -> None:
-    """Make the checks of `asyncrl local` for a rollout pool before `asyncrl rollout` starts it.
+def check_start(
+    command: str, overrides: Sequence[str], *, planned: bool = False
+) -> tuple[Config, list[str], Preflight]:
+    """Make the checks of a start, which are the same if it is only `planned`.
+
+    Args:
+        command: `local`, `learner`, `rollout` or `replay`.
+
+    Returns:
+        The settings, the overrides for every process, and what was found.
 
     Raises:
-        ConfigError, DataError: see `look_ahead`.
+        ConfigError, DataError: see `look_ahead`. RunFolderError: the folder cannot be used.
     """
-    config = load_config(overrides)
-    check_machine(config, "rollout")
-    look_ahead(config)
+    if command == "replay":  # nothing of it depends on a dtype
+        config, given, found = load_config(overrides), [*overrides], NOTHING_SEEN
+    else:
+        (config, given), found = load_as_begun(load_config, overrides), NOTHING_SEEN
+    check_machine(config, command, planned=planned)
+    if command in ("local", "rollout"):
+        check_environments(config)
+    if command in ("local", "learner"):
+        check_own_learning(config)
+        refuse_used_folder(config)
+        changes_in(config)  # a folder that cannot be resumed is refused before the rows are read
+    if command in ("local", "rollout"):
+        found = look_ahead(config)
+    if command == "local" and config.learner.epochs > 0:
+        steps = max(1, math.ceil(config.learner.epochs * found.rows / config.learner.groups_per_step))
+        given += [f"learner.steps={steps}", "learner.epochs=0"]
+        config = load_config(given)
+    return config, given, found
 
 
 def survey_lines(config: Config, found: Survey) -> list[str]:

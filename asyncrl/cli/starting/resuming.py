@@ -15,13 +15,11 @@ from asyncrl.telemetry.folder.run_folder import owner_of
 from asyncrl.telemetry.reports.summary import without
 
 
-def nothing_to_do(config: Config, folder: Path, trained: int, typed: Sequence[str]) -> str:
+def nothing_to_do(folder: Path, trained: str, typed: Sequence[str], longer: str) -> str:
+    """Return the message of a run that is `trained`; `longer` is the setting with which it goes on."""
     kept = without(typed, ("learner.steps", "learner.epochs", "resume", "overwrite"))
-    more = shlex.join([*kept, f"learner.steps={2 * trained}", "resume=auto"])
-    return (
-        f"nothing to do: {trained} steps are trained and learner.steps={config.learner.steps}. "
-        f"The model is in {folder / EXPORT_DIR}. To train on:\n  {more}"
-    )
+    more = shlex.join([*kept, longer, "resume=auto"])
+    return f"nothing to do: {trained}. The model is in {folder / EXPORT_DIR}. To train on:\n  {more}"
 
 
 def trained_whole(config: Config, folder: Path) -> int:

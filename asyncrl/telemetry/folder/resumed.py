@@ -13,10 +13,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -30,6 +30,7 @@ from asyncrl.storage.checkpoints import CHECKPOINT_DIR, proven
 from asyncrl.storage.objects import read_object
 from asyncrl.telemetry.folder.origins import FromFile
 
+Settings = TypeVar("Settings", bound=RunSettings)
 RUN_FILE = "run.json"
 CONFIG_FILE = "config.yaml"
 ROWS = "rows"
@@ -207,6 +208,12 @@ def kept_dtypes(config: RunSettings, overrides: Sequence[str]) -> list[str]:
     left = [key for key in KEYS if now.get(key) == AUTO and key not in typed]
     kept = [f"{key}={old[key]}" for key in left if old.get(key) in DTYPES and old[key] != AUTO]
     return [FromFile.of(each, f"{CONFIG_FILE} of the run") for each in kept]
+
+
+def load_as_begun(load: Callable[[Sequence[str]], Settings], overrides: Sequence[str]) -> tuple[Settings, list[str]]:
+    """Load settings and return them with the overrides that they have then, see `kept_dtypes`. Raises ConfigError."""
+    given = [*overrides, *kept_dtypes(load(overrides), overrides)]
+    return load(given), given
 
 
 def _said(value: Any) -> str:

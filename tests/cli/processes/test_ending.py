@@ -6,9 +6,6 @@ from pathlib import Path
 
 from asyncrl.cli.processes.ending import Ended, how_to_go_on
 from asyncrl.cli.starting.resuming import nothing_to_do
-from asyncrl.config import load_config
-
-REQUIRED = ["model.path=m", "data.path=d.jsonl", "reward.function=r.py:f"]
 
 
 def test_an_ended_run_says_from_where_and_how_it_goes_on(tmp_path: Path) -> None:
@@ -21,9 +18,8 @@ def test_an_ended_run_says_from_where_and_how_it_goes_on(tmp_path: Path) -> None
         "stopped; the newest checkpoint is that of step 20. Continue with:\n"
         "  asyncrl local 'model.path=a b' resume=auto"
     )
-    config = load_config([*REQUIRED, "resume=auto", "learner.steps=20"])
-    said = nothing_to_do(config, tmp_path, 20, [*typed, "learner.steps=20"])
-    assert said.startswith("nothing to do: 20 steps are trained and learner.steps=20")
+    said = nothing_to_do(tmp_path, "20 steps are trained", [*typed, "learner.steps=20"], "learner.steps=40")
+    assert said.startswith("nothing to do: 20 steps are trained. ")
     assert said.endswith("learner.steps=40 resume=auto")
     (saved / "state.json").write_text("{")
     assert "step_20/state.json cannot be read" in how_to_go_on(tmp_path, typed, Ended(code=1))
