@@ -237,7 +237,7 @@ def why_not(config: Config, gpus: int, model: ModelSize | None, gpu_gb: float) -
     room = WHOLE_SHARE * gpu_gb * 1e9
     held = 0.0
     if model is not None:
-        held = rank_bytes(config, model) + (copies_bytes(config, model) if copies_on_gpu(config, placement) else 0)
+        held = rank_bytes(config, model) + (copies_bytes(config, model) if copies_on_gpu(config, gpus, "local") else 0)
     if held > room:
         return f"with learner.ranks={config.learner.ranks} a rank needs {size(held)} but has {size(room)}"
     each = 0.0 if model is None else engine_bytes(config, model) / config.engine.tensor_parallel

@@ -22,7 +22,7 @@ from asyncrl.replay.client.client import Viewer
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.protocol import PeerSeen, View
 from asyncrl.standstill import NAMED_S
-from asyncrl.telemetry.live.console import PlainConsole, live_on
+from asyncrl.telemetry.live.console import LiveView, PlainConsole, facts
 from asyncrl.telemetry.live.progress import by_age, clock
 from asyncrl.telemetry.live.watching import one_line
 from asyncrl.types import NO_VERSION
@@ -72,26 +72,20 @@ def main(address: str, keys: str) -> int:
     return 0
 
 
-class AddressView:
+class AddressView(LiveView):
     """A display that is redrawn on a terminal; elsewhere, a line for each step and each message."""
 
     def __init__(self, address: str, console: Console, now: Callable[[], float] = time.monotonic) -> None:
-        self._address, self._console, self._now = address, console, now
+        super().__init__(console)
+        self._address, self._now = address, now
         self._view: View | None = None
         self._heard = now()
         self._past: deque[View] = deque()
         self._said: deque[str] = deque(maxlen=SAID)
         self._silent = set[tuple[str, str]]()
-        self._live = live_on(console)
-
-    def __enter__(self) -> AddressView:
-        if self._live:
-            self._live.start()
-        return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._live:
-            self._live.stop()
+        super().__exit__(*exc)
         if self._view is not None:
             self._console.print(one_line(self.line(self._view)), soft_wrap=True)
 
@@ -134,7 +128,7 @@ class AddressView:
     def say(self, text: str) -> None:
         self._said.append(text)
         if self._live is None:
-            self._console.print(one_line(text), soft_wrap=True)
+            super().say(one_line(text).plain)
 
     def _notice(self, before: View | None, view: View) -> None:
         """Report peers that came, went or fell silent."""
@@ -210,7 +204,6 @@ def silence_of(peer: PeerSeen) -> str:
 
 
 def numbers(view: View) -> Table:
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     now = {name: value for name, value in view.now.items() if value}
     dropped = {name.removeprefix("replay/dropped_"): count for name, count in now.items() if "/dropped_" in name}
     states = [f"{now.get(f'replay/{name}', 0):.0f} {said}" for name, said in (
@@ -219,17 +212,15 @@ def numbers(view: View) -> Table:
     idle = [
         f"{side} {share:.0%}" for side in ("rollout", "replay") if (share := view.last.get(f"idle/{side}")) is not None
     ]
-    for label, cells in (
+    rows = (
         ("queue", states),
         ("  by age", by_age(now, "replay/inserted_age", "{:.0f}")),
         ("groups", fates),
         ("  dropped", [f"{reason} {count:.0f}" for reason, count in dropped.items()]),
         ("idle", idle),
         ("goodput", [f"{share:.1%}"] if (share := view.last.get("goodput/share")) is not None else []),
-    ):
-        if cells:
-            table.add_row(Text(label, style="bold"), one_line(", ".join(cells)))
-    return table
+    )
+    return facts((label, one_line(", ".join(cells))) for label, cells in rows)
 
 
 def who(view: View) -> Table:

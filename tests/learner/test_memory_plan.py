@@ -309,7 +309,7 @@ def test_the_copies_that_a_sender_holds_are_those_of_the_plan(delta: str, kept: 
 def test_copies_lie_on_the_gpu_that_nobody_shares_or_whose_memory_engines_open(weights, gpus: int, there: bool):
     config = Config(weights=WeightsConfig(**weights), rollout=RolloutConfig(workers=1))
     placement = placement_of(config, gpus)
-    assert copies_on_gpu(config, placement) == there
+    assert copies_on_gpu(config, gpus, "local") == there
     if gpus:  # what the learner that is started so does
         told = replace(config, placement=PlacementConfig(mode="colocated" if placement.shared else "dedicated"))
         on_device = weights.get("transport") is None and backend_of(told, torch.device("cuda")) != "gloo"

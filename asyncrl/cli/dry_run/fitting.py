@@ -11,7 +11,7 @@ from asyncrl.checks.machine import model_settings, not_laid_out
 from asyncrl.checks.parallel import problem_of
 from asyncrl.checks.placement import placement_of
 from asyncrl.checks.rules.whole import problems_of_rules
-from asyncrl.cli.dry_run.memory import copies_bytes, copies_on_gpu, copies_on_gpu_apart, policy_held, rank_bytes, size
+from asyncrl.cli.dry_run.memory import copies_bytes, copies_on_gpu, policy_held, rank_bytes, size
 from asyncrl.cli.dry_run.model_size import ModelSize
 from asyncrl.cli.dry_run.placement import gpus_to_plan, kind_to_plan
 from asyncrl.cli.processes.told import smi_says
@@ -90,10 +90,7 @@ def taken(config: Config, model: ModelSize, command: str, memory: int) -> float:
     shards = policy_held(config, model).total
     each = reduces_each(learner.reduce_gradients, shards=shards, trained=trained, memory=memory)
     config = replace(config, learner=replace(learner, reduce_gradients="each" if each else "last"))
-    gpus = len(gpus_to_plan(config))
-    there = (
-        copies_on_gpu(config, placement_of(config, gpus)) if command == "local" else copies_on_gpu_apart(config, gpus)
-    )
+    there = copies_on_gpu(config, len(gpus_to_plan(config)), command)
     return rank_bytes(config, model) + (copies_bytes(config, model) if there else 0)
 
 

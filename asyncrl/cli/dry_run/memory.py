@@ -25,7 +25,6 @@ from asyncrl.learner.memory_plan import (
     whole_numbers,
 )
 from asyncrl.losses.config import required_inputs
-from asyncrl.placement import Placement
 from asyncrl.rollout.worker.concurrency import sequences_per_engine
 from asyncrl.schema import Config
 
@@ -131,29 +130,27 @@ def copies_bytes(config: Config, model: ModelSize) -> int:
     return kept * BYTES[config.weights.wire_dtype] * math.ceil(count / senders)
 
 
-def copies_on_gpu(config: Config, placement: Placement) -> bool:
-    """Return whether the copies are on the learner's GPU (`weights.factory.backend_of`), or in host memory."""
-    if not placement.learner or config.weights.transport != "broadcast":
-        return False
-    if config.weights.backend != "auto":
-        return config.weights.backend != "gloo"
-    return bool(placement.engines) and not placement.shared
+def copies_on_gpu(config: Config, gpus: int, command: str) -> bool:
+    """Return whether the copies are on the learner's GPU (`weights.factory.backend_of`), or in host memory.
 
-
-def copies_on_gpu_apart(config: Config, gpus: int) -> bool:
-    """As `copies_on_gpu`, for a learner that is started by itself on a machine with `gpus`."""
+    Args:
+        gpus: number of GPUs of this machine.
+        command: `local`, or another if the learner is started by itself and its engines may be on other machines.
+    """
     weights, mode = config.weights, config.placement.mode
-    if weights.transport != "broadcast" or not gpus or config.learner.device == "cpu":
+    placement = placement_of(config, gpus) if command == "local" else None
+    learner = bool(placement.learner) if placement else gpus > 0 and config.learner.device != "cpu"
+    if not learner or weights.transport != "broadcast":
         return False
     if weights.backend != "auto":
         return weights.backend != "gloo"
+    if placement:
+        return bool(placement.engines) and not placement.shared
     return config.engine.device != "cpu" and (mode == "dedicated" or (mode == "auto" and gpus > 1))
 
 
 def copies_line(config: Config, count: int, command: str) -> str:
-    gpus = len(gpus_to_plan(config))
-    local = command == "local"
-    there = copies_on_gpu(config, placement_of(config, gpus)) if local else copies_on_gpu_apart(config, gpus)
+    there = copies_on_gpu(config, len(gpus_to_plan(config)), command)
     who = "per rank" if config.weights.senders == "all" else "rank 0"
     kept = "two" if config.weights.delta == "never" else "three"
     return (

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Self
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from asyncrl.plain_text import plain
 
@@ -73,6 +75,34 @@ class _Above(logging.Handler):
         say(self._console, record.getMessage())
 
 
-def live_on(console: Console) -> Live | None:
-    """Return a live display; None if there is no terminal, so that lines are printed instead."""
-    return Drawn(console) if console.is_terminal else None
+class LiveView:
+    """What is drawn again and again on a terminal; elsewhere, lines are printed instead. Use it as a context manager.
+
+    `_live` is the display; None without a terminal.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Drawn(console) if console.is_terminal else None
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def say(self, text: str) -> None:
+        """Print a text, above what is drawn."""
+        say(self._console, text)
+
+
+def facts(rows: Iterable[tuple[str, Text | str]]) -> Table:
+    """Return a table of labels and texts, without the empty ones."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for label, said in rows:
+        if said:
+            table.add_row(Text(label, style="bold"), said)
+    return table

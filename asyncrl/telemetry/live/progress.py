@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console, Group
 from rich.progress_bar import ProgressBar
@@ -24,7 +24,7 @@ from asyncrl.config import LOG_DIR, config_to_dict, disk_patience
 from asyncrl.schema import RunSettings
 from asyncrl.storage.lines import LineFile, read_lines
 from asyncrl.telemetry.folder.run_folder import STOP_FILE
-from asyncrl.telemetry.live.console import live_on, say
+from asyncrl.telemetry.live.console import LiveView, facts, say
 from asyncrl.telemetry.live.tails import MetricsTail, RewardWarnings, Row
 from asyncrl.telemetry.metrics.alarms import FREE_BYTES, STALL, Alarms, Stall
 from asyncrl.telemetry.metrics.evaluations import Course, evaluations, is_evaluation
@@ -155,8 +155,8 @@ class Spark:
         return "".join(self.LETTERS[round(most * (part - low) / (high - low)) if high > low else 0] for part in parts)
 
 
-class RunView:
-    """A live table on a terminal, one line per step elsewhere. Use it as a context manager, and call `refresh` often.
+class RunView(LiveView):
+    """A live table on a terminal, one line per step elsewhere. Call `refresh` often.
 
     Args:
         resumed: number of steps trained before this start: existing rows are not shown again. None shows all rows.
@@ -166,6 +166,7 @@ class RunView:
     def __init__(
         self, run_dir: Path, steps: int, console: Console, resumed: int | None = None, ignored: Sequence[str] = ()
     ) -> None:
+        super().__init__(console)
         self._tail = MetricsTail(run_dir / METRICS_FILE)
         self._resumed = resumed or 0
         if resumed is not None:
@@ -179,7 +180,6 @@ class RunView:
         self.alarmed = False
         """Whether an alarm that may stop a run was shown since this view was created."""
         self._steps = steps
-        self._console = console
         self._started = time.monotonic()
         self._recent: deque[float] = deque(maxlen=PACE_OF + 1)
         """Durations of the last steps in seconds, from the rows. The differences of their times would include the pause
@@ -188,16 +188,6 @@ class RunView:
         self._evaluations: dict[str, Course] = {}
         self._rewards, self._evaluated = Spark(), dict[str, Spark]()
         self._state = "starting"
-        self._live = live_on(console)
-
-    def __enter__(self) -> Self:
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._live:
-            self._live.stop()
 
     def refresh(self, state: str = "") -> None:
         """Read new rows and show them; `state` describes what the supervisor is doing."""
@@ -215,10 +205,6 @@ class RunView:
             self.say(str(raised))
         if self._live:
             self._live.update(self._render(), refresh=True)
-
-    def say(self, text: str) -> None:
-        """Print a text, above the table if there is one."""
-        say(self._console, text)
 
     @property
     def unfinished(self) -> bool:
@@ -276,9 +262,8 @@ class RunView:
         return ()
 
     def _table(self) -> Table:
-        table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
         row = self._latest
-        for label, cells in (
+        rows = (
             ("reward", [_cell(row, "reward/mean", "{:.3f}"), self._drawn(self._rewards)]),
             ("loss", [] if "reward/mean" in row else [_cell(row, "loss/total", "{:.4f}")]),
             *((f"eval {name}", [str(course)]) for name, course in self._evaluations.items()),
@@ -310,11 +295,8 @@ class RunView:
             ),
             ("rewards failed", [failed_rewards(row)]),
             ("who waits", [self.who_waits()]),
-        ):
-            shown = "  ".join(cell for cell in cells if cell)
-            if shown:
-                table.add_row(Text(label, style="bold"), shown)
-        return table
+        )
+        return facts((label, "  ".join(cell for cell in cells if cell)) for label, cells in rows)
 
     def _drawn(self, spark: Spark) -> str:
         """Return the curve; empty if the terminal cannot show its letters."""
