@@ -6,7 +6,6 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,92 +50,67 @@ def worker_environment(config: Config) -> dict[str, str]:
     }
 
 
-def absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
-    """Make the paths of local files absolute: a Ray actor does not run in the command's working directory."""
-    for group, key in (("run", "dir"), ("replay", "keys")):
-        if config[group][key]:
-            config[group][key] = str(Path(config[group][key]).resolve())
-    config["model"]["path"] = _absolute_folder(config["model"]["path"])
-    for entry in (config["data"], config["eval"]):
-        entry["path"] = _absolute_rows(entry["path"])
-    config["data"]["mixture"] = {
-        name: entry | {"path": _absolute_rows(entry["path"])} if isinstance(entry, dict) else _absolute_rows(entry)
-        for name, entry in config["data"]["mixture"].items()
-    }
-    config["reward"] = _absolute_reward(config["reward"])
-    config["environment"] = _absolute_environment(config["environment"])
-    config["eval"]["sets"] = {name: _absolute_set(entry) for name, entry in config["eval"]["sets"].items()}
-    config["rollout"]["filters"] = [_absolute_function(spec) for spec in config["rollout"]["filters"]]
-    return config
-
-
-def _absolute_set(entry: Any) -> Any:
-    """Make the paths in one entry of `eval.sets` absolute."""
-    parts = {"path": _absolute_rows, "reward": _absolute_reward, "environment": _absolute_environment}
-    return _each_absolute(entry, parts) if isinstance(entry, dict) else _absolute_rows(entry)
-
-
-def _absolute_reward(entry: Any) -> Any:
-    """Make the paths of a reward absolute, given its settings or only its function."""
-    if isinstance(entry, str):
-        return _absolute_function(entry)
-    found = _each_absolute(entry, {"function": _absolute_function, "model": _absolute_folder})
-    if "functions" in entry:
-        found["functions"] = {name: _absolute_reward(term) for name, term in entry["functions"].items()}
-    return found
-
-
-def _absolute_environment(entry: Any) -> Any:
-    """Make the paths of an environment absolute, given its settings or only its name."""
-    if isinstance(entry, str):
-        return _absolute_function(entry)
-    args = {
-        "tools": {"functions": _absolute_functions, "mcp": _absolute_commands},
-        "openai": {"agent": _absolute_function},
-        "gymnasium": {"env": _absolute_function},
-        "verifiers": {"path": _absolute_file},
-        "search": {"corpus": _absolute_file},
-    }
-    own = args.get(entry.get("name", ""), {})
-    return _each_absolute(entry, {"name": _absolute_function, "args": lambda given: _each_absolute(given, own)})
-
-
-def _each_absolute(entry: dict[str, Any], parts: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
-    """Apply `parts` to these values of `entry`, unless they are missing or empty."""
-    return entry | {key: absolute(entry[key]) for key, absolute in parts.items() if entry.get(key)}
-
-
-def _absolute_file(given: str) -> str:
+def _file(given: str) -> str:
     return str(Path(given).resolve())
 
 
-def _absolute_folder(given: str) -> str:
+def _folder(given: str) -> str:
     """A name on the hub is returned unchanged."""
-    return str(Path(given).resolve()) if given and Path(given).is_dir() else given
+    return _file(given) if Path(given).is_dir() else given
 
 
-def _absolute_rows(given: Any) -> Any:
-    """Make a path of rows, or each in a list, absolute: files, folders and globs; not names on the hub and classes."""
-    if isinstance(given, list | tuple):
-        return [_absolute_rows(each) for each in given]
-    if not given or given.startswith(HUB):
-        return given
-    return _absolute_function(given) if is_own(given) else _absolute_file(given)
-
-
-def _absolute_functions(specs: list[str]) -> list[str]:
-    return [_absolute_function(spec) for spec in specs]
-
-
-def _absolute_commands(commands: list[str]) -> list[str]:
-    """Make the files named in the commands of MCP servers absolute."""
-    return [
-        shlex.join(str(Path(word).resolve()) if Path(word).is_file() else word for word in shlex.split(command))
-        for command in commands
-    ]
-
-
-def _absolute_function(spec: str) -> str:
+def _code(spec: str) -> str:
     """Make the file of `file.py:name` absolute; `package.module:name` is returned unchanged."""
     place, _, name = spec.rpartition(":")
-    return f"{Path(place).resolve()}:{name}" if place.endswith(".py") else spec
+    return f"{_file(place)}:{name}" if place.endswith(".py") else spec
+
+
+def _rows(given: str) -> str:
+    """Files, folders, globs and classes; a name on the hub is returned unchanged."""
+    if given.startswith(HUB):
+        return given
+    return _code(given) if is_own(given) else _file(given)
+
+
+def _command(given: str) -> str:
+    """Make the files named in the command of an MCP server absolute."""
+    return shlex.join(_file(word) if Path(word).is_file() else word for word in shlex.split(given))
+
+
+ITSELF, EACH = "", "*"
+"""In `PATHS`: the value, if it is a text and not a mapping; and each entry of a mapping."""
+REWARD: dict[str, Any] = {ITSELF: _code, "function": _code, "model": _folder}
+REWARD["functions"] = {EACH: REWARD}
+ENVIRONMENT = {ITSELF: _code, "name": _code}
+ARGUMENTS = {
+    "tools": {"functions": _code, "mcp": _command},
+    "openai": {"agent": _code},
+    "gymnasium": {"env": _code},
+    "verifiers": {"path": _file},
+    "search": {"corpus": _file},
+}
+"""Name of an environment -> those of its `args` that name files."""
+SET = {ITSELF: _rows, "path": _rows, "reward": REWARD, "environment": ENVIRONMENT}
+PATHS: dict[str, Any] = {
+    "run": {"dir": _file},
+    "replay": {"keys": _file},
+    "model": {"path": _folder},
+    "data": {"path": _rows, "mixture": {EACH: {ITSELF: _rows, "path": _rows}}},
+    "eval": {"path": _rows, "sets": {EACH: SET}},
+    "reward": REWARD,
+    "environment": ENVIRONMENT,
+    "rollout": {"filters": _code},
+}
+"""Settings that name files, as texts or lists of texts -> what makes one absolute."""
+
+
+def absolute_paths(settings: Any, paths: Any = PATHS) -> Any:
+    """Make the paths of local files absolute: a Ray actor does not run in the command's working directory."""
+    if isinstance(settings, dict) and isinstance(paths, dict):
+        if paths is ENVIRONMENT:
+            paths = {**paths, "args": ARGUMENTS.get(settings.get("name", ""), {})}
+        return {key: absolute_paths(part, paths.get(key, paths.get(EACH, {}))) for key, part in settings.items()}
+    absolute = paths.get(ITSELF) if isinstance(paths, dict) else paths
+    if absolute is None or not settings:
+        return settings
+    return list(map(absolute, settings)) if isinstance(settings, list | tuple) else absolute(settings)
