@@ -22,8 +22,7 @@ from asyncrl.checks.problem import Problems
 from asyncrl.checks.resources import missing_devices, unwritable_folders
 from asyncrl.checks.rules import values
 from asyncrl.checks.rules.checkpoints import copies_last, exports_have_checkpoints
-from asyncrl.checks.rules.layers import layers_can_be_compiled
-from asyncrl.checks.rules.learner import moments_have_a_place
+from asyncrl.checks.rules.learner import layers_can_be_compiled, moments_have_a_place
 from asyncrl.checks.rules.settings import ranks_have_devices, resume_or_overwrite, run_name_is_a_folder_name
 from asyncrl.checks.rules.switches import switches_are_on
 from asyncrl.checks.sources import places

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from asyncrl.checks.hints import join_problems
 from asyncrl.checks.problem import Problems
-from asyncrl.checks.rules import data, engine, layers, learner, replay, sampling, settings
+from asyncrl.checks.rules import data, engine, learner, replay, sampling, settings
 from asyncrl.checks.rules.switches import switches_are_on
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Config
@@ -21,7 +21,6 @@ RULES: tuple[Callable[[Config], Problems], ...] = (
     *data.RULES,
     *replay.RULES,
     *learner.RULES,
-    *layers.RULES,
     *engine.RULES,
     switches_are_on,
 )

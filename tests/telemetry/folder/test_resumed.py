@@ -44,7 +44,7 @@ def test_each_changed_setting_is_one_line_and_stays_at_the_head_of_the_config(ta
     assert changes_in(resumed(task, "replay.address=tcp://127.0.0.1:5999", "replay.keys=elsewhere")) == []
     first = resumed(task, "learner.lr=1e-4", "learner.groups_per_step=4")
     lines = changes_in(first)
-    assert lines == ["learner.groups_per_step: 32 -> 4", "learner.lr: 1e-06 -> 0.0001"]
+    assert lines == ["learner.lr: 1e-06 -> 0.0001", "learner.groups_per_step: 32 -> 4"]
     folder = begun(first, "two")
     (folder / "ckpt" / "step_50").mkdir(parents=True)
     (folder / "ckpt" / "step_50" / "state.json").write_text("{}")
