@@ -23,8 +23,9 @@ from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.protocol import PeerSeen, View
 from asyncrl.standstill import NAMED_S
 from asyncrl.telemetry.live.console import LiveView, PlainConsole, facts
-from asyncrl.telemetry.live.progress import by_age, clock
+from asyncrl.telemetry.live.progress import by_age
 from asyncrl.telemetry.live.watching import one_line
+from asyncrl.telemetry.metrics.printed import clock
 from asyncrl.types import NO_VERSION
 
 TURN_S = 1.0

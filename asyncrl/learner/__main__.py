@@ -42,7 +42,7 @@ from asyncrl.storage.occupancy import lived_in
 from asyncrl.telemetry.folder.resumed import load_as_begun
 from asyncrl.telemetry.folder.run_folder import begin_settings, changes_in, prepare_run_folder, still_of
 from asyncrl.telemetry.folder.tenants import sole_learner
-from asyncrl.telemetry.live.progress import PrintingLog
+from asyncrl.telemetry.metrics.printed import PrintingLog
 from asyncrl.weights.factory import backend_of, make_publisher
 
 log = logging.getLogger("asyncrl.learner")

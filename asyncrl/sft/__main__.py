@@ -30,8 +30,8 @@ from asyncrl.storage.occupancy import lived_in
 from asyncrl.telemetry.folder.resumed import load_as_begun
 from asyncrl.telemetry.folder.run_folder import begin_settings, changes_in, prepare_run_folder, still_of
 from asyncrl.telemetry.folder.tenants import sole_learner
-from asyncrl.telemetry.live.progress import PrintingLog
 from asyncrl.telemetry.metrics.log import METRICS_FILE
+from asyncrl.telemetry.metrics.printed import PrintingLog
 
 log = logging.getLogger("asyncrl.sft")
 

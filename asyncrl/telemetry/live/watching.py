@@ -23,9 +23,10 @@ from asyncrl.storage.full_disk import BOARD_FILE, IS_FULL, SAY_S, read_board
 from asyncrl.storage.lines import TAIL_BYTES
 from asyncrl.storage.occupancy import living_in
 from asyncrl.telemetry.live.over import ENDS_FILE, ends_in
-from asyncrl.telemetry.live.progress import RunView, clock
+from asyncrl.telemetry.live.progress import RunView
 from asyncrl.telemetry.live.tails import MetricsTail, Row
 from asyncrl.telemetry.metrics.log import SAMPLES_FILE, fate_of
+from asyncrl.telemetry.metrics.printed import clock
 
 SHOWN = ("step", "reward", "prompt", "completion")
 ITS_GROUPS, NOBODY = "its groups wait", "nobody waits yet"

@@ -15,9 +15,9 @@ from asyncrl.errors import ConfigError
 from asyncrl.schema import Config
 from asyncrl.storage.checkpoints import CHECKPOINT_DIR, last_saved
 from asyncrl.storage.lines import read_lines
-from asyncrl.telemetry.live.progress import clock, failed_rewards, who_waits
 from asyncrl.telemetry.metrics.evaluations import by_step, evaluations
 from asyncrl.telemetry.metrics.log import METRICS_FILE
+from asyncrl.telemetry.metrics.printed import clock, failed_rewards, who_waits
 from asyncrl.telemetry.reports.staleness_table import staleness_table
 
 log = logging.getLogger(__name__)

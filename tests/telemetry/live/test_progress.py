@@ -6,8 +6,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from asyncrl.telemetry.live.progress import RunView, clock, format_line, who_waits
+from asyncrl.telemetry.live.progress import RunView
 from asyncrl.telemetry.live.tails import MetricsTail
+from asyncrl.telemetry.metrics.printed import clock, format_line, who_waits
 
 EVALUATION = {
     "step": 4,

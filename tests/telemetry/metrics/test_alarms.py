@@ -19,8 +19,9 @@ from asyncrl.errors import ConfigError
 from asyncrl.schema import Config, RunConfig
 from asyncrl.storage.lines import read_lines
 from asyncrl.telemetry.folder.run_folder import STOP_FILE
-from asyncrl.telemetry.live.progress import PrintingLog, RunView
+from asyncrl.telemetry.live.progress import RunView
 from asyncrl.telemetry.metrics.alarms import ALARMS, FREE_BYTES, GAP_S, WINDOW, Alarms, Stall
+from asyncrl.telemetry.metrics.printed import PrintingLog
 from asyncrl.telemetry.metrics.raised import ALARMS_FILE, Raised
 from asyncrl.telemetry.metrics.registry import metric_of
 from asyncrl.telemetry.reports.page import page_of
