@@ -49,52 +49,42 @@ def with_files(arguments: Sequence[str], kind: type = Config) -> list[str]:
             continue
         if not path.is_file():
             raise ConfigError(f"there is no settings file {path}. Give the path of a YAML file, or key=value")
-        found = _without(found, _said(path))
-        said = _as_arguments(path, later) if kind is Config else _plain_arguments(path, later, kind)
-        found += [FromFile.of(given, text) for given in said]
+        found = _without(found, set(read_settings(path)))
+        found += [FromFile.of(given, text) for given in _as_arguments(path, later, kind)]
     return found
-
-
-def _said(path: Path) -> set[str]:
-    return set(read_settings(path))
 
 
 def _without(arguments: Sequence[str], keys: set[str]) -> list[str]:
     return [text for text in arguments if text.partition("=")[0] not in keys]
 
 
-def _as_arguments(path: Path, later: Sequence[str]) -> list[str]:
+def _as_arguments(path: Path, later: Sequence[str], kind: type) -> list[str]:
     values = without_blots(read_settings(path))
     if "loss.preset" in values:  # the file of the loss may set more than the preset
         values["loss"] = values.pop("loss.preset")
-    groups = {group: str(name) for group, name in values.items() if group in config_groups()}
-    idle = without_effect(values)
-    settings = _new_settings({key: value for key, value in values.items() if key not in groups}, groups)
-    settings, own = _repeated(path, values, settings, idle, later)
-    taken = {text.partition("=")[0] for text in later} | _chosen(later)
+    groups = {group: str(name) for group, name in values.items() if kind is Config and group in config_groups()}
+    settings = _new_settings({key: value for key, value in values.items() if key not in groups}, groups, kind)
+    settings, own = _repeated(path, values, settings, without_effect(values), later)
+    taken = _keys(later) | (_chosen(later) if kind is Config else set())
     chosen = [f"{group}={name}" for group, name in groups.items()]
     said = [f"{key}={written(value)}" for key, value in settings.items() if key not in taken]
     return [*_without(chosen, taken), *said, *own]
 
 
-def _plain_arguments(path: Path, later: Sequence[str], kind: type) -> list[str]:
-    """Return the arguments of a file whose schema has no groups."""
-    known, values = default_settings(kind), without_blots(read_settings(path))
-    settings = {key: value for key, value in values.items() if key not in known or value != known[key]}
-    settings, own = _repeated(path, values, settings, without_effect(values), later)
-    taken = {text.partition("=")[0] for text in later}
-    return [*(f"{key}={written(value)}" for key, value in settings.items() if key not in taken), *own]
+def _keys(arguments: Sequence[str]) -> set[str]:
+    return {text.partition("=")[0] for text in arguments}
 
 
-def _new_settings(values: dict[str, Any], groups: dict[str, str]) -> dict[str, Any]:
+def _new_settings(values: dict[str, Any], groups: dict[str, str], kind: type) -> dict[str, Any]:
     """Return `values` without those that hold anyway, since a command line of 150 settings is unreadable."""
-    known = default_settings()
+    known, filled = default_settings(kind), {}
     if "loss" in groups:
         known |= {f"loss.{key}": None for key in LOSS_KEYS}
     for group, name in groups.items():
         known |= _choice(group, name)
-    preset = str(groups.get("loss", known["loss.preset"]))
-    filled = _filled({key: known[f"loss.{key}"] for key in LOSS_KEYS}, preset)
+    if kind is Config:
+        preset = str(groups.get("loss", known["loss.preset"]))
+        filled = _filled({key: known[f"loss.{key}"] for key in LOSS_KEYS}, preset)
     return {
         key: value
         for key, value in values.items()
@@ -147,7 +137,7 @@ def _of_a_run(
         kept.pop("replay.address")  # a port that was free at that time
     if any(text.startswith(("resume=", "overwrite=")) for text in later):
         same = [f"run.name={quoted(folder.resolve().name)}", f"run.dir={quoted(str(folder))}"]
-        return kept, _without(same, {text.partition("=")[0] for text in later})
+        return kept, _without(same, _keys(later))
     if any(text.startswith(CHOOSES_A_FOLDER) for text in later):
         return kept, []
     base = re.sub(r"-\d+$", "", folder.resolve().name)
@@ -166,7 +156,7 @@ def _of_a_copy(path: Path, settings: dict[str, Any], later: Sequence[str]) -> di
     kept = {key: value for key, value in settings.items() if key not in ("resume", "overwrite")}
     if any(text.startswith("run.name=") for text in later):
         kept.pop("run.dir", None)  # follows from the name
-    for key in sorted(settings.keys() - kept.keys() - {text.partition("=")[0] for text in later}):
+    for key in sorted(settings.keys() - kept.keys() - _keys(later)):
         print(f"{path} is a copy of a run's settings: {key}={settings[key]} is left out", file=sys.stderr, flush=True)
     return kept
 
