@@ -100,8 +100,8 @@ class MemoryDisk:
         after = MemoryDisk(self.room)
         for name, file in self._names.items():
             data = bytearray(file.synced if file.synced is not None else bytes(len(file.data)))
-            for offset, content in file.writes if random is not None else ():
-                kept = content[: random.choice((0, random.randint(0, len(content)), len(content)))]
+            for offset, content in file.writes:
+                kept = content[: random.choice((0, random.randint(0, len(content)), len(content))) if random else 0]
                 if len(data) < offset + len(kept):
                     data.extend(bytes(offset + len(kept) - len(data)))
                 data[offset : offset + len(kept)] = kept

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncrl.replay.core.core import ReplayCore
-from asyncrl.types import NO_VERSION
+from asyncrl.types import NO_VERSION, StepPlan
 from tests.replay.helpers import Clock, header, settings
 
 
@@ -29,9 +29,14 @@ class Play:
     def insert(self, order, *runs: tuple[int, int], payload=b"p", nbytes: int = 10) -> str:
         return self.core.insert("w", "a", header(order, *(runs or ((self.version, 4),)), nbytes=nbytes), payload).status
 
-    def train(self):
-        plan = self.core.lease(self.step)
+    def leased(self, step: int) -> StepPlan:
+        """Return the batch of a step, which must be sealed by now."""
+        plan = self.core.lease(step)
         assert plan is not None
+        return plan
+
+    def train(self):
+        plan = self.leased(self.step)
         reply = self.core.trained(step=self.step, policy_version=self.version + 1)
         self.step += 1
         self.version += 1

@@ -164,7 +164,8 @@ def test_evaluation_goes_out_first_in_chunks_to_workers_that_serve_the_version()
         play.core.acquire("w", "a", 1)
         play.core.goodbye("w", "a")
         play.core.hello("w", "a", 0)
-    (summary,) = play.core.finished_evaluations()
+    (summary,) = play.core.finished_evaluations() or [None]
+    assert summary is not None
     assert (summary.count, summary.failed, summary.mean) == (2, 3, 0.5)
     assert play.core.finished_evaluations() == ()
     with pytest.raises(ReplayError):

@@ -140,17 +140,17 @@ def test_a_restored_learner_gets_the_same_batches_again() -> None:
         play.whole_step()
         if play.step == 1:
             play.core.commit(0)
-    first = [play.core.lease(1), play.core.lease(2)]
+    first = [play.leased(1), play.leased(2)]
     restored = play.core.restore(step=0, policy_version=1, snapshot=None, incarnation="second")
     assert (restored.next_step, restored.next_version) == (1, 4)
     assert play.core.restore(step=0, policy_version=1, snapshot=None, incarnation="second") == restored
     play.core.publish(policy_version=4, parent=1)
-    again = play.core.lease(1)
+    again = play.leased(1)
     assert [g.group_id for g in again.groups] == [g.group_id for g in first[0].groups]
     assert again.staleness == first[0].staleness, "version 4 has the weights of version 1"
     play.step, play.version = 1, 4
     play.train()
-    assert [g.group_id for g in play.core.lease(2).groups] == [g.group_id for g in first[1].groups]
+    assert [g.group_id for g in play.leased(2).groups] == [g.group_id for g in first[1].groups]
     with pytest.raises(FencedError):
         play.core.restore(step=None, policy_version=NO_VERSION, snapshot=None, incarnation="")
     with pytest.raises(FencedError):
@@ -300,7 +300,7 @@ def test_what_is_trained_again_after_a_restore_or_used_again_counts_once() -> No
     for _ in range(3):
         play.whole_step()
     counted = goodput(play)["trained_tokens"]
-    groups = {group.group_id for step in range(3) for group in play.core.lease(step).groups}
+    groups = {group.group_id for step in range(3) for group in play.leased(step).groups}
     assert counted == 8 * len(groups) < 8 * 3, "some group was used twice"
     play.core.commit(0)
     assert goodput(play)["trained_tokens"] == counted

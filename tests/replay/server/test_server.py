@@ -64,7 +64,7 @@ def test_members_that_come_one_by_one_reach_every_rank_as_groups() -> None:
         asyncio.run(work())
         early = run.learner.early(step=0, rank=0, world=1, after=0, upto=0, wait_s=30)
         lease = run.learner.lease(step=0, rank=0, world=1, wait_s=30)
-        assert early.plan.groups == lease.plan.groups[:1]
+        assert early is not None and early.plan.groups == lease.plan.groups[:1]
         assert [plan.group_id for plan in lease.plan.groups] == [9, 6], "as they became whole"
         for (position, member), arrived in lease.trajectories.items():
             first = lease.plan.groups[position].group_id

@@ -26,6 +26,12 @@ from tests.replay.helpers import Clock, settings
 WAIT_S = 100.0
 
 
+def the_summary(core: ReplayCore) -> EvalSummary:
+    (summary,) = core.finished_evaluations() or [None]
+    assert summary is not None
+    return summary
+
+
 class Stage:
     """A desk with a worker `w` and the learner `l`, and no socket: what was answered may be thrown away at will."""
 
@@ -111,7 +117,7 @@ def test_the_best_scores_say_the_range_of_the_means_and_not_that_of_other_source
     scores, best = (0.75, 0.0, 0.75, 0.0), (3.0, 0.0, 3.0, 0.0)
     figures = {"best@4": best, "a/mean": (0.75, 0.0, None, None), "b/mean": (None, None, 3.0, 0.0)}
     stage.core.report_evaluation("w", "a", EvalResult(**at, scores=scores, figures=figures))
-    (summary,) = stage.core.finished_evaluations() or ()
+    summary = the_summary(stage.core)
     assert (summary.high or 0) > 0.375 + 3.18245 * 0.375 / math.sqrt(3) - 1e-6  # Student's: 1 is no end of its range
     assert summary.figures["a/mean_high"] <= 1.0 < summary.figures["b/mean_high"]
 
@@ -141,7 +147,7 @@ def test_the_interval_of_an_evaluation_does_not_depend_on_who_was_first() -> Non
             key = {"job_id": order.job_id, "chunk": order.chunk, "attempt": order.attempt}
             result = EvalResult(**key, version_min=0, version_max=0, scores=scores, figures={"f": scores})
             stage.core.report_evaluation(*who, result)
-        (made,) = stage.core.finished_evaluations() or ()
+        made = the_summary(stage.core)
         return made
 
     assert summary(turned=True) == summary(turned=False)
@@ -165,7 +171,7 @@ def test_samples_come_in_the_order_of_their_rows_and_a_row_of_another_chunk_is_r
         answer(stage.core, order, samples=(Sample(row=2, sample=0),))
     answer(stage.core, order, samples=(Sample(row=1, sample=0, reward=1.0),))
     answer(stage.core, order_of(stage.core), samples=(Sample(row=3, sample=0, failed="no"),))
-    (summary,) = stage.core.finished_evaluations() or ()
+    summary = the_summary(stage.core)
     assert [(sample.row, sample.failed) for sample in summary.samples] == [(1, ""), (3, "no")]
 
 
@@ -189,9 +195,8 @@ def test_a_learner_whose_session_was_forgotten_gets_the_answer_it_never_saw() ->
     stage.score()
     lost = waiting.retry()  # To a frozen learner; then its session is forgotten, with the answer.
     assert lost is not None
-    again = stage.ask(learner(), 7)
-    assert again == lost
-    assert again.body[0][0] == job
+    assert lost.body[0][0] == job
+    assert stage.ask(learner(), 7) == lost
     assert stage.ask(learner(), 8) == Answer([])
 
 
@@ -303,7 +308,7 @@ def test_a_point_tells_its_versions_its_failures_and_counts_no_row_that_does_not
     stage.core.evaluate(step=5, policy_version=0, eval_set="heldout", rows=8, chunk=4)
     answer(stage.core, order_of(stage.core), (0, 3), failed=2)
     answer(stage.core, order_of(stage.core), (NO_VERSION, NO_VERSION), scores=(), failed=1, missing=3)
-    (summary,) = stage.core.finished_evaluations() or ()
+    summary = the_summary(stage.core)
     assert (summary.step, summary.policy_version, summary.version_min, summary.version_max) == (5, 0, 0, 3)
     assert (summary.mean, summary.count, summary.failed) == (0.5, 2, 3)
     stage.core.evaluate(step=6, policy_version=0, eval_set="heldout", rows=2, chunk=2)
@@ -326,9 +331,8 @@ def test_the_last_evaluation_is_waited_for_while_rows_or_tokens_come_and_no_long
             stage.core.hello("w", "a", 0)
         assert isinstance(waiting, Later)
         stage.clock.now += waiting.wait_s
-        again = waiting.at_deadline()
-        assert isinstance(again, Later)
-        waiting = again
+        waiting = waiting.at_deadline()
+    assert isinstance(waiting, Later)
     stage.clock.now += waiting.wait_s
     with pytest.raises(NoProgress, match=r"no row and no token for 100\.0 s: \d rows are open; .*: w for \d+ s"):
         waiting.at_deadline()
