@@ -91,8 +91,8 @@ class Corpus:
             ("plan", wire.pack(headers.encode_plan(plan)), lambda raw: headers.decode_plan(wire.unpack(raw))),
             (
                 "acquired",
-                wire.pack(messages.encode_acquired(acquired)),
-                lambda raw: messages.decode_acquired(wire.unpack(raw)),
+                wire.pack(messages.encode_record(acquired)),
+                lambda raw: messages.decode_record(Acquired, wire.unpack(raw)),
             ),
         )
 

@@ -53,7 +53,7 @@ class WorkerRendezvous:
 
     def watch(self, revision: int, wait_s: float) -> Board:
         """Return the board once its revision differs from `revision`, or unchanged after `wait_s` seconds."""
-        return _board(self._connection.request("watch", [revision, float(wait_s)]).result())
+        return messages.decode_record(Board, self._connection.request("watch", [revision, float(wait_s)]).result().body)
 
     def served(self, policy_version: int, fingerprint: str) -> None:
         self._connection.request("served", [policy_version, fingerprint]).result()
@@ -94,12 +94,12 @@ class RolloutClient:
         except asyncio.CancelledError:
             future.add_done_callback(self._give_back)
             raise
-        return messages.decode_acquired(response.body)
+        return messages.decode_record(Acquired, response.body)
 
     def _give_back(self, future: Future[Response]) -> None:
         """Fail assignments that arrived after the caller was cancelled: they would stay with this worker forever."""
         if future.exception() is None:
-            for assignment in messages.decode_acquired(future.result().body).assignments:
+            for assignment in messages.decode_record(Acquired, future.result().body).assignments:
                 why = [DropReason.SHUTDOWN.value, "acquire was cancelled", [], None]
                 self._connection.request("fail", [messages.encode_record(assignment), *why])
 
@@ -117,8 +117,8 @@ class RolloutClient:
                     await self._insert(encoded, None, ())
                 raise
             response = await self._insert(encoded, receipt, (), lost)
-        status, reason, _ = wire.sequence(response.body, "insert reply", 3)
-        return InsertReply(status=wire.text(status, "status"), reason=wire.text(reason, "reason"))
+        *reply, _ = wire.sequence(response.body, "insert reply", 3)
+        return messages.decode_record(InsertReply, reply)
 
     async def _insert(
         self, encoded: EncodedGroup, receipt: Any, frames: Sequence[Frame], lost: DroppedSample | None = None
@@ -149,8 +149,8 @@ class RolloutClient:
         await asyncio.to_thread(self._rendezvous.served, policy_version, fingerprint)
 
     async def watch(self, *, revision: int, wait_s: float) -> Board:
-        request = self._connection.request("watch", [revision, float(wait_s)])
-        return _board(await self._futures.of(request))
+        response = await self._futures.of(self._connection.request("watch", [revision, float(wait_s)]))
+        return messages.decode_record(Board, response.body)
 
     async def close(self) -> None:
         if self._shards is not None:
@@ -200,7 +200,7 @@ class LearnerClient:
         return None if response.body is None else decode_lease(response, rank, self._shards)
 
     def trained(self, *, step: int, policy_version: int, ess: Sequence[float] = ()) -> TrainedReply:
-        reply = messages.decode_trained(self._ask("trained", [step, policy_version, list(ess)]))
+        reply = messages.decode_record(TrainedReply, self._ask("trained", [step, policy_version, list(ess)]))
         return replace(reply, evaluations=self._untold(reply.evaluations))
 
     def commit(self, *, step: int) -> None:
@@ -227,7 +227,7 @@ class LearnerClient:
         return list(messages.decode_records(Member, self._ask("members")))
 
     def watch(self, *, revision: int, wait_s: float) -> Board:
-        return _board(self._connection.request("watch", [revision, float(wait_s)]).result())
+        return messages.decode_record(Board, self._ask("watch", [revision, float(wait_s)]))
 
     def finish(self) -> None:
         self._ask("finish")
@@ -263,11 +263,6 @@ class Viewer:
 
     def close(self) -> None:
         self._connection.close()
-
-
-def _board(response: Response) -> Board:
-    revision, values = wire.sequence(response.body, "board", 2)
-    return Board(revision=wire.integer(revision, "revision", 0, wire.MAX_ID), values=wire.mapping(values, "values"))
 
 
 def decode_lease(response: Response, rank: int, shards: ShardLinks | None = None) -> Lease:

@@ -26,9 +26,10 @@ from asyncrl.errors import AsyncRLError, NoProgress, OtherSchemaError, RefusedPe
 from asyncrl.replay.client.clocks import Clocks
 from asyncrl.replay.client.handshakes import Handshakes
 from asyncrl.replay.client.requests import Request, Requests, Response
-from asyncrl.replay.codec import reply as words
 from asyncrl.replay.codec import wire
 from asyncrl.replay.codec.columns import Frame
+from asyncrl.replay.codec.messages import decode_record, encode_record
+from asyncrl.replay.codec.reply import Hello, Pulse, Welcome, decode_replies, error_of, window_after
 from asyncrl.replay.codec.together import encode_requests
 from asyncrl.replay.codec.wire import Envelope
 from asyncrl.replay.config import ReplayConfig
@@ -221,7 +222,7 @@ class Connection:
         return max(self._contact, self._attempt) + self._config.heartbeat_timeout_s - self._config.heartbeat_s
 
     def _hello(self) -> None:
-        self._say("hello", [self.role, self.name, self._digest, self.served, self._boot])
+        self._say("hello", encode_record(Hello(self.role, self.name, self._digest, self.served, self._boot)))
 
     def _say(self, verb: str, body: Any) -> None:
         with self._lock:
@@ -257,7 +258,7 @@ class Connection:
             except zmq.Again:
                 return
             try:
-                replies = words.decode_replies(frames)
+                replies = decode_replies(frames)
             except OtherSchemaError as error:
                 self._die(RefusedPeerError(f"the server at {self.address}: {error}"))
                 return
@@ -290,7 +291,7 @@ class Connection:
     def _hear(self, verb: str, reply: Envelope) -> None:
         """Handle the reply to a hello or heartbeat. An invalid one ends the connection."""
         if reply.verb != "ok":
-            error = words.error_of(self._server, reply)
+            error = error_of(self._server, reply)
             if verb == "hello" and reply.verb == "refused" and not self._run:  # not if it was admitted before
                 error = RefusedPeerError(str(error))
             if verb == "hello" or reply.verb in ("fenced", "refused"):
@@ -298,15 +299,15 @@ class Connection:
             return
         try:
             if verb == "hello":
-                self._welcomed(words.decode_welcome(reply.body))
+                self._welcomed(decode_record(Welcome, reply.body))
             else:
-                pulse = words.decode_pulse(reply.body)
+                pulse = decode_record(Pulse, reply.body)
                 self._clocks.heard(reply.request, pulse.time)
                 self._beaten(pulse)
         except WireError as error:
             self._die(WireError(f"{self._server}: {error}"))
 
-    def _welcomed(self, welcome: words.Welcome) -> None:
+    def _welcomed(self, welcome: Welcome) -> None:
         if self._door is None and self._knocks and self._has_door():  # The door was opened after the socket.
             self._open_anew()
             self._hello()
@@ -315,7 +316,7 @@ class Connection:
         self._welcome = True
         self._requests.resend_all()
 
-    def _beaten(self, pulse: words.Pulse) -> None:
+    def _beaten(self, pulse: Pulse) -> None:
         self._turned_away = 0
         self._requests.window = pulse.window
         self._requests.server_at(pulse.progress, self._contact)
@@ -324,14 +325,14 @@ class Connection:
     def _finish(self, request: Request, envelope: Envelope, frames: Sequence[Frame]) -> None:
         self._requests.answered(request)
         if envelope.verb != "ok":
-            error = words.error_of(self._server, envelope)
+            error = error_of(self._server, envelope)
             if envelope.verb == "refused":
                 self._die(error)
             request.future.set_exception(error)
             return
         try:
             if request.nbytes:
-                self._requests.window = words.window_after(envelope.body)
+                self._requests.window = window_after(envelope.body)
         except WireError as error:
             request.future.set_exception(WireError(f"{self._server}: {error} ({request.verb})"))
             return

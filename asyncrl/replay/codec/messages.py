@@ -1,39 +1,29 @@
-"""Encodes small requests and replies as lists of plain values, and decodes and checks them."""
+"""Encodes dataclasses as lists of plain values, and decodes them, each field checked by its type; and the samples of
+dropped groups within their limits."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
-from dataclasses import fields, replace
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from types import UnionType
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from asyncrl.errors import WireError
-from asyncrl.evaluation.orders import EvalAssignment, EvalSummary
 from asyncrl.evaluation.samples import MOST_SAMPLES, MOST_WORD, Sample, parts_for_the_wire, without_middle
 from asyncrl.replay.codec import wire
-from asyncrl.replay.protocol import Acquired, DroppedSample, PeerSeen, TrainedReply
-from asyncrl.types import Assignment, DropReason
+from asyncrl.replay.protocol import DroppedSample
+from asyncrl.types import DropReason
 
 Record = TypeVar("Record")
+Check = Callable[[Any, str], Any]
+"""`(value, name)`: returns the checked value, or raises WireError."""
 
 MOST_CHARACTERS = 2048
 """Limit on the characters of a prompt, a completion or a reason."""
-
-_CHECKS: dict[str, Callable[[Any, str], Any]] = {
-    "int": lambda value, name: wire.integer(value, name, -1, wire.MAX_ID),
-    "float": wire.number,
-    "str": wire.text,
-    "bool": lambda value, name: boolean(value, name),
-    "tuple[float, ...]": lambda value, name: tuple(wire.number(item, name) for item in wire.sequence(value, name)),
-    "dict[str, float]": lambda value, name: numbers(value, name),
-    "dict[str, tuple[float | None, ...]]": lambda value, name: _columns(value, name),
-    "float | None": lambda value, name: None if value is None else wire.number(value, name),
-    "Mapping[str, float]": lambda value, name: numbers(value, name),
-    "tuple[PeerSeen, ...]": lambda value, name: decode_records(PeerSeen, value),
-    "tuple[Sample, ...]": lambda value, name: tuple(
-        decode_record(Sample, item) for item in wire.sequence(value, name, limit=MOST_SAMPLES)
-    ),
-}
+MAX_ENTRIES = 65536
+"""Limit on the entries of a map."""
 
 
 def boolean(value: Any, name: str) -> bool:
@@ -42,28 +32,27 @@ def boolean(value: Any, name: str) -> bool:
     return value
 
 
-def numbers(value: Any, name: str) -> dict[str, float]:
-    """Raises WireError unless `value` maps strings to finite numbers."""
-    return {key: wire.number(item, f"{name}[{key!r}]") for key, item in wire.mapping(value, name, 65536).items()}
-
-
-def _columns(value: Any, name: str) -> dict[str, tuple[float | None, ...]]:
-    return {
-        key: tuple(None if item is None else wire.number(item, name) for item in wire.sequence(column, name))
-        for key, column in wire.mapping(value, name).items()
-    }
+Name = Annotated[str, lambda value, name: wire.text(value, name, wire.MAX_NAME)]
+Count = Annotated[int, lambda value, name: wire.integer(value, name, 0, wire.MAX_ID)]
+_PLAIN: dict[Any, Check] = {
+    int: lambda value, name: wire.integer(value, name, -1, wire.MAX_ID),
+    float: wire.number,
+    str: wire.text,
+    bool: boolean,
+    Any: lambda value, name: value,
+    list[int]: lambda value, name: wire.integers(value, name, 0, wire.MAX_ID),
+}
 
 
 def encode_record(record: Any) -> list[Any]:
-    """Encode a dataclass as the list of its fields; only samples and peers are nested."""
-    values = [getattr(record, field.name) for field in fields(record)]
-    return [_encoded(value) for value in values]
+    """Encode a dataclass as the list of its fields; dataclasses in it likewise."""
+    return [_encoded(getattr(record, field.name)) for field in fields(record)]
 
 
 def _encoded(value: Any) -> Any:
     if isinstance(value, tuple):
-        return [encode_record(item) if isinstance(item, Sample | PeerSeen) else item for item in value]
-    return value
+        return [_encoded(item) for item in value]
+    return encode_record(value) if is_dataclass(value) else value
 
 
 def decode_record(kind: type[Record], value: Any) -> Record:
@@ -72,49 +61,44 @@ def decode_record(kind: type[Record], value: Any) -> Record:
     Raises:
         WireError: a field is missing or has the wrong type.
     """
-    expected = fields(kind)  # type: ignore[arg-type]
-    row = wire.sequence(value, kind.__name__, len(expected))
-    checked = {f.name: _CHECKS[str(f.type)](item, f.name) for f, item in zip(expected, row, strict=True)}
-    return kind(**checked)
+    checks = _checks_of(kind)
+    row = wire.sequence(value, kind.__name__, len(checks))
+    return kind(**{name: check(item, name) for item, (name, check) in zip(row, checks.items(), strict=True)})
+
+
+@functools.cache
+def _checks_of(kind: type[Any]) -> dict[str, Check]:
+    hints = get_type_hints(kind, include_extras=True)
+    return {field.name: _check_of(hints[field.name]) for field in fields(kind)}
+
+
+def _check_of(hint: Any) -> Check:
+    """Return the check of a field: that which its type is annotated with, or that of a plain type, a dataclass, or a
+    tuple or map of them."""
+    if hint in _PLAIN:
+        return _PLAIN[hint]
+    if is_dataclass(hint):
+        return lambda value, name: decode_record(hint, value)  # type: ignore[arg-type]
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return arguments[1]
+    each = _check_of(arguments[1 if origin in (dict, Mapping) else 0])
+    if origin is UnionType:  # with None
+        return lambda value, name: None if value is None else each(value, name)
+    if origin is tuple:
+        limit = MOST_SAMPLES if arguments[0] is Sample else wire.MAX_FRAMES
+        return lambda value, name: tuple(each(item, name) for item in wire.sequence(value, name, limit=limit))
+    return lambda value, name: {
+        key: each(item, f"{name}[{key!r}]") for key, item in wire.mapping(value, name, MAX_ENTRIES).items()
+    }
+
+
+numbers = _check_of(dict[str, float])
+"""Checks that a value maps strings to finite numbers."""
 
 
 def decode_records(kind: type[Record], value: Any) -> tuple[Record, ...]:
     return tuple(decode_record(kind, row) for row in wire.sequence(value, kind.__name__))
-
-
-def encode_acquired(acquired: Acquired) -> list[Any]:
-    return [
-        [encode_record(assignment) for assignment in acquired.assignments],
-        [encode_record(evaluation) for evaluation in acquired.evaluations],
-        acquired.stop,
-        acquired.waiting_for,
-    ]
-
-
-def decode_acquired(value: Any) -> Acquired:
-    assignments, evaluations, stop, waiting_for = wire.sequence(value, "acquired", 4)
-    return Acquired(
-        assignments=decode_records(Assignment, assignments),
-        evaluations=decode_records(EvalAssignment, evaluations),
-        stop=boolean(stop, "stop"),
-        waiting_for=wire.text(waiting_for, "waiting_for"),
-    )
-
-
-def encode_trained(reply: TrainedReply) -> list[Any]:
-    return [
-        reply.metrics,
-        *([encode_record(each) for each in several] for several in (reply.evaluations, reply.dropped)),
-    ]
-
-
-def decode_trained(value: Any) -> TrainedReply:
-    metrics, evaluations, dropped = wire.sequence(value, "trained", 3)
-    return TrainedReply(
-        metrics=numbers(metrics, "metrics"),
-        evaluations=decode_records(EvalSummary, evaluations),
-        dropped=decode_records(DroppedSample, dropped),
-    )
 
 
 def shortened(sample: DroppedSample) -> DroppedSample:

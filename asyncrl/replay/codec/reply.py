@@ -10,6 +10,7 @@ from typing import Any
 from asyncrl.errors import AsyncRLError, FencedError, NoProgress, ReplayError, WireError
 from asyncrl.replay.codec import wire
 from asyncrl.replay.codec.columns import Frame
+from asyncrl.replay.codec.messages import Count, Name, decode_record
 from asyncrl.replay.codec.wire import Envelope
 
 ROLES = ("worker", "learner", "shard", "viewer")
@@ -28,13 +29,13 @@ ERRORS: dict[str, type[AsyncRLError]] = {
 class Hello:
     """First message of a peer, which describes it."""
 
-    role: str
-    name: str
-    digest: str
+    role: Name
+    name: Name
+    digest: Name
     """Digest of its settings, see `run_digest`."""
     served: int
     """Newest policy version that a worker serves."""
-    boot: str
+    boot: Name
     """Identifies the server's memory that the peer worked with before; empty the first time."""
 
 
@@ -42,9 +43,9 @@ class Hello:
 class Welcome:
     """The reply to a hello."""
 
-    run: str
-    boot: str
-    window: int
+    run: Name
+    boot: Name
+    window: Count
     """Limit on the payload bytes that the peer may have sent and not yet got a reply to."""
 
 
@@ -52,10 +53,10 @@ class Welcome:
 class ServerTime:
     """The clocks of the server's machine, in ns, at the time of the answer."""
 
-    boot: str
+    boot: Name
     """Boot id of the machine's kernel; see `asyncrl.spans.boot`."""
-    monotonic: int
-    wall: int
+    monotonic: Count
+    wall: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +65,18 @@ class Pulse:
 
     lost: list[int]
     """Numbers of requests that the server does not have."""
-    window: int
-    progress: int
+    window: Count
+    progress: Count
     """Counter that grows with every change at the server."""
     time: ServerTime
 
 
 def decode_hello(envelope: Envelope) -> Hello:
     """Raises WireError."""
-    role, name, digest, served, boot = wire.sequence(envelope.body, "hello", 5)
-    if wire.text(role, "role", wire.MAX_NAME) not in ROLES or not envelope.incarnation:
-        raise WireError(f"hello needs an incarnation and a role of {ROLES}, not {wire.short(role)}")
-    return Hello(
-        role,
-        wire.text(name, "name", wire.MAX_NAME),
-        wire.text(digest, "run_digest", wire.MAX_NAME),
-        wire.integer(served, "policy_version", -1, wire.MAX_VERSION),
-        wire.text(boot, "boot", wire.MAX_NAME),
-    )
+    hello = decode_record(Hello, envelope.body)
+    if hello.role not in ROLES or not envelope.incarnation:
+        raise WireError(f"hello needs an incarnation and a role of {ROLES}, not {wire.short(hello.role)}")
+    return hello
 
 
 def decode_replies(frames: Sequence[Frame]) -> list[tuple[Envelope, Sequence[Frame]]]:
@@ -91,28 +86,12 @@ def decode_replies(frames: Sequence[Frame]) -> list[tuple[Envelope, Sequence[Fra
     return [(wire.decode_envelope(frames[0], max_bytes=wire.MAX_REPLY_BYTES), frames[1:])]
 
 
-def decode_welcome(body: Any) -> Welcome:
-    """Raises WireError."""
-    run, boot, window = wire.sequence(body, "the reply to hello", 3)
-    return Welcome(wire.text(run, "run", wire.MAX_NAME), wire.text(boot, "boot", wire.MAX_NAME), _window(window))
-
-
-def decode_pulse(body: Any) -> Pulse:
-    """Raises WireError."""
-    lost, window, progress, time = wire.sequence(body, "the reply to a heartbeat", 4)
-    numbers = [wire.integer(item, "request", 0, wire.MAX_ID) for item in wire.sequence(lost, "lost requests")]
-    boot, monotonic, wall = wire.sequence(time, "the server's clocks", 3)
-    clocks = [wire.integer(each, "time", 0, wire.MAX_ID) for each in (monotonic, wall)]
-    read = ServerTime(wire.text(boot, "boot", wire.MAX_NAME), *clocks)
-    return Pulse(numbers, _window(window), wire.integer(progress, "progress", 0, wire.MAX_ID), read)
-
-
 def window_after(body: Any) -> int:
     """Return the window, which is the last value of the reply to a request with payload. Raises WireError."""
     values = wire.sequence(body, "the reply to a group")
     if not values:
         raise WireError("the reply to a group must end with the window")
-    return _window(values[-1])
+    return wire.integer(values[-1], "window", 0, wire.MAX_ID)
 
 
 def error_of(server: str, reply: Envelope) -> AsyncRLError:
@@ -120,7 +99,3 @@ def error_of(server: str, reply: Envelope) -> AsyncRLError:
     be shown."""
     words = reply.body[: wire.MAX_TEXT] if isinstance(reply.body, str) else f"{wire.short(reply.verb)} without words"
     return ERRORS.get(reply.verb, ReplayError)(f"{server}: {words}")
-
-
-def _window(value: Any) -> int:
-    return wire.integer(value, "window", 0, wire.MAX_ID)

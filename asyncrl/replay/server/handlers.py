@@ -121,9 +121,9 @@ class Handlers:
             if acquired.assignments:
                 moment("admit", groups=[each.group_id for each in acquired.assignments], worker=session.name)
             something = acquired.assignments or acquired.evaluations or acquired.stop
-            return Answer(messages.encode_acquired(acquired)) if something else None
+            return Answer(messages.encode_record(acquired)) if something else None
 
-        late = lambda: Answer(messages.encode_acquired(ask()))  # noqa: E731
+        late = lambda: Answer(messages.encode_record(ask()))  # noqa: E731
         return now_or_later(retry, late, wait_s, "work", self.core.has_work)
 
     def _survey(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
@@ -147,7 +147,7 @@ class Handlers:
         moment("inserted", groups=[header.group_id], status=reply.status)
         if reply.status == "accepted":
             self.dropped.member(lost, header)
-        return Answer([reply.status, reply.reason, self.window()])
+        return Answer([*messages.encode_record(reply), self.window()])
 
     def _fail(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
         row, reason, detail, rewards, sample = wire.sequence(body, "fail", 5)
@@ -180,7 +180,7 @@ class Handlers:
         wire.integer(revision, "revision", -1, wire.MAX_ID)
 
         def board() -> Answer:
-            return Answer([self.core.board.revision, self.core.board.values])
+            return Answer(messages.encode_record(self.core.board))
 
         def is_another() -> bool:
             return self.core.board.revision != revision
@@ -232,7 +232,7 @@ class Handlers:
         reply = self.core.trained(step=step, policy_version=version, ess=ess)
         moment("trained", step=step + 1, version=version)
         row, dropped = {**reply.metrics, **self.beside()}, self.dropped.taken()
-        return Answer(messages.encode_trained(replace(reply, metrics=row, dropped=dropped)))
+        return Answer(messages.encode_record(replace(reply, metrics=row, dropped=dropped)))
 
     def _commit(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
         self.core.commit(wire.integer(body, "step", 0, wire.MAX_ID))

@@ -22,8 +22,8 @@ import zmq
 from asyncrl import spans
 from asyncrl.errors import AsyncRLError, FencedError, WireError
 from asyncrl.replay.codec import messages, wire
-from asyncrl.replay.codec import reply as words
 from asyncrl.replay.codec.columns import Frame
+from asyncrl.replay.codec.reply import Hello, Pulse, ServerTime, Welcome, decode_hello
 from asyncrl.replay.codec.together import Asked, decode_requests
 from asyncrl.replay.codec.wire import Envelope
 from asyncrl.replay.journal.sync_thread import SyncThread
@@ -192,7 +192,7 @@ class ReplayServer:
         """Admit or refuse a peer. A refusal contains nothing that the peer has not sent itself: with the run and its
         digest it could get in."""
         try:
-            hello = words.decode_hello(envelope)
+            hello = decode_hello(envelope)
             if self.door.speaks_for(identity) not in ("", envelope.incarnation):
                 raise WireError(f"{hello.role} {wire.short(hello.name)} said hello on the connection of another peer")
         except WireError as error:
@@ -216,14 +216,14 @@ class ReplayServer:
             session.beside = self._note_second(hello.name) if hello.role == "learner" else ()
             self.sessions[envelope.incarnation] = session
         self._heard(session, identity)
-        welcome = [self.run_id, self.boot, self.handlers.window()]
+        welcome = messages.encode_record(Welcome(self.run_id, self.boot, self.handlers.window()))
         if session.role == VIEWER:  # nobody waits for it, and it is admitted even while the disk is full
             self.replies.send(identity, "ok", envelope.request, welcome)
             return
         self.waiting.changed = True
         self.replies.promise(session, envelope.request, welcome)
 
-    def _refused(self, hello: words.Hello, key_role: str, run: str) -> str:
+    def _refused(self, hello: Hello, key_role: str, run: str) -> str:
         """Return why this peer can never be admitted; empty if it can."""
         if hello.role != key_role:
             return (
@@ -241,7 +241,7 @@ class ReplayServer:
             )
         return ""
 
-    def _welcome(self, hello: words.Hello, incarnation: str) -> None:
+    def _welcome(self, hello: Hello, incarnation: str) -> None:
         """Report an admitted peer to the host. Raises FencedError if this incarnation was replaced or expelled, worked
         for another boot or has another role here, or if there are too many viewers."""
         if hello.role == "worker" and hello.boot not in ("", self.boot):
@@ -337,8 +337,9 @@ class ReplayServer:
         # With a full disk nothing is applied and no credit granted: without progress the peer's wait would be an error.
         self._beats_on_full_disk += bool(self.core.paused)
         progress = self.core.state.applied + self._beats_on_full_disk
-        clocks = [self._kernel, time.monotonic_ns(), time.time_ns()]
-        self.replies.send(session.identity, "ok", request, [lost, self.handlers.window(), progress, clocks])
+        clocks = ServerTime(self._kernel, time.monotonic_ns(), time.time_ns())
+        pulse = Pulse(lost, self.handlers.window(), progress, clocks)
+        self.replies.send(session.identity, "ok", request, messages.encode_record(pulse))
 
     def measured(self) -> dict[str, float]:
         """Return the measurements for the metrics of a step: the idle share of this process, and the worst value over

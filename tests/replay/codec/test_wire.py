@@ -268,8 +268,8 @@ def test_any_bytes_are_a_header_or_a_wire_error(data) -> None:
         decode_texts,
         lambda raw: headers.decode_group_header(wire.unpack(raw)),
         lambda raw: headers.decode_plan(wire.unpack(raw)),
-        lambda raw: messages.decode_acquired(wire.unpack(raw)),
-        lambda raw: messages.decode_trained(wire.unpack(raw)),
+        lambda raw: messages.decode_record(Acquired, wire.unpack(raw)),
+        lambda raw: messages.decode_record(TrainedReply, wire.unpack(raw)),
     ):
         try:
             reader(data)
@@ -393,7 +393,7 @@ def test_small_replies_arrive_as_they_were_sent() -> None:
         evaluations=(EvalAssignment(job_id=1, chunk=0, attempt=0, eval_set="h", start=0, stop=4),),
         waiting_for="x",
     )
-    assert messages.decode_acquired(wire.unpack(wire.pack(messages.encode_acquired(acquired)))) == acquired
+    assert messages.decode_record(Acquired, wire.unpack(wire.pack(messages.encode_record(acquired)))) == acquired
     summary = EvalSummary(
         **{"job_id": 1, "step": 2, "policy_version": 2, "eval_set": "h", "mean": 0.5, "count": 4},
         **{"low": 0.25, "high": 1.0, "figures": {"pass@2": 0.5}},
@@ -402,11 +402,11 @@ def test_small_replies_arrive_as_they_were_sent() -> None:
     )
     dropped = DroppedSample(group_id=5, prompt="p", completion="é", rewards={"f": 1.0}, dropped="stale")
     reply = TrainedReply(metrics={"a": 1.0}, evaluations=(summary,), dropped=(dropped, DroppedSample(group_id=6)))
-    assert messages.decode_trained(wire.unpack(wire.pack(messages.encode_trained(reply)))) == reply
+    assert messages.decode_record(TrainedReply, wire.unpack(wire.pack(messages.encode_record(reply)))) == reply
     member = Member(worker="w", incarnation="i", policy_version=NO_VERSION)
     assert messages.decode_records(Member, [messages.encode_record(member)]) == (member,)
     with pytest.raises(WireError, match="true or false"):
-        messages.decode_acquired([[], [], 1, ""])
+        messages.decode_record(Acquired, [[], [], 1, ""])
     with pytest.raises(WireError):
         messages.decode_records(Member, [["w", "i"]])
 

@@ -19,6 +19,7 @@ from asyncrl.replay.codec.reply import decode_replies
 from asyncrl.replay.codec.together import MOST, SEVERAL, Asked, decode_requests, encode_requests
 from asyncrl.replay.codec.wire import Envelope
 from asyncrl.replay.core.core import ReplayCore
+from asyncrl.replay.protocol import Acquired
 from asyncrl.replay.server import doorkeeper
 from asyncrl.replay.server.doorkeeper import MAX_MALFORMED
 from asyncrl.replay.server.handlers import Handlers
@@ -112,7 +113,7 @@ class Room:
 
     def orders(self, number: int, slots: int = 4) -> tuple[Assignment, ...]:
         reply = self.ask(Asked(number, "acquire", [slots, 0.0], ()))[number]
-        return messages.decode_acquired(reply.body).assignments
+        return messages.decode_record(Acquired, reply.body).assignments
 
 
 def insert(number: int, order: Assignment) -> Asked:
