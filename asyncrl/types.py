@@ -316,6 +316,11 @@ class GroupHeader:
         """[M], the reward of each member."""
         return [trajectory.reward for trajectory in self.trajectories if not trajectory.branch]
 
+    @property
+    def versions(self) -> set[int]:
+        """The policy versions that sampled its loss tokens."""
+        return {version for trajectory in self.trajectories for version, _ in trajectory.version_tokens}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:

@@ -8,6 +8,19 @@ from asyncrl.evaluation.samples import Sample
 from asyncrl.types import NO_VERSION
 
 
+@dataclass(frozen=True, slots=True)
+class EvalJob:
+    """What the learner asks for: rows `[0, rows)` of a set, in chunks, at `policy_version` or newer."""
+
+    job_id: int
+    step: int
+    """Trained steps at the time of the request."""
+    policy_version: int
+    eval_set: str
+    rows: int
+    chunk: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalAssignment:
     """An order to score rows `[start, stop)` of an evaluation set with the weights that the engine serves meanwhile."""

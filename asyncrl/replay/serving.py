@@ -24,9 +24,10 @@ from asyncrl.replay.journal.sync_thread import SyncThread
 from asyncrl.replay.net.clock import awake_clock
 from asyncrl.replay.net.malloc import keep_heap, spare_collector
 from asyncrl.replay.server.handlers import Handlers
-from asyncrl.replay.server.loop import TICK_S, ReplayServer
+from asyncrl.replay.server.loop import ReplayServer
 from asyncrl.replay.server.payloads import refuse_other_store
 from asyncrl.replay.server.router import Entrance, entrance
+from asyncrl.replay.server.sessions import silence_of
 from asyncrl.replay.server.survivors import learner_of
 from asyncrl.replay.server.viewing import Viewing
 from asyncrl.replay.shards.payloads import InShards, with_shards
@@ -101,22 +102,20 @@ def server_of(
     """Build the server. Raises JournalError if the payloads of its journal are not where `replay.shards` says."""
     kept = (entry.payload for entry in core.state.ledger.entries.values())
     refuse_other_store(kept, config.shards)
-    silence_s, handlers = silence_of(config), Handlers(core)
+    handlers = Handlers(core)
     if config.shards:
         seals = Seals(config.keys, run["run_digest"])
-        payloads = InShards(config.shards, run["run_id"], seals, silence_s, core.clock)
+        payloads = InShards(config.shards, run["run_id"], seals, silence_of(config), core.clock)
         handlers = with_shards(Handlers(core, payloads), payloads)
     server = ReplayServer(
         core,
         handlers,
         way_in,
+        config,
         run_id=run["run_id"],
         boot=run["boot"],
         run_digest=run["run_digest"],
-        silence_s=silence_s,
-        patience_s=config.wait_timeout_s,
         sync=sync,
-        clock=core.clock,
     )
     handlers.beside = server.measured
     viewing = Viewing(run["run_id"], core, server.sessions.values())
@@ -169,13 +168,6 @@ def journal_settings(config: ReplayConfig) -> JournalSettings:
         segment_bytes=config.journal.segment_mb << 20,
         window_bytes=config.journal.window_mb << 20,
     )
-
-
-def silence_of(config: ReplayConfig) -> float:
-    """Seconds of silence after which the server reports a peer. Shorter than `heartbeat_timeout_s`, so that even with
-    the server's own turn the report comes within it."""
-    turn_s = max(TICK_S, config.heartbeat_timeout_s / 10)  # On a busy machine turns take longer.
-    return max(config.heartbeat_timeout_s - turn_s, config.heartbeat_timeout_s / 2)
 
 
 def goes_on(disk: Disk, way_in: Entrance, config: ReplayConfig, stopped: threading.Event) -> bool:

@@ -326,4 +326,4 @@ class Auditor(Books):
 
 
 def _versions(headers: Iterable[GroupHeader]) -> list[int]:
-    return sorted({version for header in headers for t in header.trajectories for version, _ in t.version_tokens})
+    return sorted({version for header in headers for version in header.versions})

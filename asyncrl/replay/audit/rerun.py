@@ -15,18 +15,18 @@ from typing import Any
 from asyncrl.errors import JournalError, ReplayError
 from asyncrl.evaluation.orders import EvalSummary
 from asyncrl.replay.codec.columns import decode
-from asyncrl.replay.codec.group import StoredGroup, decode_texts, join_texts
+from asyncrl.replay.codec.group import StoredGroup, group_of, join_texts
+from asyncrl.replay.codec.lease import SAMPLE_GROUPS
 from asyncrl.replay.core.batches.balance import shard_step
 from asyncrl.replay.core.durable import events as ev
 from asyncrl.replay.core.durable.siblings import joined
+from asyncrl.replay.core.durable.state import plan_of
 from asyncrl.replay.core.durable.versions import VersionTree, tree_edges
 from asyncrl.replay.journal.disk import FolderDisk
 from asyncrl.replay.journal.recovery import read_event, read_journal
 from asyncrl.replay.protocol import Lease, Member, Restored, TrainedReply
 from asyncrl.replay.shards.store import ShardArchive
 from asyncrl.types import NO_VERSION, GroupHeader, StepPlan, Trajectory, TrajectoryGroup
-
-SAMPLE_GROUPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,16 +159,7 @@ class RetainedReplay:
         what = self._history.steps[step]
         inserted = [[self._inserted(position) for position in group] for group in what.places]
         headers = tuple(joined([event.header for event in group]) for group in inserted)
-        versions = {version for header in headers for t in header.trajectories for version, _ in t.version_tokens}
-        distance, at = self._history.tree.distance, what.sealed.policy_version
-        plan = StepPlan(
-            step=step,
-            policy_version=at,
-            groups=headers,
-            staleness={version: distance(version, at, what.sealed.ahead) for version in sorted(versions)},
-            max_staleness=self._bound,
-            shards=(),
-        )
+        plan = plan_of(replace(what.sealed, max_staleness=self._bound), headers, self._history.tree)
         return plan, [[Part(event.header, self._shards.payload(event)) for event in group] for group in inserted]
 
     def _inserted(self, position: int) -> ev.Inserted:
@@ -210,16 +201,5 @@ class RetainedReplay:
 
 
 def _sample(header: GroupHeader, parts: Sequence[Part]) -> TrajectoryGroup:
-    texts = join_texts([part.stored.texts for part in parts])
-    prompt_text, completion_texts, started_at, finished_at = decode_texts(texts)
-    return TrajectoryGroup(
-        group_id=header.group_id,
-        prompt_index=header.prompt_index,
-        attempt=header.attempt,
-        worker=header.worker,
-        trajectories=tuple(each for part in parts for each in decode(part.header.trajectories, part.stored.columns)),
-        prompt_text=prompt_text,
-        completion_texts=completion_texts,
-        started_at=started_at,
-        finished_at=finished_at,
-    )
+    trajectories = [each for part in parts for each in decode(part.header.trajectories, part.stored.columns)]
+    return group_of(header, join_texts([part.stored.texts for part in parts]), trajectories)

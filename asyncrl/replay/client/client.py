@@ -25,7 +25,7 @@ from asyncrl.replay.client.shard_links import ShardLinks
 from asyncrl.replay.codec import headers, messages, wire
 from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.codec.group import EncodedGroup, encode_group
-from asyncrl.replay.codec.lease import Unpacking
+from asyncrl.replay.codec.lease import SAMPLE_GROUPS, Unpacking
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.net.keyring import VIEWER
 from asyncrl.replay.protocol import (
@@ -40,9 +40,6 @@ from asyncrl.replay.protocol import (
     View,
 )
 from asyncrl.types import Assignment, DropReason, StepPlan, TrajectoryGroup
-
-SAMPLE_GROUPS = 4
-"""Number of whole groups with texts that rank 0 gets with a lease, for `samples.jsonl`."""
 
 
 class WorkerRendezvous:

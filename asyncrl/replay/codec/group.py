@@ -256,6 +256,22 @@ def decode_texts(frame: Frame) -> tuple[str, tuple[str, ...], float, float]:
     )
 
 
+def group_of(header: GroupHeader, texts: Frame, trajectories: Sequence[Trajectory]) -> TrajectoryGroup:
+    """Return a whole group from its header, texts frame and trajectories. Raises WireError."""
+    prompt_text, completion_texts, started_at, finished_at = decode_texts(texts)
+    return TrajectoryGroup(
+        group_id=header.group_id,
+        prompt_index=header.prompt_index,
+        attempt=header.attempt,
+        worker=header.worker,
+        trajectories=tuple(trajectories),
+        prompt_text=prompt_text,
+        completion_texts=completion_texts,
+        started_at=started_at,
+        finished_at=finished_at,
+    )
+
+
 def join_texts(frames: Sequence[Frame]) -> Frame:
     """Return the texts frame of a group, from those of its members: the prompt once, every completion, the earliest
     start and the latest end. Raises WireError."""

@@ -20,10 +20,12 @@ from asyncrl.errors import WireError
 from asyncrl.replay.codec import wire
 from asyncrl.replay.codec.columns import Frame, columns_of, decode
 from asyncrl.replay.codec.extras import ALIGNED, Extras, decode_extras, row_of, side_frames_of
-from asyncrl.replay.codec.group import StoredGroup, decode_texts, join_texts
+from asyncrl.replay.codec.group import StoredGroup, group_of, join_texts
 from asyncrl.replay.protocol import Lease
 from asyncrl.types import StepPlan, Trajectory, TrajectoryGroup, TrajectoryHeader
 
+SAMPLE_GROUPS = 4
+"""Number of whole groups with texts that rank 0 gets with a lease, for `samples.jsonl`."""
 SEPARATE = 64 << 10
 """Size in bytes from which consecutive trajectories get a frame instead of being copied together with others."""
 Place = tuple[int, int]
@@ -106,7 +108,7 @@ class Unpacking:
         self._plan = plan
         self._found: dict[Place, Trajectory] = {}
         self._extras: dict[Place, Extras] = {}
-        self._texts: dict[int, tuple[str, tuple[str, ...], float, float]] = {}
+        self._texts: dict[int, Frame] = {}
 
     def open(self, parcel: Any, frames: Sequence[Frame]) -> None:
         """Decode a parcel, checking each trajectory against the header by which it was judged.
@@ -130,7 +132,7 @@ class Unpacking:
             group, place = wire.sequence(row, "text row", 2)
             wire.integer(group, "group", 0, len(self._plan.groups) - 1)
             wire.integer(place, "text frame", 0, len(views) - 1)
-            self._texts[group] = decode_texts(views[place])
+            self._texts[group] = views[place]
 
     def _cut(
         self, row: Any, views: Sequence[memoryview]
@@ -174,15 +176,4 @@ class Unpacking:
         places = [(group, position) for position in range(len(header.trajectories))]
         if any(place not in self._found for place in places):
             raise WireError(f"group {header.group_id} arrived without all its trajectories")
-        prompt_text, completion_texts, started_at, finished_at = self._texts[group]
-        return TrajectoryGroup(
-            group_id=header.group_id,
-            prompt_index=header.prompt_index,
-            attempt=header.attempt,
-            worker=header.worker,
-            trajectories=tuple(self._found[place] for place in places),
-            prompt_text=prompt_text,
-            completion_texts=completion_texts,
-            started_at=started_at,
-            finished_at=finished_at,
-        )
+        return group_of(header, self._texts[group], [self._found[place] for place in places])

@@ -26,6 +26,7 @@ from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.codec.reply import Hello, Pulse, ServerTime, Welcome, decode_hello
 from asyncrl.replay.codec.together import Asked, decode_requests
 from asyncrl.replay.codec.wire import Envelope
+from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.journal.sync_thread import SyncThread
 from asyncrl.replay.net.keyring import VIEWER
 from asyncrl.replay.server.doorkeeper import MAX_MALFORMED, STRANGER_BYTES, Doorkeeper, hang_up
@@ -34,7 +35,7 @@ from asyncrl.replay.server.idle import Idle
 from asyncrl.replay.server.outbox import Outbox, Replies
 from asyncrl.replay.server.router import Entrance
 from asyncrl.replay.server.served import Clerk, Host
-from asyncrl.replay.server.sessions import Answer, Session
+from asyncrl.replay.server.sessions import TICK_S, Answer, Session, silence_of
 from asyncrl.replay.server.shutdown import Shutdown
 from asyncrl.replay.server.viewing import MAX_VIEWERS
 from asyncrl.replay.server.waiting import WaitingRequests
@@ -48,7 +49,6 @@ BATCH_BYTES = 8 << 20
 """The same limit in bytes: otherwise a lease would wait until all large groups that have arrived are checked."""
 THROWN_AWAY = 20 * BATCH
 """The same limit in messages, including those from connections that are no longer read."""
-TICK_S = 0.2
 MACHINE: dict[str, Callable[[Sequence[float]], float]] = {"memory_free": min, "clock_skew_s": max}
 """Measurements of their machine that peers send with a heartbeat (`client.clocks`), and how to take the worst."""
 
@@ -62,25 +62,23 @@ class ReplayServer:
         core: Host,
         handlers: Clerk,
         entrance: Entrance,
+        config: ReplayConfig,
         *,
         run_id: str,
         boot: str,
         run_digest: str,
-        silence_s: float,
-        patience_s: float,
         sync: SyncThread | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.core, self.handlers, self.entrance, self.clock = core, handlers, entrance, clock
-        self.run_id, self.boot, self.run_digest, self.silence_s = run_id, boot, run_digest, silence_s
-        self.sync, self.patience_s = sync, patience_s
-        self.outbox = Outbox(entrance, sync.journal if sync else None, clock)
+        self.core, self.handlers, self.entrance, self.clock = core, handlers, entrance, core.clock
+        self.run_id, self.boot, self.run_digest, self.sync = run_id, boot, run_digest, sync
+        self.silence_s, self.patience_s = silence_of(config), config.wait_timeout_s
+        self.outbox = Outbox(entrance, sync.journal if sync else None, self.clock)
         self.sessions: dict[str, Session] = {}
         self.malformed = 0
         self._beats_on_full_disk = 0
         self.door = Doorkeeper()
         self.replies = Replies(self.outbox, run_id, boot)
-        self.waiting = WaitingRequests(lambda: core.state.applied, self.replies, clock)
+        self.waiting = WaitingRequests(lambda: core.state.applied, self.replies, self.clock)
         self.shutdown = Shutdown(core.state.finished)
         self.idle, self._kernel = Idle(), spans.boot()
 

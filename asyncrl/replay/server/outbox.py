@@ -10,11 +10,9 @@ unblocked by  `release`, after each turn of the server's loop; `overdue`, for a 
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import zmq
 
@@ -24,7 +22,9 @@ from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.codec.reply import ERRORS
 from asyncrl.replay.codec.wire import SEVERAL, Envelope
 from asyncrl.replay.core.requests.rollouts import UnknownPeer
+from asyncrl.replay.journal.log import SegmentLog
 from asyncrl.replay.server.handlers import ONCE, SETTLED
+from asyncrl.replay.server.router import Entrance
 from asyncrl.replay.server.sessions import Answer, Session
 
 log = logging.getLogger(__name__)
@@ -36,22 +36,6 @@ MAX_REPLIES = 1024
 nothing."""
 ERROR_KINDS = ((UnknownPeer, "unknown_peer"), *((kind, name) for name, kind in ERRORS.items()))
 """Errors that are sent to the peer, by their names in a reply."""
-
-
-class Promises(Protocol):
-    """What the outbox reads from a journal: two positions, both of which only grow."""
-
-    @property
-    def promised(self) -> int: ...
-
-    @property
-    def durable(self) -> int: ...
-
-
-class WayOut(Protocol):
-    def send(self, identity: bytes, frames: Sequence[Frame]) -> None:
-        """Send to one connection without waiting. Raises zmq.ZMQError if that is not possible."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +54,7 @@ class Outbox:
         clock: the server's clock. With another one, a standstill of the server would count against the journal.
     """
 
-    def __init__(self, way_out: WayOut, journal: Promises | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, way_out: Entrance, journal: SegmentLog | None, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._way_out, self._journal = way_out, journal
         self._held: deque[_Held] = deque()

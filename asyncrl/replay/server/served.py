@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from asyncrl.replay.codec.columns import Frame
@@ -34,6 +34,9 @@ class Host(Protocol):
 
     @property
     def state(self) -> Progress: ...
+
+    @property
+    def clock(self) -> Callable[[], float]: ...
 
     def hello(self, worker: str, incarnation: str, served: int = ..., /) -> None: ...
 

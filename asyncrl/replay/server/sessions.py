@@ -11,7 +11,10 @@ from asyncrl.checks.rules.values import LONGEST_WAIT_S
 from asyncrl.errors import WireError
 from asyncrl.replay.codec import wire
 from asyncrl.replay.codec.columns import Frame
+from asyncrl.replay.config import ReplayConfig
 
+TICK_S = 0.2
+"""Seconds between two looks of the server at who is silent."""
 MIN_PATIENCE_S = 0.05
 """Shortest further wait in seconds of a request whose wait was extended: with 0 it would be retried without end."""
 
@@ -46,6 +49,13 @@ class Session:
     """For a learner rank: incarnations of the same name that were present when it connected."""
     viewed: float = -math.inf
     """For a viewer: when it last got a view."""
+
+
+def silence_of(config: ReplayConfig) -> float:
+    """Seconds of silence after which the server reports a peer. Shorter than `heartbeat_timeout_s`, so that even with
+    the server's own turn the report comes within it."""
+    turn_s = max(TICK_S, config.heartbeat_timeout_s / 10)  # On a busy machine turns take longer.
+    return max(config.heartbeat_timeout_s - turn_s, config.heartbeat_timeout_s / 2)
 
 
 def always() -> bool:

@@ -15,10 +15,10 @@ import itertools
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Protocol
 
 from asyncrl.errors import AsyncRLError, WireError
-from asyncrl.replay.server.sessions import Answer, Later, Session
+from asyncrl.replay.server.outbox import Replies
+from asyncrl.replay.server.sessions import Later, Session
 
 MAX_PATIENT = 64
 """Limit on waiting requests of one peer."""
@@ -37,14 +37,6 @@ class _Waiting:
     deadline: float
 
 
-class Answering(Protocol):
-    """Sends the answers: `Replies`."""
-
-    def answer(self, session: Session, request: int, verb: str, answer: Answer, /) -> None: ...
-
-    def error(self, session: Session, request: int, error: AsyncRLError, /) -> None: ...
-
-
 class WaitingRequests:
     """The waiting requests of all peers.
 
@@ -53,7 +45,7 @@ class WaitingRequests:
         clock: the server's clock.
     """
 
-    def __init__(self, applied: Callable[[], int], replies: Answering, clock: Callable[[], float]) -> None:
+    def __init__(self, applied: Callable[[], int], replies: Replies, clock: Callable[[], float]) -> None:
         self._count, self._replies, self._clock = applied, replies, clock
         self.changed = False
         """Set when something changed that a request may wait for, other than by an event of the core."""

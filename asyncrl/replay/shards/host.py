@@ -11,22 +11,23 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 from asyncrl.errors import ReplayError, WireError
 from asyncrl.replay.client.connection import Connection
 from asyncrl.replay.client.requests import Response
 from asyncrl.replay.codec import headers, wire
 from asyncrl.replay.codec.columns import Frame
-from asyncrl.replay.codec.group import MAX_VOCABULARY, StoredGroup, check_stored, shard_of, split_frames
+from asyncrl.replay.codec.group import StoredGroup, check_stored, shard_of, split_frames
 from asyncrl.replay.codec.lease import pack_places
-from asyncrl.replay.codec.recorded import ROUTERS, announced_routers
+from asyncrl.replay.codec.messages import decode_record
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.net.clock import awake_clock
 from asyncrl.replay.server.sessions import Answer, Reply, Session
+from asyncrl.replay.shards.payloads import Collected
 from asyncrl.replay.shards.receipts import Seals
 from asyncrl.replay.shards.store import Held, Key, ShardStore, key_for, key_of
-from asyncrl.types import GroupHeader, Routers
+from asyncrl.types import GroupHeader
 
 KEYS_ASKED = 16384
 """Limit on keys in one question to the planner."""
@@ -41,29 +42,8 @@ MAX_TAGS = 2
 """Limit on payloads of one attempt that a shard accepts from one worker; an honest worker announces one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """The planner's answer to `collect`."""
-
-    run_id: str
-    free: list[int]
-    """Positions among the keys asked about."""
-    vocabulary: int
-    routers: Routers | None
-    over: bool
-    """The run is over: the shard may exit."""
-
-
-class Planner(Protocol):
-    """The planner as a shard sees it."""
-
-    def ask(self, held: Sequence[tuple[Key, Held]], paused: str) -> Future[Response]: ...
-
-    def close(self) -> None: ...
-
-
 class PlannerLink:
-    """`Planner` over the wire."""
+    """The planner as a shard sees it."""
 
     def __init__(self, config: ReplayConfig, shard: int, run_digest: str, seals: Seals) -> None:
         name, address = f"shard {shard}", config.shard_address
@@ -83,16 +63,9 @@ class PlannerLink:
         self._connection.close()
 
 
-def heard(response: Response) -> Heard:
+def heard(response: Response) -> Collected:
     """Decode the planner's answer. Raises WireError."""
-    run_id, free, vocabulary, routers, over = wire.sequence(response.body, "collected", 5)
-    return Heard(
-        wire.text(run_id, "run", wire.MAX_NAME),
-        [wire.integer(item, "position", 0, KEYS_ASKED) for item in wire.sequence(free, "free")],
-        wire.integer(vocabulary, "vocabulary", 0, MAX_VOCABULARY),
-        announced_routers({ROUTERS: routers}),
-        over is True,
-    )
+    return decode_record(Collected, response.body)
 
 
 @dataclass(slots=True)
@@ -114,10 +87,10 @@ class Shard:
     over = False
 
     def __init__(
-        self, number: int, store: ShardStore, link: Planner, seals: Seals, config: ReplayConfig, first: Heard
+        self, number: int, store: ShardStore, link: PlannerLink, seals: Seals, config: ReplayConfig, first: Collected
     ) -> None:
         self.number, self.store, self._seals, self._run_id = number, store, seals, first.run_id
-        self.vocabulary, self.routers = first.vocabulary, first.routers
+        self.vocabulary, self.routers = first.vocabulary, first.announced_routers
         self._count, self._max_bytes = config.shards, config.max_bytes
         self.paused = ""
         self.state = ShardProgress()
@@ -162,8 +135,8 @@ class Shard:
             self._asked = (asked, self._link.ask(asked, self.paused))
         return []
 
-    def _hear(self, asked: list[tuple[Key, Held]], said: Heard) -> None:
-        self.vocabulary, self.routers = said.vocabulary, said.routers
+    def _hear(self, asked: list[tuple[Key, Held]], said: Collected) -> None:
+        self.vocabulary, self.routers = said.vocabulary, said.announced_routers
         free = (asked[position] for position in said.free if position < len(asked))
         # A payload that was put again since the question may be needed after all: the planner is asked about it anew.
         self.state.applied += self.store.release(key for key, held in free if self.store.held.get(key) is held)

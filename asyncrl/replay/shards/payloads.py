@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.errors import FencedError, LedgerError, NoProgress, WireError
 from asyncrl.replay.codec import wire
 from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.codec.group import Elsewhere, shard_of
-from asyncrl.replay.codec.recorded import row_of_routers
+from asyncrl.replay.codec.messages import Count, Name, encode_record
+from asyncrl.replay.codec.recorded import ROUTERS, announced_routers, row_of_routers
 from asyncrl.replay.core.durable.ledger import Entry, GroupState
 from asyncrl.replay.server.handlers import Handlers
 from asyncrl.replay.server.payloads import Places
@@ -133,6 +135,24 @@ def with_shards(handlers: Handlers, payloads: InShards) -> Handlers:
     return handlers
 
 
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """The answer to `collect`."""
+
+    run_id: Name
+    free: list[int]
+    """Positions among the keys asked about."""
+    vocabulary: Count
+    routers: list[int]
+    """`row_of_routers` of those that the learner announced."""
+    over: bool
+    """The run is over: the shard may exit."""
+
+    @property
+    def announced_routers(self) -> Routers | None:
+        return announced_routers({ROUTERS: self.routers})
+
+
 class ShardHandlers:
     """Handlers of the verbs `shards` and `collect`."""
 
@@ -169,4 +189,5 @@ class ShardHandlers:
         )
         free = list(free_of(asked, self._handlers.core.state.ledger.entries, shard))
         vocabulary, routers = self._handlers.limits()
-        return Answer([self._payloads.run_id, free, vocabulary, row_of_routers(routers), self._handlers.over])
+        said = Collected(self._payloads.run_id, free, vocabulary, row_of_routers(routers), self._handlers.over)
+        return Answer(encode_record(said))

@@ -20,8 +20,9 @@ from asyncrl.replay.journal.sync_thread import SyncThread
 from asyncrl.replay.net.malloc import keep_heap
 from asyncrl.replay.server.loop import ReplayServer
 from asyncrl.replay.server.router import entrance
-from asyncrl.replay.serving import discard, journal_settings, silence_of, stopped_by_signals
-from asyncrl.replay.shards.host import Heard, Planner, PlannerLink, Shard, heard
+from asyncrl.replay.serving import discard, journal_settings, stopped_by_signals
+from asyncrl.replay.shards.host import PlannerLink, Shard, heard
+from asyncrl.replay.shards.payloads import Collected
 from asyncrl.replay.shards.receipts import Seals
 from asyncrl.replay.shards.store import open_store
 from asyncrl.schema import Config
@@ -81,13 +82,11 @@ def run_shard(
             served,
             served,
             way_in,
+            config,
             run_id=first.run_id,
             boot=f"{first.run_id}.{shard}",
             run_digest=run_digest,
-            silence_s=silence_of(config),
-            patience_s=config.wait_timeout_s,
             sync=sync,
-            clock=served.clock,
         )
         log.info(
             "shard %d of run %s listens on %s: %d groups", shard, first.run_id, config.shard_address, len(store.held)
@@ -95,7 +94,7 @@ def run_shard(
         server.serve(stopped)
 
 
-def meet(link: Planner, stopped: threading.Event, patience_s: float) -> Heard | None:
+def meet(link: PlannerLink, stopped: threading.Event, patience_s: float) -> Collected | None:
     """Return the planner's first answer, or None if stopped before. The connection bounds the wait.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -73,7 +74,7 @@ def office() -> Iterator[Office]:
         sessions[name] = Session("worker", name, name, name.encode(), 0.0)
     journal = FakeJournal()
     way = Way(router)
-    yield Office(journal, Outbox(way, journal), peers, sessions, way)
+    yield Office(journal, Outbox(way, journal, time.monotonic), peers, sessions, way)
     context.destroy(linger=0)
 
 
@@ -121,7 +122,7 @@ def test_a_message_that_is_no_reply_is_refused_whole(frames: list[bytes]) -> Non
 def test_without_a_journal_the_replies_of_one_turn_leave_together_and_count_as_waiting_until_then(
     office: Office,
 ) -> None:
-    outbox = Outbox(office.way, None)
+    outbox = Outbox(office.way, None, time.monotonic)
     for request in range(3):
         outbox.promise(office.sessions["a"], request, [reply(request)])
     assert office.sessions["a"].waiting == {0, 1, 2}, "a heartbeat in the same turn would have them sent again"

@@ -7,9 +7,7 @@ import pytest
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.server.handlers import Handlers
-from asyncrl.replay.server.loop import TICK_S
-from asyncrl.replay.server.sessions import Later, Session
-from asyncrl.replay.serving import silence_of
+from asyncrl.replay.server.sessions import TICK_S, Later, Session, silence_of
 from asyncrl.types import NO_VERSION
 from tests.replay.helpers import Clock, settings
 

@@ -18,6 +18,7 @@ from asyncrl.replay.codec.group import encode_group
 from asyncrl.replay.codec.reply import decode_replies
 from asyncrl.replay.codec.together import MOST, SEVERAL, Asked, decode_requests, encode_requests
 from asyncrl.replay.codec.wire import Envelope
+from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.protocol import Acquired
 from asyncrl.replay.server import doorkeeper
@@ -87,8 +88,8 @@ class Room:
     def __init__(self) -> None:
         self.core, self.post = ReplayCore(settings(), Clock()), Post()
         self.server = ReplayServer(
-            self.core, Handlers(self.core), self.post,  # pyright: ignore[reportArgumentType]
-            run_id="run", boot="b", run_digest="d", silence_s=10.0, patience_s=10.0,
+            self.core, Handlers(self.core), self.post, ReplayConfig(),  # pyright: ignore[reportArgumentType]
+            run_id="run", boot="b", run_digest="d",
         )  # fmt: skip
         self.core.restore(step=None, policy_version=NO_VERSION, snapshot=None)
         self.core.publish(policy_version=0, parent=NO_VERSION)

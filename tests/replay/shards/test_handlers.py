@@ -16,8 +16,8 @@ from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.journal.log import JournalSettings
 from asyncrl.replay.server.handlers import Handlers
 from asyncrl.replay.server.sessions import Answer, Session
-from asyncrl.replay.shards.host import MOST, SPARE, Heard, Shard
-from asyncrl.replay.shards.payloads import InShards, with_shards
+from asyncrl.replay.shards.host import MOST, SPARE, Shard
+from asyncrl.replay.shards.payloads import Collected, InShards, with_shards
 from asyncrl.replay.shards.receipts import Seals
 from asyncrl.replay.shards.store import Held, Key, ShardStore
 from asyncrl.types import NO_VERSION, Assignment
@@ -58,7 +58,7 @@ class Planner:
 def shard(max_bytes: int) -> tuple[Shard, Planner]:
     planner = Planner()
     store = ShardStore(MemoryDisk(), JournalSettings(), {"run_id": "r", "shard": 0})
-    config, first = replay_config(shards=1, max_bytes=max_bytes), Heard("r", [], MAX_VOCABULARY, None, False)
+    config, first = replay_config(shards=1, max_bytes=max_bytes), Collected("r", [], MAX_VOCABULARY, [], False)
     return Shard(0, store, planner, Seals(some_keys(), "d"), config, first), planner
 
 

@@ -102,7 +102,7 @@ def test_only_what_a_shard_itself_refuses_is_told_to_the_planner_as_refused() ->
 
 
 def test_a_shard_that_comes_too_early_asks_until_the_earlier_one_is_taken_for_dead() -> None:
-    told = ["run", [], 100, None, False]
+    told = ["run", [], 100, [], False]
     planner = Answers(FencedError("shard 0 listens elsewhere"), told)
     first = meet(planner, threading.Event(), patience_s=60.0)
     assert first is not None and first.run_id == "run" and planner.asked == 2

@@ -24,8 +24,8 @@ from asyncrl.replay.journal.records import decode_event, encode_event
 from asyncrl.replay.net.keyring import make_keys
 from asyncrl.replay.server.payloads import refuse_other_store
 from asyncrl.replay.server.sessions import Session
-from asyncrl.replay.shards.host import Heard, Shard
-from asyncrl.replay.shards.payloads import InShards, free_of
+from asyncrl.replay.shards.host import Shard
+from asyncrl.replay.shards.payloads import Collected, InShards, free_of
 from asyncrl.replay.shards.receipts import Seals
 from asyncrl.replay.shards.store import Held, Key, ShardArchive, ShardStore
 from asyncrl.types import Assignment
@@ -167,7 +167,7 @@ JUNK = st.recursive(
 def shard_desk() -> Shard:
     config = replay_config(shards=2, max_bytes=1 << 20)
     store = ShardStore(MemoryDisk(), JournalSettings(), {"run_id": "r", "shard": 1})
-    first = Heard("r", [], MAX_VOCABULARY, None, False)
+    first = Collected("r", [], MAX_VOCABULARY, [], False)
     return Shard(1, store, NobodyAnswers(), Seals(some_keys(), "d"), config, first)
 
 

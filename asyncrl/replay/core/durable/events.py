@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from asyncrl.evaluation.orders import EvalJob
 from asyncrl.types import DropReason, GroupHeader
 
 
@@ -175,15 +176,8 @@ class Announced(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class EvaluationAsked(Event):
+class EvaluationAsked(EvalJob, Event):
     """The learner requested an evaluation of a set. Its progress is not kept: after a restart it starts over."""
-
-    job_id: int
-    step: int
-    policy_version: int
-    eval_set: str
-    rows: int
-    chunk: int
 
 
 @dataclass(frozen=True, slots=True)

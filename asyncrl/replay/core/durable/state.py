@@ -17,7 +17,21 @@ from asyncrl.replay.core.durable.image import Parts, decode_image, encode_image
 from asyncrl.replay.core.durable.ledger import Entry, GroupState
 from asyncrl.replay.core.durable.siblings import headers_of
 from asyncrl.replay.core.durable.snapshot import encode_snapshot, rolled_back
-from asyncrl.types import NO_VERSION, StepPlan
+from asyncrl.replay.core.durable.versions import VersionTree
+from asyncrl.types import NO_VERSION, GroupHeader, StepPlan
+
+
+def plan_of(sealed: ev.Sealed, groups: tuple[GroupHeader, ...], tree: VersionTree) -> StepPlan:
+    """Return the plan, without shards, of a batch of these groups that was sealed so."""
+    at, versions = sealed.policy_version, sorted({version for group in groups for version in group.versions})
+    return StepPlan(
+        step=sealed.step,
+        policy_version=at,
+        groups=groups,
+        staleness={version: tree.distance(version, at, sealed.ahead) for version in versions},
+        max_staleness=sealed.max_staleness,
+        shards=(),
+    )
 
 
 class ReplayState(Parts):
@@ -174,20 +188,7 @@ class ReplayState(Parts):
             if entry.state is not GroupState.INSERTED:
                 raise LedgerError(f"group {entry.group_id} is in steps {entry.planned} and in step {event.step}")
             self.ledger.move(entry, GroupState.LEASED)
-        self.buffer.seal(event.step, members, self.plan_of(event, members))
-
-    def plan_of(self, event: ev.Sealed, members: list[Entry]) -> StepPlan:
-        """Return the plan of these members, sealed with `event`."""
-        headers = headers_of(members)
-        versions = {version for header in headers for t in header.trajectories for version, _ in t.version_tokens}
-        return StepPlan(
-            step=event.step,
-            policy_version=event.policy_version,
-            groups=headers,
-            staleness={v: self.tree.distance(v, event.policy_version, event.ahead) for v in sorted(versions)},
-            max_staleness=event.max_staleness,
-            shards=(),
-        )
+        self.buffer.seal(event.step, members, plan_of(event, headers_of(members), self.tree))
 
     def _trained(self, event: ev.Trained) -> None:
         if event.step != self.trained_steps:

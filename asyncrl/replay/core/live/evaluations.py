@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from asyncrl.errors import ReplayError
-from asyncrl.evaluation.orders import EvalAssignment, EvalResult, EvalSummary
+from asyncrl.evaluation.orders import EvalAssignment, EvalJob, EvalResult, EvalSummary
 from asyncrl.evaluation.samples import MOST_SAMPLES
 from asyncrl.evaluation.table import OF_SOURCE, means
 from asyncrl.types import NO_VERSION
@@ -27,10 +27,7 @@ _MEAN = ""
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Job:
-    job_id: int
-    step: int
-    policy_version: int
-    eval_set: str
+    asked: EvalJob
     waiting: deque[EvalAssignment]
     """Chunks that no worker holds."""
     open: int
@@ -53,19 +50,19 @@ class _Job:
         whole_set = {name: column for name, column in taken.items() if name not in sources}
         known = means(whole_set, np.concatenate(list(whole_set.values()))) | means(sources)
         whole = known.pop(_MEAN, None)
-        scored = [result for result in results if result.version_min != NO_VERSION]
+        asked, scored = self.asked, [result for result in results if result.version_min != NO_VERSION]
         return EvalSummary(
-            job_id=self.job_id,
-            step=self.step,
-            policy_version=self.policy_version,
-            eval_set=self.eval_set,
+            job_id=asked.job_id,
+            step=asked.step,
+            policy_version=asked.policy_version,
+            eval_set=asked.eval_set,
             mean=whole.value if whole else 0.0,
             low=whole.low if whole else None,
             high=whole.high if whole else None,
             count=len(columns[_MEAN]),
             failed=sum(result.failed for result in results),
-            version_min=min((result.version_min for result in scored), default=self.policy_version),
-            version_max=max((result.version_max for result in scored), default=self.policy_version),
+            version_min=min((result.version_min for result in scored), default=asked.policy_version),
+            version_max=max((result.version_max for result in scored), default=asked.policy_version),
             superseded=superseded,
             samples=tuple(sample for result in results for sample in result.samples)[:MOST_SAMPLES],
             figures={f"{name}{end}": value for name, each in known.items() for end, value in each.with_ends()},
@@ -95,15 +92,16 @@ class Evaluations:
         """Whether a chunk waits for a worker."""
         return any(job.waiting for job in self._jobs.values())
 
-    def start(self, *, job_id: int, step: int, policy_version: int, eval_set: str, rows: int, chunk: int) -> list[int]:
+    def start(self, asked: EvalJob) -> list[int]:
         """Start a job. Returns the ids of the jobs that it supersedes.
 
         Raises:
             ReplayError: there is nothing to score.
         """
+        job_id, eval_set, rows, chunk = asked.job_id, asked.eval_set, asked.rows, asked.chunk
         if rows < 1 or chunk < 1:
             raise ReplayError(f"an evaluation needs at least one row per chunk; got rows={rows}, chunk={chunk}")
-        superseded = [job.job_id for job in self._jobs.values() if job.eval_set == eval_set and not job.begun]
+        superseded = [known for known, job in self._jobs.items() if job.asked.eval_set == eval_set and not job.begun]
         for number in superseded:
             del self._jobs[number]
         self._superseded[eval_set] = self._superseded.get(eval_set, 0) + len(superseded)
@@ -113,26 +111,19 @@ class Evaluations:
             )
             for number, start in enumerate(range(0, rows, chunk))
         )
-        self._jobs[job_id] = _Job(
-            job_id=job_id,
-            step=step,
-            policy_version=policy_version,
-            eval_set=eval_set,
-            waiting=waiting,
-            open=len(waiting),
-        )
+        self._jobs[job_id] = _Job(asked=asked, waiting=waiting, open=len(waiting))
         return superseded
 
     def next_for(self, worker: str, served: int) -> EvalAssignment | None:
         """Return the next chunk for a worker that serves `served`; None if there is none or it still holds one."""
         if worker in self._held:
             return None
-        ready = [job for job in self._jobs.values() if job.waiting and served >= job.policy_version]
+        ready = [job for job in self._jobs.values() if job.waiting and served >= job.asked.policy_version]
         if not ready:
             return None
-        job = min(ready, key=lambda one: self._turns.get(one.eval_set, 0))  # the oldest job of a set
+        job = min(ready, key=lambda one: self._turns.get(one.asked.eval_set, 0))  # the oldest job of a set
         chunk, job.begun = job.waiting.popleft(), True
-        self._turns[job.eval_set] = max(self._turns.values(), default=0) + 1
+        self._turns[job.asked.eval_set] = max(self._turns.values(), default=0) + 1
         self._held[worker] = job, chunk
         return chunk
 
@@ -200,5 +191,5 @@ class Evaluations:
         job.open -= 1
         if job.open:
             return
-        del self._jobs[job.job_id]
-        self._finished.append(job.summary(self._superseded.pop(job.eval_set, 0)))
+        del self._jobs[job.asked.job_id]
+        self._finished.append(job.summary(self._superseded.pop(job.asked.eval_set, 0)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from asyncrl.drawing.curriculum import too_many
@@ -233,7 +232,7 @@ class Rollouts:
         self._resumed_by = now + resume_s if self._state.finished else -math.inf
         self._known_before = frozenset(names[-1] for names in self._state.peers.workers.values())
         for job in list(self._state.peers.evaluations.values()):
-            for older in self._run.evaluations.start(**asdict(job)):
+            for older in self._run.evaluations.start(job):
                 self._run.record(ev.EvaluationClosed(older))
         for entry in list(self._state.held.values()):
             if entry.incarnation != self._state.peers.newest(entry.worker):
@@ -361,7 +360,7 @@ class Rollouts:
             return f"a group has {wanted} members, not {header.members}"
         if not any(trajectory.version_tokens for trajectory in header.trajectories):
             return "no trajectory has a token to train on"
-        for version in {version for trajectory in header.trajectories for version, _ in trajectory.version_tokens}:
+        for version in header.versions:
             if version not in self._state.tree:
                 return f"a token has policy_version {version}, which was never published"
         return ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Any
 
 from asyncrl.errors import FencedError, ReplayError
@@ -12,8 +12,8 @@ from asyncrl.evaluation.orders import EvalSummary
 from asyncrl.replay.core.batches.selection import certain_members, choose_batch
 from asyncrl.replay.core.durable import events as ev
 from asyncrl.replay.core.durable.ledger import Entry, GroupState
-from asyncrl.replay.core.durable.siblings import Group, groups_of
-from asyncrl.replay.core.durable.state import ReplayState
+from asyncrl.replay.core.durable.siblings import Group, groups_of, headers_of
+from asyncrl.replay.core.durable.state import ReplayState, plan_of
 from asyncrl.replay.core.requests.fair_share import what_is_missing, who_is_silent, why_no_batch
 from asyncrl.replay.core.requests.retries import Retries
 from asyncrl.replay.core.requests.space import Space
@@ -168,7 +168,8 @@ class Steps:
             return state.buffer.untrained[step].plan
         members = certain_members(state, self._run.settings)
         ids = tuple(entry.group_id for entry in members)
-        return state.plan_of(ev.Sealed(step, state.version, 0, ids, self._run.settings.max_staleness), members)
+        sealed = ev.Sealed(step, state.version, 0, ids, self._run.settings.max_staleness)
+        return plan_of(sealed, headers_of(members), state.tree)
 
     def patience_mark(self, step: int) -> tuple[int, ...] | None:
         """Return a progress mark for a waiting `lease(step)`: groups inserted, steps trained, and a counter of tokens
@@ -233,25 +234,15 @@ class Steps:
         self._run.record(ev.Announced(values))
 
     def evaluate(self, *, step: int, policy_version: int, eval_set: str, rows: int, chunk: int) -> int:
-        wanted = {
-            "step": step,
-            "policy_version": policy_version,
-            "eval_set": eval_set,
-            "rows": rows,
-            "chunk": chunk,
-        }
-        known = [
-            job for job in self._state.peers.evaluations.values() if asdict(job) == wanted | {"job_id": job.job_id}
-        ]
-        if known:
-            return known[0].job_id  # Repeated after the server was restarted before it could answer.
-        job_id = self._state.peers.next_job
-        asked = ev.EvaluationAsked(job_id=job_id, **wanted)
-        superseded = self._run.evaluations.start(**asdict(asked))
+        asked = ev.EvaluationAsked(self._state.peers.next_job, step, policy_version, eval_set, rows, chunk)
+        for job_id, known in self._state.peers.evaluations.items():
+            if known == replace(asked, job_id=job_id):
+                return job_id  # Repeated after the server was restarted before it could answer.
+        superseded = self._run.evaluations.start(asked)
         self._run.record(asked)
         for older in superseded:
             self._run.record(ev.EvaluationClosed(older))
-        return job_id
+        return asked.job_id
 
     def evaluation_mark(self) -> tuple[int, int]:
         """Return a progress mark for evaluations: counters of results, and of tokens of any worker."""
@@ -311,14 +302,16 @@ class Steps:
         # A group over-age for the next step would only hold a slot that a new group could have.
         state = self._state
         return (
-            min(state.tree.distance(v, state.version) for v in _sampled_by(entry)) <= self._run.settings.max_staleness
+            min(state.tree.distance(v, state.version) for v in entry.header.versions)
+            <= self._run.settings.max_staleness
         )
 
     def _left_behind(self, entry: Entry) -> bool:
         """Whether it was sampled with weights that are no ancestor of the learner's. Then it was not too slow: a resume
         went back to before those weights."""
         tree, version = self._state.tree, self._state.version
-        return any(not tree.leads_to(sampled, version) for sampled in _sampled_by(entry))
+        sampled_by = entry.header.versions if entry.header else ()
+        return any(not tree.leads_to(sampled, version) for sampled in sampled_by)
 
     def _seal(self, step: int, ahead: int) -> StepPlan | None:
         buffer = self._state.buffer
@@ -382,9 +375,3 @@ class Steps:
         for member in self._run.workers.live.values():
             member.held.clear()
         self._run.record(ev.Reloaded(snapshot))
-
-
-def _sampled_by(entry: Entry) -> set[int]:
-    """Versions that sampled its loss tokens."""
-    members = entry.header.trajectories if entry.header else ()
-    return {version for trajectory in members for version, _ in trajectory.version_tokens}
