@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,7 +21,7 @@ from asyncrl.learner.checkpoints.export import export_hf
 from asyncrl.learner.model.policy import build_model
 from asyncrl.learner.optimizer.update import make_optimizer
 from asyncrl.learner.roles import Roles
-from asyncrl.replay.audit.ledger_file import LedgerFile
+from asyncrl.replay.audit.ledger_file import LedgerFile, LedgerThread
 from asyncrl.replay.core.durable import events as ev
 from asyncrl.replay.journal.disk import FolderDisk
 from asyncrl.replay.journal.log import JournalSettings, Opening, SegmentLog
@@ -214,29 +215,33 @@ class Copied(Errands):
         return self.under_way
 
 
-def test_the_ledger_keeps_its_lines_in_memory_and_ends_the_server_only_when_the_patience_is_over(
+def test_the_ledger_waits_for_space_on_its_thread_and_ends_the_server_only_when_the_patience_is_over(
     disk: SmallDisk,
 ) -> None:
-    now = [0.0]
-    ledger = LedgerFile(disk.root / "ledger.jsonl", Patience(100, None, clock=lambda: now[0]))
-    ledger(ev.Published(0, -1))
-    ledger(ev.Restored(-1, -1))
+    now, frees_at = [0.0], 50.0
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if now[0] >= frees_at:
+            disk.free()
+
+    ledger = LedgerThread(LedgerFile(disk.root / "ledger.jsonl", Patience(100, None, lambda: now[0], sleep)))
     disk.fill()
     for step in range(60):
-        now[0] += 1
         ledger(ev.Sealed(step, step, 0, (step,)))
         ledger(ev.Trained(step, step + 1))
-    disk.free()
-    now[0] += 2
-    ledger(ev.Committed(59))  # any event tries again
+    ledger.close()
     found = read_lines(disk.root / "ledger.jsonl")
     assert [row["step"] for row in found.rows if row["event"] == "trained"] == list(range(60)) and not found.damaged
+    assert now[0] >= frees_at
+    frees_at = math.inf
     disk.fill()
+    again = LedgerThread(LedgerFile(disk.root / "ledger.jsonl", Patience(100, None, lambda: now[0], sleep)))
+    for step in range(60, 200):
+        again(ev.Sealed(step, step, 0, tuple(range(100))))
+    again(ev.Trained(199, 200))
     with pytest.raises(DiskFullError, match=r"ledger\.jsonl needs"):
-        for step in range(60, 10_000):
-            now[0] += 1
-            ledger(ev.Sealed(step, step, 0, (step,)))
-            ledger(ev.Trained(step, step + 1))
+        again.close()
 
 
 class PlainLog(SegmentLog):

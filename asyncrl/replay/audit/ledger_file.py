@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.replay.core.durable import events as ev
-from asyncrl.storage.full_disk import FULL, RETRY_S, FullDisk, Patience, append_whole
-from asyncrl.storage.lines import chained, last_checksum
+from asyncrl.storage.full_disk import Patience
+from asyncrl.storage.lines import LineFile, last_checksum
 
 log = logging.getLogger(__name__)
 
@@ -37,12 +37,10 @@ class LedgerFile:
     """
 
     def __init__(self, path: Path, patience: Patience | None = None) -> None:
-        self._path = path
-        self._full = FullDisk(patience or Patience())
-        self._tried_at = 0.0
-        self._crc: int | None = None
-        """Checksum of the last line in the file; None until it is read."""
-        self._lines: list[str] = []
+        self._path, self._patience = path, patience or Patience()
+        self._file: LineFile | None = None
+        """None until the first line is written."""
+        self._rows: list[dict[str, Any]] = []
         self._members: dict[int, tuple[int, ...]] = {}
         """Step -> groups, from its sealing until it is committed: the event of training names no members, and after a
         restart the step is trained again without being sealed again."""
@@ -56,7 +54,7 @@ class LedgerFile:
         self.recovered()
         self._count += 1
         self._take(event)
-        if isinstance(event, ev.Trained | ev.Restored | ev.Finished) or self._full.since is not None:
+        if isinstance(event, ev.Trained | ev.Restored | ev.Finished):
             self._write()
 
     def replayed(self, count: int, event: ev.Event) -> None:
@@ -76,7 +74,7 @@ class LedgerFile:
             self._replaying = False
             self._cut_after(self._count)
             self._written = 0
-            if self._lines and self._path.exists():
+            if self._rows and self._path.exists():
                 self._write()
 
     def _take(self, event: ev.Event) -> None:
@@ -86,7 +84,7 @@ class LedgerFile:
             self._members = {step: groups for step, groups in self._members.items() if step > event.step}
         line = self._line(event)
         if line is not None and self._count > self._written:
-            self._lines.append(json.dumps(line | {"n": self._count}))
+            self._rows.append(line | {"n": self._count})
 
     def _last_count(self) -> int:
         if not self._path.exists():
@@ -105,29 +103,12 @@ class LedgerFile:
             os.truncate(self._path, kept)
 
     def _write(self) -> None:
-        """What there is no space for stays, and goes with the next lines. Raises DiskFullError."""
-        clock = self._full.patience.clock
-        if self._full.since is not None and clock() - self._tried_at < RETRY_S:
-            return
-        self._tried_at = clock()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        crc, lines = self._crc, []
-        if crc is None:
-            crc = last_checksum(self._path)
-        for text in self._lines:
-            line, crc = chained(text, crc)
-            lines.append(line)
-        content = "".join(lines).encode()
-        try:
-            append_whole(self._path, content)
-        except OSError as error:
-            if error.errno not in FULL:
-                raise
-            self._full.note(self._path, len(content))
-        else:
-            self._lines.clear()
-            self._crc = crc
-            self._full.over()
+        """Waits while the disk is full. Raises DiskFullError, OSError."""
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = LineFile(self._path, self._patience, last_checksum(self._path))
+        self._file.append(self._rows)
+        self._rows.clear()
 
     def _line(self, event: ev.Event) -> dict[str, Any] | None:
         match event:

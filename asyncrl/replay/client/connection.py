@@ -90,7 +90,7 @@ class Connection:
         self._clocks = Clocks()
         self._clock = awake_clock(config)
         self._contact = self._attempt = self._clock()
-        self._wakeup = Wakeup(self._context)
+        self._wakeup = Wakeup()
         self._door: Doors | None = None
         """The door through which the socket is connected; None for tcp."""
         self._knocks = config.local_sockets
@@ -126,8 +126,8 @@ class Connection:
             self._closing.set()
             self._wakeup.ring()
         self._thread.join(timeout=5.0)
-        self._wakeup.close()
         if not self._thread.is_alive():  # Otherwise the context would wait for the thread's socket forever.
+            self._wakeup.close()
             self._context.term()
 
     # ---- the thread
@@ -144,7 +144,6 @@ class Connection:
         closed.__cause__ = error
         self._fail_all(closed)
         self._close_socket()
-        self._wakeup.inside.close(0)
 
     def _loop(self) -> None:
         next_beat = 0.0
@@ -154,7 +153,7 @@ class Connection:
                 next_beat = now + self._config.heartbeat_s
                 self._beat(now)
             ready = dict(self._poller.poll(int(max(0.0, min(next_beat, self._deaf_at()) - now) * 1000) + 1))
-            if self._wakeup.inside in ready:
+            if self._wakeup.fd in ready:
                 self._take_inbox()
             if self._handshakes.monitor in ready:
                 self._handshakes.hear()
@@ -175,7 +174,7 @@ class Connection:
         handshakes = Handshakes(socket, self._config.keys, self.role)
         socket.connect(self.address if self._door is None else f"ipc://{self._door.path(self.role)}")
         poller = zmq.Poller()
-        for each in (self._wakeup.inside, socket, handshakes.monitor):
+        for each in (self._wakeup.fd, socket, handshakes.monitor):
             poller.register(each, zmq.POLLIN)
         return socket, handshakes, poller
 

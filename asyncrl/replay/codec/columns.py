@@ -163,12 +163,16 @@ def join(trajectories: Sequence[Trajectory], facts: Sequence[TrajectoryHeader]) 
 def columns_of(facts: Sequence[TrajectoryHeader], joined: Frame, own: Sequence[Frame]) -> Columns:
     """Return the columns of received frames. Raises WireError if their sizes do not follow from the headers."""
     rows = tuple(map(sizes_of, facts))
-    sizes = joined_sizes(rows)
-    expected = [sum(sizes), *own_sizes(rows)]
-    came = [len(joined), *map(len, own)]
+    return Columns(rows, joined, tuple(own), checked_sizes(rows, 3, "frames", [joined, *own]))
+
+
+def checked_sizes(rows: Sequence[tuple[int, ...]], columns: int, what: str, frames: Sequence[Frame]) -> list[int]:
+    """Return `joined_sizes` of received frames. Raises WireError if their sizes are not those of the rows."""
+    sizes = joined_sizes(rows, columns)
+    expected, came = [sum(sizes), *own_sizes(rows)], [*map(len, frames)]
     if came != expected:
-        raise WireError(f"the header announces frames of {expected[:8]} bytes, but {came[:8]} bytes arrived")
-    return Columns(rows, joined, tuple(own), sizes)
+        raise WireError(f"the header announces {what} of {expected[:8]} bytes, but {came[:8]} bytes arrived")
+    return sizes
 
 
 def decode(facts: Sequence[TrajectoryHeader], columns: Columns) -> list[Trajectory]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import WireError
 from asyncrl.replay.codec import wire
-from asyncrl.replay.codec.columns import LARGE_ARRAY, Frame, Frames, joined_sizes, own_sizes
+from asyncrl.replay.codec.columns import LARGE_ARRAY, Frame, Frames, checked_sizes, joined_sizes
 from asyncrl.types import ExtraHeader, Trajectory, TrajectoryHeader
 
 Extras = dict[str, NDArray[Any]]
@@ -92,11 +92,7 @@ def join_extras(trajectories: Sequence[Trajectory], facts: Sequence[TrajectoryHe
 
 def side_frames_of(rows: Sequence[tuple[int, ...]], frames: Sequence[Frame]) -> Frames:
     """Return received frames of extras. Raises WireError if their sizes are not those of the rows."""
-    sizes = joined_sizes(rows, 1)
-    expected = [*sizes, *own_sizes(rows)]
-    came = [*map(len, frames)]
-    if came != expected:
-        raise WireError(f"the header announces extras of {expected[:8]} bytes, but {came[:8]} bytes arrived")
+    sizes = checked_sizes(rows, 1, "extras", frames)
     return Frames(tuple(rows), frames[0], tuple(frames[1:]), sizes)
 
 

@@ -26,7 +26,6 @@ from asyncrl.replay.journal.segments import (
     position_of,
     read_at,
     read_head,
-    read_record,
     scan,
     segment_name,
     segment_numbers,
@@ -159,30 +158,18 @@ def begun_segments(disk: Disk) -> list[Begun]:
     """Segments with a whole first record, by number."""
     begun = []
     for number in segment_numbers(disk):
-        name = segment_name(number)
-        first = first_record(disk, number)
+        first = read_at(disk, position_of(number, 0))
         if first is None:
             continue
         snapshot = decode_record(first)
         if not isinstance(snapshot, ev.Snapshotted):
             raise JournalError(
-                f"the journal file {name} does not begin with a snapshot, so it was not written by asyncrl"
+                f"the journal file {segment_name(number)} does not begin with a snapshot, so it was not written by "
+                "asyncrl"
             )
         # Without the image: it is applied from its record, and a long run has thousands of them.
         begun.append(Begun(number, replace(snapshot, image={})))
     return begun
-
-
-def first_record(disk: Disk, number: int) -> Record | None:
-    name = segment_name(number)
-    size = disk.size(name)
-    wanted = min(size, 1 << 16)
-    while True:
-        data = memoryview(disk.read(name, 0, wanted))
-        record = read_record(data, number, 0)
-        if record is not None or wanted >= size:
-            return record
-        wanted = min(size, wanted * 16)
 
 
 def decode_record(record: Record, kinds: Mapping[str, type] = KINDS) -> Any:

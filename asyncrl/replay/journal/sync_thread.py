@@ -9,15 +9,14 @@ unblocked by: `nudge` after an append, `stop`
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import threading
 import time
 from pathlib import Path
 
 from asyncrl.errors import DiskFullError, JournalError
 from asyncrl.replay.journal.log import SegmentLog
+from asyncrl.replay.net.wakeup import Wakeup
 from asyncrl.spans import span
 from asyncrl.storage.full_disk import FullDisk, Patience
 
@@ -27,8 +26,7 @@ RETRY_S = 0.5
 
 
 class SyncThread:
-    """`wake_fd` becomes readable after each sync, for the poller of the loop. `failure` is the error that ended the
-    thread.
+    """`wakeup` rings after each sync, for the poller of the loop. `failure` is the error that ended the thread.
 
     Args:
         folder: the journal's folder, for messages about a full disk.
@@ -40,9 +38,7 @@ class SyncThread:
         self.journal = journal
         self.failure: JournalError | DiskFullError | None = None
         self._full, self._folder = FullDisk(patience or Patience()), folder or Path()
-        self.wake_fd, self._wake = os.pipe()
-        for descriptor in (self.wake_fd, self._wake):
-            os.set_blocking(descriptor, False)
+        self.wakeup = Wakeup()
         self._interval_s = interval_s
         self._work = threading.Event()
         self._stopping = threading.Event()
@@ -55,13 +51,12 @@ class SyncThread:
             self._work.set()
 
     def heard(self) -> None:
-        """Empty the pipe.
+        """Clear the signal of `wakeup`.
 
         Raises:
             JournalError, DiskFullError: the thread has failed; nothing more becomes durable.
         """
-        with contextlib.suppress(BlockingIOError):
-            os.read(self.wake_fd, 4096)
+        self.wakeup.heard()
         if self.failure is not None:
             raise self.failure
 
@@ -76,8 +71,7 @@ class SyncThread:
             else:
                 self.journal.disk.close()
         finally:
-            for descriptor in (self.wake_fd, self._wake):
-                os.close(descriptor)
+            self.wakeup.close()
 
     def _main(self) -> None:
         rested_at = 0.0
@@ -89,7 +83,7 @@ class SyncThread:
                 done = self._write()
             # On a fast disk small batches cost little, and peers that wait for one reply after another get it sooner.
             rested_at = time.monotonic() + min(self._interval_s, self.journal.sync_s)
-            self._tell()
+            self.wakeup.ring()
             if self.failure is not None:
                 return
             if not done:
@@ -110,7 +104,3 @@ class SyncThread:
             log.exception("the thread of the journal failed")
             self.failure = JournalError(f"the journal could not be written: {type(error).__name__}: {error}")
         return False
-
-    def _tell(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # the pipe is full, so it is readable already
-            os.write(self._wake, b"\0")

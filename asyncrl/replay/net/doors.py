@@ -16,11 +16,10 @@ import contextlib
 import hashlib
 import os
 import socket
-import stat
 import time
 from pathlib import Path
 
-from asyncrl.replay.net.keyring import key_pair
+from asyncrl.replay.net.keyring import key_pair, open_to_others
 
 DOORS_DIR = "local"
 PROBE_S = 1.0
@@ -48,13 +47,9 @@ class Doors:
         self._here = _here()
         self._name = f"{self._here}-{_digest(address)}"
         self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        found = os.fstat(self._folder)
-        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        if why := open_to_others(folder, os.fstat(self._folder)):
             self.close()
-            raise PermissionError(
-                f"{folder} has mode {stat.S_IMODE(found.st_mode):04o} and belongs to user {found.st_uid}. It must "
-                f"have mode 0700 and belong to you (user {os.geteuid()}). Remove it"
-            )
+            raise PermissionError(f"{why}. Remove it")
 
     def path(self, role: str) -> str:
         """Return the door's path, through the descriptor of the open folder: the path of a socket is limited to 107

@@ -92,14 +92,20 @@ def run_keys(folder: Path) -> Path:
             raise RunFolderError(
                 f"run.dir={folder}: its keys cannot be written: {error}. Free space there, or give another run.dir"
             ) from error
-    found = directory.stat()
-    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise ConfigError(
-            f"{directory} has mode {stat.S_IMODE(found.st_mode):04o} and belongs to user {found.st_uid}. The keys of "
-            f"a run must be in a folder that has mode 0700 and belongs to you (user {os.geteuid()}). Remove it, or "
-            "keep the keys elsewhere: `asyncrl keys DIR` and replay.keys=DIR"
-        )
+    if why := open_to_others(directory, directory.stat()):
+        raise ConfigError(f"{why}. Remove it, or keep the keys elsewhere: `asyncrl keys DIR` and replay.keys=DIR")
     return directory
+
+
+def open_to_others(folder: Path, found: os.stat_result) -> str:
+    """Return why another user could read or write in the folder that was `found`; empty if nobody else can."""
+    mode, own = stat.S_IMODE(found.st_mode), os.geteuid()
+    if found.st_uid == own and not mode & 0o077:
+        return ""
+    return (
+        f"{folder} has mode {mode:04o} and belongs to user {found.st_uid}. It must have mode 0700 and belong to you "
+        f"(user {own})"
+    )
 
 
 def public_key(keys: str, role: str) -> bytes:
@@ -145,12 +151,6 @@ def _load(directory: Path, name: str) -> tuple[bytes, bytes | None]:
                 f"the key {path} cannot be read: {error}. A machine that watches needs server.key, viewer.key and "
                 "viewer.key_secret. A folder made by an earlier version of asyncrl has no viewer key. In that case "
                 "make new keys for the next run with `asyncrl keys NEWDIR`"
-            ) from error
-        if (directory / "clients").is_dir() or (directory / "client.key_secret").exists():
-            raise ConfigError(
-                f"replay.keys={directory} was made by an earlier version of asyncrl, with one key for all clients. "
-                "Now each role has its own key. Make new keys with `asyncrl keys NEWDIR`, copy them as before and set "
-                "replay.keys=NEWDIR"
             ) from error
         raise ConfigError(
             f"the key {path} cannot be read: {error}. `asyncrl keys DIR` makes keys; a machine needs all "

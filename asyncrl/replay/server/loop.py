@@ -88,7 +88,7 @@ class ReplayServer:
         for socket in self.entrance.sockets:
             poller.register(socket, zmq.POLLIN)
         if self.sync is not None:
-            poller.register(self.sync.wake_fd, zmq.POLLIN)
+            poller.register(self.sync.wakeup.fd, zmq.POLLIN)
         next_tick, last_tick = 0.0, self.clock()
         while not stop.is_set():
             now = self.clock()
@@ -102,7 +102,7 @@ class ReplayServer:
                 ready = dict(poller.poll(int(max(0.0, min(self.waiting.nearest(), next_tick) - now) * 1000) + 1))
             if self.entrance.heard(ready):
                 self._drain()
-            if self.sync is not None and self.sync.wake_fd in ready:
+            if self.sync is not None and self.sync.wakeup.fd in ready:
                 self.sync.heard()
             self.waiting.settle()
             self._settle_promises()

@@ -86,4 +86,5 @@ def test_only_the_newest_segment_is_read_again_after_the_heads() -> None:
     disk.heads.clear()
     assert unfinished_run(disk) == "r"
     *older, newest = map(segment_name, segment_numbers(disk))
-    assert older and all(disk.heads[name] <= 1 for name in older) and disk.heads[newest] <= 2
+    # The first record takes two reads, of its header and of all of it.
+    assert older and all(disk.heads[name] <= 2 for name in older) and disk.heads[newest] <= 3

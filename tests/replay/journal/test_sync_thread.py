@@ -53,7 +53,7 @@ class Loop:
 
     def hear(self) -> None:
         """waits for: a word of the thread, 60 s."""
-        assert select.select([self.sync.wake_fd], [], [], PATIENCE_S)[0], "the loop is not woken"
+        assert select.select([self.sync.wakeup.fd], [], [], PATIENCE_S)[0], "the loop is not woken"
         self.sync.heard()
 
     def hear_until_durable(self) -> None:

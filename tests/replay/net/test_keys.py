@@ -191,7 +191,7 @@ def test_keys_in_a_run_folder_that_another_user_could_have_made_are_refused(tmp_
     config = load_config([*REQUIRED, f"run.dir={tmp_path}"])
     make_keys(tmp_path / "keys")
     (tmp_path / "keys").chmod(0o755)
-    with pytest.raises(ConfigError, match=r"mode 0755.*mode 0700 and belongs to you"):
+    with pytest.raises(ConfigError, match=r"mode 0755.*mode 0700 and belong to you"):
         with_keys(config)
 
 
@@ -200,16 +200,6 @@ def test_a_secret_that_everybody_may_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "keys" / "worker.key_secret").chmod(0o644)
     with pytest.raises(ConfigError, match=r"worker\.key_secret has mode 0644.*chmod 600"):
         key_pair(str(tmp_path / "keys"), "worker")
-
-
-def test_keys_of_an_earlier_version_are_refused_with_the_way_out(tmp_path: Path) -> None:
-    (tmp_path / "clients").mkdir()
-    for name in ("server", "client"):
-        create_certificates(str(tmp_path), name)
-    (tmp_path / "client.key").rename(tmp_path / "clients" / "client.key")
-    config = replay_config(keys=str(tmp_path))
-    with pytest.raises(ConfigError, match=r"made by an earlier version.*asyncrl keys NEWDIR.*replay\.keys=NEWDIR"):
-        LearnerClient(config.address, rank=0, run_digest="d", config=config)
 
 
 def test_missing_keys_are_named(tmp_path: Path) -> None:
