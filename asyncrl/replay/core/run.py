@@ -97,12 +97,7 @@ class Run:
         row |= self.meter.goodput(self.workers)
         row |= {"idle/rollout_s": self.workers.total("waiting_s"), "idle/rollout_busy_s": self.workers.total("busy_s")}
         row |= {f"engine/{name}": total for name in PACES if (total := self.workers.total(name))}
-        return row | self.meter.row(
-            self.clock(),
-            generated_tokens=self.workers.total("generated_tokens"),
-            waiting_s=self.workers.total("waiting_s"),
-            workers=len(self.workers.live),
-        )
+        return row | self.meter.row(self.clock(), self.workers)
 
     def _queue_by_age(self) -> dict[str, float]:
         """Count groups waiting to be trained, by their age in versions since they were begun."""

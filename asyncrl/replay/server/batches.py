@@ -3,17 +3,16 @@ before that (`learner.early_groups`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from asyncrl.errors import NoProgress
 from asyncrl.replay.codec import headers, wire
 from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.core.batches.balance import EARLY, UPDATES, begin_step, shard_step
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.server.payloads import Payloads
-from asyncrl.replay.server.sessions import MIN_PATIENCE_S, Answer, Later, Reply, Session, now_or_later
+from asyncrl.replay.server.sessions import Answer, Reply, Session, now_or_later, while_it_moves
 from asyncrl.spans import moment
 from asyncrl.types import StepPlan
 
@@ -52,19 +51,14 @@ class Batches:
             plan = self._core.lease(step)
             return None if plan is None else self._leased(plan, rank, world, samples)
 
-        what, there = ("batch", step), lambda: self._core.lease(step) is not None
+        def mark() -> tuple[int, ...] | None:  # a full disk has its own patience
+            return None if self._core.run.why_paused else self._core.patience_mark(step)
 
-        def patience(before: tuple[int, ...] | None) -> Callable[[], Answer | Later]:
-            def give_up() -> Answer | Later:
-                mark = self._core.patience_mark(step)
-                # The previous step is being trained, or rollouts make progress. A full disk has its own patience.
-                if mark is None or mark != before or self._core.run.why_paused:
-                    return Later(retry, patience(mark), max(wait_s, MIN_PATIENCE_S), what, there)
-                raise NoProgress(f"no group and no token for {wait_s:.1f} s: {self._core.explain(step)}")
+        def silence() -> str:
+            return f"no group and no token for {wait_s:.1f} s: {self._core.explain(step)}"
 
-            return give_up
-
-        return now_or_later(retry, patience(self._core.patience_mark(step)), wait_s, what, there)
+        there = lambda: self._core.lease(step) is not None  # noqa: E731
+        return while_it_moves(retry, mark, silence, wait_s, ("batch", step), there)
 
     def early(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
         step, rank, world, after, upto, wait_s = wire.sequence(body, "early", 6)

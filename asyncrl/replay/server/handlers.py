@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from asyncrl.errors import NoProgress, WireError
+from asyncrl.errors import WireError
 from asyncrl.evaluation.orders import EvalResult
 from asyncrl.replay.codec import headers, messages, wire
 from asyncrl.replay.codec.columns import Frame
@@ -21,7 +21,7 @@ from asyncrl.replay.protocol import Acquired
 from asyncrl.replay.server.batches import Batches, announced
 from asyncrl.replay.server.dropped import Dropped
 from asyncrl.replay.server.payloads import Payloads, WithPlanner
-from asyncrl.replay.server.sessions import MIN_PATIENCE_S, Answer, Handler, Later, Reply, Session, now_or_later
+from asyncrl.replay.server.sessions import Answer, Handler, Later, Reply, Session, now_or_later, while_it_moves
 from asyncrl.spans import moment
 from asyncrl.types import Assignment, DropReason, Routers
 
@@ -260,17 +260,10 @@ class Handlers:
         def is_over() -> bool:
             return not self.core.evaluations.open
 
-        def patience(before: tuple[int, int]) -> Callable[[], Answer | Later]:
-            def give_up() -> Answer | Later:
-                mark = self.core.evaluation_mark()
-                if mark != before:
-                    return Later(retry, patience(mark), max(body, MIN_PATIENCE_S), "evaluations", is_over)
-                raise NoProgress(f"no row and no token for {body:.1f} s: {self.core.explain_evaluation()}")
+        def silence() -> str:
+            return f"no row and no token for {body:.1f} s: {self.core.explain_evaluation()}"
 
-            return give_up
-
-        mark = self.core.evaluation_mark()
-        return now_or_later(retry, patience(mark), body, "evaluations", is_over)
+        return while_it_moves(retry, self.core.evaluation_mark, silence, body, "evaluations", is_over)
 
     def _announce(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
         self.core.announce(wire.mapping(body, "board values"))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.checks.rules.values import LONGEST_WAIT_S
-from asyncrl.errors import WireError
+from asyncrl.errors import NoProgress, WireError
 from asyncrl.replay.codec import wire
 from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.config import ReplayConfig
@@ -102,3 +102,26 @@ def now_or_later(
     if not 0 <= patience <= LONGEST_WAIT_S:
         raise WireError(f"wait_s must be between 0 and {LONGEST_WAIT_S:.0f} s, not {patience}")
     return (retry() if there() else None) or Later(retry, at_deadline, patience, what, there)
+
+
+def while_it_moves(
+    retry: Callable[[], Answer | None],
+    mark: Callable[[], Hashable],
+    silence: Callable[[], str],
+    wait_s: Any,
+    what: Hashable,
+    there: Callable[[], bool],
+) -> Reply:
+    """As `now_or_later`, for as long as things move: after `wait_s` seconds in which `mark` was the same, and not None,
+    the answer is NoProgress, with the words of `silence`."""
+
+    def patience(before: Hashable) -> Callable[[], Answer | Later]:
+        def give_up() -> Answer | Later:
+            now = mark()
+            if now is None or now != before:
+                return Later(retry, patience(now), max(wait_s, MIN_PATIENCE_S), what, there)
+            raise NoProgress(silence())
+
+        return give_up
+
+    return now_or_later(retry, patience(mark()), wait_s, what, there)

@@ -45,13 +45,14 @@ class RolloutRates:
         self._since, self._generated, self._waiting = now, 0.0, 0.0
         self._row = {"idle/rollout": 0.0, "perf/generated_tokens_per_s": 0.0}
 
-    def row(self, now: float, *, generated_tokens: float, waiting_s: float, workers: int) -> dict[str, float]:
+    def row(self, now: float, workers: Workers) -> dict[str, float]:
         span = now - self._since
         if span >= self.SPAN_S:
-            idle = max(0.0, waiting_s - self._waiting) / span / max(1, workers)
-            rate = (generated_tokens - self._generated) / span
+            generated, waiting = workers.total("generated_tokens"), workers.total("waiting_s")
+            idle = max(0.0, waiting - self._waiting) / span / max(1, len(workers.live))
+            rate = (generated - self._generated) / span
             self._row = {"idle/rollout": min(1.0, idle), "perf/generated_tokens_per_s": rate}
-            self._since, self._generated, self._waiting = now, generated_tokens, waiting_s
+            self._since, self._generated, self._waiting = now, generated, waiting
         return dict(self._row)
 
 
@@ -136,7 +137,7 @@ class Meter:
             "staleness/max": float(max(by_age, default=0)),
         }
 
-    def row(self, now: float, *, generated_tokens: float, waiting_s: float, workers: int) -> dict[str, float]:
+    def row(self, now: float, workers: Workers) -> dict[str, float]:
         """Return the costs so far and the rates of the rollouts. The learner measures its own rates."""
         row = {
             "staleness/dropped": float(self.stale_groups),
@@ -147,7 +148,7 @@ class Meter:
         }
         if self._equal:
             row["data/zero_variance"] = sum(self._equal) / len(self._equal)
-        row |= self._rollouts.row(now, generated_tokens=generated_tokens, waiting_s=waiting_s, workers=workers)
+        row |= self._rollouts.row(now, workers)
         row |= {f"waste/tokens_by_position_{q}": float(n) for q, n in zip(QUARTILES, self.wasted, strict=True)}
         row |= {f"replay/filtered_by_{name}": float(count) for name, count in self.filtered.items()}
         row |= {f"idle/learner_s_{reason}": seconds for reason, seconds in self.idle.seconds.items()}
