@@ -9,6 +9,7 @@ from typing import Any
 
 from asyncrl.errors import FencedError, ReplayError
 from asyncrl.evaluation.orders import EvalSummary
+from asyncrl.replay.core.autotune import Autotune
 from asyncrl.replay.core.batches.selection import certain_members, choose_batch
 from asyncrl.replay.core.durable import events as ev
 from asyncrl.replay.core.durable.ledger import Entry, GroupState
@@ -18,7 +19,6 @@ from asyncrl.replay.core.requests.fair_share import what_is_missing, who_is_sile
 from asyncrl.replay.core.requests.retries import Retries
 from asyncrl.replay.core.requests.space import Space
 from asyncrl.replay.core.run import Run
-from asyncrl.replay.core.tuning.tuner import Autotune
 from asyncrl.replay.protocol import Restored, TrainedReply
 from asyncrl.types import NO_VERSION, DropReason, StepPlan
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from asyncrl.replay.core.tuning.autotune import MEASURED, Move, Tuner
-from asyncrl.replay.core.tuning.forecast import Bounds, Limits, Seen
-from asyncrl.replay.core.tuning.rates import Engines
+from asyncrl.autotune.forecast import Bounds, Limits, Seen
+from asyncrl.autotune.rates import Engines
+from asyncrl.autotune.tuner import MEASURED, Move, Tuner
 
 GROUP = 1000
 """Tokens."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.replay.core.tuning.rates import Array
+from asyncrl.autotune.rates import Array
 
 ALIKE = 2
 """Exponent of the ratio of two mean stalenesses, in the weight that ages measured at the one have at the other."""

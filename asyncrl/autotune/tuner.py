@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.replay.core.tuning.forecast import Bounds, Forecast, Grid, Limits, Seen, mean_in_flight
+from asyncrl.autotune.forecast import Bounds, Forecast, Grid, Limits, Seen, mean_in_flight
 
 MEASURED = 5
 """Minimum number of steps that a decision is based on."""

@@ -6,9 +6,9 @@ import logging
 import math
 from dataclasses import dataclass
 
+from asyncrl.autotune.forecast import Bounds, Limits, Seen
+from asyncrl.autotune.tuner import Move, Tuner
 from asyncrl.replay.core.run import Run
-from asyncrl.replay.core.tuning.autotune import Move, Tuner
-from asyncrl.replay.core.tuning.forecast import Bounds, Limits, Seen
 from asyncrl.types import StepPlan
 
 log = logging.getLogger(__name__)

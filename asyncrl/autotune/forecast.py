@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.replay.core.tuning.ages import Ages, Spread, pooled
-from asyncrl.replay.core.tuning.rates import Array, Engines, alone_for, curves, flow, sharply
+from asyncrl.autotune.ages import Ages, Spread, pooled
+from asyncrl.autotune.rates import Array, Engines, alone_for, curves, flow, sharply
 
 FORGETS, LEARNER_FORGETS = 0.996, 0.98
 """Weight of a step relative to the following one; the same for the learner's rate."""

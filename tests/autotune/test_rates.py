@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from asyncrl.replay.core.tuning import rates
-from asyncrl.replay.core.tuning.rates import Engines, alone_for, curves, flow, speed
+from asyncrl.autotune import rates
+from asyncrl.autotune.rates import Engines, alone_for, curves, flow, speed
 
 
 def engines(knee: float = 1e6, *, is_sharp: bool = True, alone: float = 1.0) -> Engines:

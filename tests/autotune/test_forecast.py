@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from asyncrl.replay.core.tuning.forecast import Bounds, Forecast, Limits, Seen, mean_in_flight
+from asyncrl.autotune.forecast import Bounds, Forecast, Limits, Seen, mean_in_flight
 
 LIMITS = Limits(groups_per_step=8, deepest=8, most_in_flight=64)
 

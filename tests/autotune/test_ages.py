@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from asyncrl.replay.core.tuning.ages import Ages, Spread, pooled
+from asyncrl.autotune.ages import Ages, Spread, pooled
 
 
 def ages(*tokens: int, steps: float = 1.0) -> Ages:
