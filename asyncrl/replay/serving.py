@@ -106,7 +106,7 @@ def server_of(
     if config.shards:
         seals = Seals(config.keys, run["run_digest"])
         payloads = InShards(config.shards, run["run_id"], seals, silence_of(config), core.clock)
-        handlers = with_shards(Handlers(core, payloads), payloads)
+        handlers = with_shards(core, payloads)
     server = ReplayServer(
         core,
         handlers,

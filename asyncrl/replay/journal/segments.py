@@ -188,26 +188,22 @@ def _refuse_cut(data: memoryview, segment: int, last: Record | None) -> None:
     if last is None or last.closes or len(data) >= last.blocks * BLOCK:
         return
     offset = offset_of(last.end)
-    if len(data) - offset < HEADER.size or begins_record(data, segment, offset):
+    if len(data) - offset < HEADER.size or begun(bytes(data[offset : offset + 12]), segment):
         made = last.blocks * BLOCK
         raise damaged(last.end, f"it was created with {made} bytes but has {len(data)}: it was truncated")
 
 
-def begins_record(data: memoryview, segment: int, offset: int) -> bool:
-    """Return whether a record of this segment was begun at `offset`, finished or not."""
-    header = bytes(data[offset : offset + HEADER.size]).ljust(HEADER.size, b"\0")
-    magic, _, number, *_ = HEADER.unpack(header)
-    return magic == MAGIC and number == segment
+def begun(begin: bytes, segment: int) -> bool:
+    """Return whether a record of this segment begins with these 12 bytes, one of which may be damaged."""
+    expected = MAGIC + begin[4:8] + struct.pack("<I", segment)
+    changed = [place for place, (found, byte) in enumerate(zip(begin, expected, strict=False)) if found != byte]
+    return len(begin) == len(expected) and len(changed) <= 1
 
 
 def left_out(disk: Disk, end: int) -> bool:
     """Return whether a record was begun at the position `end`, where the valid records end: one left unfinished by a
     crash, or one damaged before any later record could show it."""
-    name, offset, number = segment_name(segment_of(end)), offset_of(end), segment_of(end)
-    begin = disk.read(name, offset, 12)
-    expected = MAGIC + begin[4:8] + struct.pack("<I", number)
-    changed = [place for place, (found, byte) in enumerate(zip(begin, expected, strict=False)) if found != byte]
-    return len(begin) == len(expected) and len(changed) <= 1
+    return begun(disk.read(segment_name(segment_of(end)), offset_of(end), 12), segment_of(end))
 
 
 def damaged(position: int, proof: str) -> JournalError:

@@ -3,6 +3,7 @@ what shards report."""
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.codec.group import Elsewhere, shard_of
 from asyncrl.replay.codec.messages import Count, Name, encode_record
 from asyncrl.replay.codec.recorded import ROUTERS, announced_routers, row_of_routers
+from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.core.durable.ledger import Entry, GroupState
 from asyncrl.replay.server.handlers import Handlers
 from asyncrl.replay.server.payloads import Places
@@ -45,6 +47,8 @@ class InShards:
         self._seals, self._silence_s, self._clock = seals, silence_s, clock
         self._addresses: dict[int, str] = {}
         self._peers: dict[int, Session] = {}
+        self._paused: dict[int, str] = {}
+        """Shard -> why it cannot accept payloads; empty if it can."""
 
     def take(
         self, header: GroupHeader, body: Any, frames: Sequence[Frame], vocabulary: int, routers: Routers | None
@@ -100,10 +104,32 @@ class InShards:
         found = [address for address in known if address is not None]
         return found if len(found) == self.count else None
 
-    def missing(self) -> NoProgress:
-        """Return the error for a peer that asked for the addresses: it names the missing shards."""
-        names = ", ".join(str(shard) for shard in range(self.count) if shard not in self._addresses)
-        return NoProgress(f"shard {names} of {self.count} has not connected to the replay server. Start it")
+    def tell_addresses(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        """Handler of `shards`: where each shard listens, once all are known."""
+
+        def retry() -> Answer | None:
+            found = self.addresses()
+            return None if found is None else Answer(found)
+
+        def give_up() -> Answer:
+            names = ", ".join(str(shard) for shard in range(self.count) if shard not in self._addresses)
+            raise NoProgress(f"shard {names} of {self.count} has not connected to the replay server. Start it")
+
+        return now_or_later(retry, give_up, body, "addresses", lambda: self.addresses() is not None)
+
+    def collect(self, handlers: Handlers, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
+        """Handler of `collect`: take the address of a shard and keys that it holds; return which of them are free. A
+        shard asks again and again, so neither side has to remember anything and a lost answer does no harm."""
+        number, address, seal, paused, rows = wire.sequence(body, "collect", 5)
+        asked = [question_of(row) for row in wire.sequence(rows, "questions")]
+        why = wire.text(paused, "paused")
+        shard = self.enlist(number, address, seal, session)
+        self._paused[shard] = why
+        core = handlers.core
+        core.run.shards_paused = "; ".join(f"shard {at}: {why}" for at, why in sorted(self._paused.items()) if why)
+        free = list(free_of(asked, core.state.ledger.entries, shard))
+        vocabulary, routers = handlers.limits()
+        return Answer(encode_record(Collected(self.run_id, free, vocabulary, row_of_routers(routers), handlers.over)))
 
 
 def _where(payload: Any) -> tuple[int, str]:
@@ -127,11 +153,11 @@ def free_of(asked: Sequence[tuple[Key, str]], entries: Mapping[int, Entry], shar
             yield position
 
 
-def with_shards(handlers: Handlers, payloads: InShards) -> Handlers:
-    """Add the verbs `shards` and `collect` to `handlers`, and return it."""
-    shards = ShardHandlers(handlers, payloads)
-    handlers.shared_verbs["shards"] = shards.addresses
-    handlers.shard_verbs["collect"] = shards.collect
+def with_shards(core: ReplayCore, payloads: InShards) -> Handlers:
+    """Return handlers that have the verbs `shards` and `collect`, too."""
+    handlers = Handlers(core, payloads)
+    handlers.shared_verbs["shards"] = payloads.tell_addresses
+    handlers.shard_verbs["collect"] = functools.partial(payloads.collect, handlers)
     return handlers
 
 
@@ -151,43 +177,3 @@ class Collected:
     @property
     def announced_routers(self) -> Routers | None:
         return announced_routers({ROUTERS: self.routers})
-
-
-class ShardHandlers:
-    """Handlers of the verbs `shards` and `collect`."""
-
-    def __init__(self, handlers: Handlers, payloads: InShards) -> None:
-        self._handlers, self._payloads = handlers, payloads
-        self._paused: dict[int, str] = {}
-        """Shard -> why it cannot accept payloads; empty if it can."""
-
-    def addresses(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
-        """Return where each shard listens, once all shards are known."""
-
-        def retry() -> Answer | None:
-            found = self._payloads.addresses()
-            return None if found is None else Answer(found)
-
-        def give_up() -> Answer:
-            raise self._payloads.missing()
-
-        def are_known() -> bool:
-            return self._payloads.addresses() is not None
-
-        return now_or_later(retry, give_up, body, "addresses", are_known)
-
-    def collect(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
-        """Take the address of a shard and keys that it holds; return which of them are free. A shard asks again and
-        again, so neither side has to remember anything and a lost answer does no harm."""
-        number, address, seal, paused, rows = wire.sequence(body, "collect", 5)
-        asked = [question_of(row) for row in wire.sequence(rows, "questions")]
-        why = wire.text(paused, "paused")
-        shard = self._payloads.enlist(number, address, seal, session)
-        self._paused[shard] = why
-        self._handlers.core.run.shards_paused = "; ".join(
-            f"shard {which}: {why}" for which, why in sorted(self._paused.items()) if why
-        )
-        free = list(free_of(asked, self._handlers.core.state.ledger.entries, shard))
-        vocabulary, routers = self._handlers.limits()
-        said = Collected(self._payloads.run_id, free, vocabulary, row_of_routers(routers), self._handlers.over)
-        return Answer(encode_record(said))

@@ -14,7 +14,6 @@ from asyncrl.replay.codec.group import MAX_VOCABULARY, EncodedGroup, encode_grou
 from asyncrl.replay.codec.headers import encode_group_header
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.journal.log import JournalSettings
-from asyncrl.replay.server.handlers import Handlers
 from asyncrl.replay.server.sessions import Answer, Session
 from asyncrl.replay.shards.host import MOST, SPARE, Shard
 from asyncrl.replay.shards.payloads import Collected, InShards, with_shards
@@ -140,7 +139,7 @@ def test_a_shard_that_the_planner_has_replaced_ends() -> None:
 def test_while_a_shard_cannot_write_nothing_new_is_started_and_the_reason_is_said() -> None:
     core, seals = ReplayCore(settings(), Clock()), Seals(some_keys(), "d")
     payloads = InShards(2, "r", seals)
-    desk = with_shards(Handlers(core, payloads), payloads)
+    desk = with_shards(core, payloads)
     core.restore(step=None, policy_version=NO_VERSION, snapshot=None)
     core.publish(policy_version=0, parent=NO_VERSION)
     core.hello("w", "i")

@@ -1,4 +1,4 @@
-"""Apply the consumption gate: which waiting groups make up a step, which are dropped, and what to wait for.
+"""Apply the consumption gate: which waiting groups make up a step, and which are dropped.
 
 Reads the state and decides; changes nothing.
 """
@@ -23,9 +23,6 @@ class Choice:
     """Groups to be dropped (retired, if trained before), whether or not there is a batch."""
     short: list[Group] = field(default_factory=list)
     """Groups to be dropped as incomplete, likewise: too many of their members were lost."""
-    waiting_for: str = ""
-    """`generation`: too few groups. `stale_wait`: policy `wait`, or the window, holds the learner for groups still in
-    flight."""
 
 
 class _Ages(dict[int, int]):
@@ -41,17 +38,14 @@ class _Ages(dict[int, int]):
 
 def choose_batch(state: ReplayState, settings: AdmissionSettings, *, step: int, ahead: int, seed: int = 0) -> Choice:
     """Choose the batch of `step`, which will be trained `ahead` publications after the current version."""
-    if state.version == NO_VERSION:
-        return Choice(waiting_for="publication")
-    if len(state.buffer.waiting) < settings.groups_per_step:
-        return Choice(waiting_for="generation")
+    if state.version == NO_VERSION or len(state.buffer.waiting) < settings.groups_per_step:
+        return Choice()
     ages = _Ages(state, ahead)
     bound = settings.max_staleness
     whole, parts = _waiting(state)
     judged = _Judged(whole, settings, ages)
     choice = Choice(stale=judged.stale, short=judged.short)
     if len(judged.fresh) < settings.groups_per_step:
-        choice.waiting_for = "generation"
         return choice
 
     candidates, groups = [], {}
@@ -66,13 +60,11 @@ def choose_batch(state: ReplayState, settings: AdmissionSettings, *, step: int, 
     if settings.window:
         order = within_window(order, [*state.held, *state.pending], settings.window)
     if len(order) < settings.groups_per_step:
-        choice.waiting_for = "stale_wait"
         return choice
     if settings.stale_policy is StalePolicy.WAIT:
         left = [group.slack for group in order[settings.groups_per_step :]]
         in_flight = _slacks_in_flight(state, parts, ages, bound)
         if _must_wait(left, in_flight, settings.groups_per_step):
-            choice.waiting_for = "stale_wait"
             return choice
     choice.batch = [entry for group in order[: settings.groups_per_step] for entry in groups[group.entry.whose]]
     return choice
