@@ -21,7 +21,7 @@ from asyncrl.replay.core.batches.balance import shard_step
 from asyncrl.replay.core.durable import events as ev
 from asyncrl.replay.core.durable.siblings import joined
 from asyncrl.replay.core.durable.state import plan_of
-from asyncrl.replay.core.durable.versions import VersionTree, tree_edges
+from asyncrl.replay.core.durable.versions import VersionTree
 from asyncrl.replay.journal.disk import FolderDisk
 from asyncrl.replay.journal.recovery import read_event, read_journal
 from asyncrl.replay.protocol import Lease, Member, Restored, TrainedReply
@@ -100,7 +100,7 @@ def read_surviving(journal: Path) -> History:
             case ev.Reloaded(snapshot=snapshot):
                 trained = {step: what for step, what in trained.items() if step <= snapshot["step"]}
                 whose |= {member: first for member, first, _ in snapshot.get("siblings", ())}
-                known = VersionTree.restore(tree_edges(snapshot["tree"]))
+                known = VersionTree.restore(snapshot["tree"])
                 tree = known if known.newest >= tree.newest else tree
     steps = tuple(trained[step] for step in sorted(trained))
     if [step.sealed.step for step in steps] != list(range(len(steps))):

@@ -13,7 +13,7 @@ from asyncrl.replay.core.durable.buffer import Buffer, Step
 from asyncrl.replay.core.durable.ledger import Entry, GroupState, Ledger
 from asyncrl.replay.core.durable.peers import Peers
 from asyncrl.replay.core.durable.siblings import headers_of
-from asyncrl.replay.core.durable.versions import VersionTree, tree_edges
+from asyncrl.replay.core.durable.versions import VersionTree
 from asyncrl.types import NO_VERSION, DropReason, StepPlan
 
 _APART = ("state", "ess", "header", "payload", "first", "siblings")
@@ -135,7 +135,7 @@ def _decode(image: dict[str, Any]) -> Parts:
     buffer.nbytes = image["bytes"]
     return Parts(
         **{name: image[name] for name in _PLAIN},
-        tree=VersionTree.restore(tree_edges(image["tree"])),
+        tree=VersionTree.restore(image["tree"]),
         readmitted=deque(image["readmitted"]),
         ledger=ledger,
         buffer=buffer,

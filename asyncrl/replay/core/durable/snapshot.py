@@ -11,7 +11,7 @@ from asyncrl.errors import ReplayError
 from asyncrl.replay.core.durable.buffer import Buffer
 from asyncrl.replay.core.durable.image import Parts
 from asyncrl.replay.core.durable.ledger import Entry, GroupState, Ledger
-from asyncrl.replay.core.durable.versions import VersionTree, tree_edges
+from asyncrl.replay.core.durable.versions import VersionTree
 from asyncrl.types import DropReason
 
 SNAPSHOT_SCHEMA = 4
@@ -58,7 +58,7 @@ def rolled_back(now: Parts, snapshot: dict[str, Any]) -> Parts:
 def _rolled_back(now: Parts, snapshot: dict[str, Any]) -> Parts:
     if snapshot["schema"] not in READ_SCHEMAS:
         raise ReplayError(f"the checkpoint's replay snapshot has schema {snapshot['schema']}, not {SNAPSHOT_SCHEMA}")
-    tree = VersionTree.restore(tree_edges(snapshot["tree"]))
+    tree = VersionTree.restore(snapshot["tree"])
     ledger, pending = _open_groups(now, snapshot)
     ledger.committed = ledger.counts[GroupState.TRAINED] = snapshot["trained"]
     ledger.dropped.update({DropReason(name): count for name, count in snapshot["dropped"].items()})

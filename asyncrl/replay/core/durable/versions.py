@@ -132,8 +132,15 @@ class VersionTree:
         return [list(edge) for edge in self._edges] + [[self.newest]]
 
     @classmethod
-    def restore(cls, snapshot: list[list[int]]) -> VersionTree:
-        """Rebuild the tree from `snapshot`."""
+    def restore(cls, snapshot: Any) -> VersionTree:
+        """Rebuild the tree from what `snapshot` returned. Raises ReplayError if a checkpoint has something else."""
+        if not isinstance(snapshot, list) or not snapshot:
+            raise ReplayError("the checkpoint's version tree is not a list, so asyncrl did not write the checkpoint")
+        for row in snapshot:
+            if not isinstance(row, list) or len(row) not in (1, 4) or not all(type(value) is int for value in row):
+                raise ReplayError(
+                    f"the checkpoint's version tree has the row {row!r}; expected [version, parent, length, again]"
+                )
         tree = cls()
         edges, newest = snapshot[:-1], snapshot[-1][0]
         for position, (version, parent, length, again) in enumerate(edges):
@@ -154,19 +161,3 @@ class VersionTree:
             if known == version:
                 return parent == NO_VERSION or (known_parent, known_length) == (parent, length)
         return parent == version - 1 and length == 1
-
-
-def tree_edges(snapshot: Any) -> list[list[int]]:
-    """Return `snapshot`, read from a checkpoint, after checking that it is a list of integer lists.
-
-    Raises:
-        ReplayError: it is not.
-    """
-    if not isinstance(snapshot, list) or not snapshot:
-        raise ReplayError("the checkpoint's version tree is not a list, so the checkpoint was not written by asyncrl")
-    for row in snapshot:
-        if not isinstance(row, list) or len(row) not in (1, 4) or not all(type(value) is int for value in row):
-            raise ReplayError(
-                f"the checkpoint's version tree has the row {row!r}; expected [version, parent, length, again]"
-            )
-    return snapshot

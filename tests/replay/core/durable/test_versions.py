@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import ReplayError
-from asyncrl.replay.core.durable.versions import VersionTree, tree_edges
+from asyncrl.replay.core.durable.versions import VersionTree
 from asyncrl.types import NO_VERSION
 
 
@@ -66,7 +66,7 @@ def test_a_chain_of_a_hundred_thousand_versions_is_measured_without_walking_it()
 def test_a_snapshot_that_is_no_tree_is_refused() -> None:
     for broken in (None, [], [[1, 2]], [["a"]], [[True]]):
         with pytest.raises(ReplayError):
-            tree_edges(broken)
+            VersionTree.restore(broken)
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.sampled_from((0, 1, 1, 1))), max_size=25), st.data())
@@ -91,7 +91,7 @@ def test_distance_is_the_length_of_the_path_and_survives_a_snapshot(shape, data)
     apart = set(path(a)) ^ set(path(b))
     expected = sum(lengths[version] for version in apart)
     assert tree.distance(a, b) == tree.distance(b, a) == expected
-    again = VersionTree.restore(tree_edges(tree.snapshot()))
+    again = VersionTree.restore(tree.snapshot())
     assert again.distance(a, b) == expected
     assert again.newest == tree.newest
 
@@ -115,7 +115,7 @@ def test_a_branch_from_the_end_of_a_walk_that_is_not_over_leaves_what_the_walk_h
     tree.publish(5, 4)
     tree.publish(6, 5, length=0)  # a branch, from where version 1 is
     tree.publish(7, 6)
-    for grown in (tree, VersionTree.restore(tree_edges(tree.snapshot()))):
+    for grown in (tree, VersionTree.restore(tree.snapshot())):
         assert grown.distance(1, 7) == grown.distance(5, 7) == 1
         assert (grown.distance(2, 7), grown.distance(3, 7)) == (2, 3), "version 7 was not trained from them"
         assert grown.leads_to(1, 7) and not grown.leads_to(2, 7)
