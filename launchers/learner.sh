@@ -2,21 +2,20 @@
 # The learner on one machine or several: run this on each of them with the same settings.
 #
 #   NPROC_PER_NODE=8 bash launchers/learner.sh key=value ...                                        # one machine
-#   NNODES=2 NODE_RANK=0 RDZV_ENDPOINT=10.0.0.6:29400 NPROC_PER_NODE=8 RUN_ID=my-run \
+#   NNODES=2 NODE_RANK=0 RDZV_ENDPOINT=10.0.0.6:29400 NPROC_PER_NODE=8 \
 #       bash launchers/learner.sh key=value ...                                                     # NODE_RANK=1 on the other
 #
 # With --dry-run it prints the plan for this number of ranks, like `asyncrl learner --dry-run`, and starts nothing.
 #
 # MODULE=asyncrl.sft starts the ranks of `asyncrl sft` in the same way.
 #
-# RDZV_ENDPOINT is an address of machine 0: the ranks' stores listen there and on no other interface. RUN_ID is any
-# word, the same on all machines, and another one for each start: ranks that find it in the run folder take themselves
-# for restarted. On one machine it is not needed. INTERFACE=eth1 keeps the ranks' own connections (gloo, nccl) to one
-# interface of each machine; without it gloo's are on the one that leads to RDZV_ENDPOINT. None of these ports
-# authenticates its peers: keep them behind a firewall or in a tunnel (SECURITY.md).
+# RDZV_ENDPOINT is an address of machine 0: the ranks' stores listen there and on no other interface. INTERFACE=eth1 keeps
+# the ranks' own connections (gloo, nccl) to one interface of each machine; without it gloo's are on the one that leads to
+# RDZV_ENDPOINT. None of these ports authenticates its peers: keep them behind a firewall or in a tunnel (SECURITY.md).
 #
-# RDZV_BACKEND=c10d, with NNODES=1:4, lets machines join and leave while the run goes on. It listens on every interface of
-# machine 0, and anyone who can reach its port can run code as you. A machine that leaves is a restart.
+# RDZV_BACKEND=c10d, with NNODES=1:4 and resume=auto, lets machines join and leave while the run goes on. It needs RUN_ID,
+# any word, the same on all machines. It listens on every interface of machine 0, and anyone who can reach its port can
+# run code as you. A machine that leaves is a restart.
 #
 # MAX_RESTARTS (3; 20 with c10d) limits restarts in a row, without a checkpoint saved in between.
 set -euo pipefail
@@ -43,13 +42,16 @@ if [ "$nnodes" != 1 ] && [ "$backend" = bound ] && [ -z "${NODE_RANK:-}" ]; then
     echo "NNODES=$nnodes needs NODE_RANK: 0 on the machine of RDZV_ENDPOINT, 1, 2, ... on the others" >&2
     exit 2
 fi
+if [ "$nnodes" != 1 ] && [ "$backend" != bound ] && [ -z "${RUN_ID:-}" ]; then
+    echo "RDZV_BACKEND=$backend with NNODES=$nnodes needs RUN_ID: any word, the same on all machines" >&2
+    exit 2
+fi
 if [ -n "${INTERFACE:-}" ]; then
     export GLOO_SOCKET_IFNAME="$INTERFACE" NCCL_SOCKET_IFNAME="$INTERFACE"
 fi
 # A new start must not look like a restart of the one before, which goes on without a resume.
-start="$(date +%s)-$$"
-id="${RUN_ID:-run-$start}"
-[ "$nnodes" != 1 ] || id="${RUN_ID:-run}-$start"
+id="${RUN_ID:-run}-$(date +%s)-$$"
+[ "$nnodes" = 1 ] || [ "$backend" = bound ] || id="$RUN_ID" # machines that join later must give the same
 # With c10d a rank that is killed would otherwise take the store of the next rendezvous with it.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

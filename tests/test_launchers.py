@@ -313,9 +313,7 @@ def test_the_replay_s_launchers_plan_instead_of_starting_where_it_is_asked_to(
         assert said.stdout == f"{planned} {' '.join(order)}\n"
 
 
-def test_each_start_on_one_machine_is_a_run_of_its_own_and_machines_find_each_other_by_their_name(
-    tmp_path: Path,
-) -> None:
+def test_each_start_is_a_run_of_its_own_and_machines_that_join_find_the_others_by_a_name(tmp_path: Path) -> None:
     told = tmp_path / "python"
     told.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
     told.chmod(0o755)
@@ -328,4 +326,8 @@ def test_each_start_on_one_machine_is_a_run_of_its_own_and_machines_find_each_ot
 
     first, second = named(), named()
     assert first != second and first.startswith("mine-") and second.startswith("mine-")
-    assert named(NNODES="2", NODE_RANK="1", RDZV_ENDPOINT="10.0.0.6:29400") == "mine"
+    two = {"NNODES": "2", "NODE_RANK": "1", "RDZV_ENDPOINT": "10.0.0.6:29400"}
+    assert named(**two).startswith("mine-") and named(**two, RUN_ID="").startswith("run-")
+    assert named(**two, RDZV_BACKEND="c10d") == "mine"
+    with pytest.raises(subprocess.CalledProcessError):
+        named(**two, RDZV_BACKEND="c10d", RUN_ID="")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from contextlib import suppress
 from datetime import timedelta
 
@@ -33,7 +34,7 @@ from asyncrl.weights.broadcast.group import host_store
 log = logging.getLogger(__name__)
 
 BACKEND = "bound"
-_ROUND = "round"
+_ROUND, _RUN = "round", "run"
 _POLL_S = 0.05
 _LEAVE_S = 10.0
 
@@ -47,6 +48,8 @@ class BoundRendezvous(RendezvousHandler):
     Args:
         host: address of node 0 on the interface to listen on.
         port: port of the nodes' store; not used by a single node. The ranks' store has another, free port.
+        run_id: any word. Several nodes take that of node 0, with an addition for each start of node 0: otherwise a new
+            start with the word of an earlier one would look like its restart, which continues without a resume.
         timeout_s: limit on the seconds until all nodes have arrived.
     """
 
@@ -86,6 +89,8 @@ class BoundRendezvous(RendezvousHandler):
             time.sleep(_POLL_S)
             if self._current(store) != self._round:  # a node was restarted while the others waited for it
                 self._enter(store)
+        if self._nodes > 1:
+            self._run_id = store.get(_RUN).decode()
         port = int(store.get(f"{_ROUND}/{self._round}/port"))
         shared = dist.PrefixStore(f"{_ROUND}/{self._round}/shared", store)
         return RendezvousInfo(shared, self._node, self._nodes, RendezvousStoreInfo(self._host, port))
@@ -139,7 +144,9 @@ class BoundRendezvous(RendezvousHandler):
 
     def _open_meeting(self) -> dist.TCPStore:
         if self._node == 0:
-            return self._host_store(self._port)[0]
+            store = self._host_store(self._port)[0]
+            store.set(_RUN, f"{self._run_id}-{uuid.uuid4().hex[:12]}")
+            return store
         try:
             patience = timedelta(seconds=self._timeout_s)
             return dist.TCPStore(self._host, self._port, None, False, patience, wait_for_workers=False)

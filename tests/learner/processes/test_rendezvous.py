@@ -36,8 +36,8 @@ from tests.waiting import until
 HERE = "127.0.0.1"
 
 
-def node(number: int, nodes: int, port: int = 0, timeout_s: float = 60.0) -> BoundRendezvous:
-    return BoundRendezvous(host=HERE, port=port, node=number, nodes=nodes, run_id="r", timeout_s=timeout_s)
+def node(number: int, nodes: int, port: int = 0, timeout_s: float = 60.0, run_id: str = "r") -> BoundRendezvous:
+    return BoundRendezvous(host=HERE, port=port, node=number, nodes=nodes, run_id=run_id, timeout_s=timeout_s)
 
 
 def one_that_dies(port: int) -> BoundRendezvous:
@@ -90,6 +90,22 @@ def test_nodes_follow_the_one_whose_ranks_died_into_the_next_round() -> None:
     assert not again[0].store.check(["shared"]), "a store that has seen nothing yet"
     assert ports(again) != ports(infos)
     assert [each.num_nodes_waiting() for each in nodes] == [0, 0, 0]
+
+
+def test_a_start_of_several_nodes_has_an_id_of_its_own_which_restarts_keep() -> None:
+    host = node(0, 2, free_port())
+    other, later = (node(1, 2, host._port, run_id=word) for word in ("r", "other"))
+    together(host, other)
+    name = host.get_run_id()
+    assert name == other.get_run_id() and name.startswith("r-")
+    together(host, later)  # a node that replaces a dead one
+    assert [host.get_run_id(), later.get_run_id()] == [name, name]
+    again = node(0, 2, free_port())
+    together(again, node(1, 2, again._port))
+    assert again.get_run_id() != name
+    alone = node(0, 1)  # `asyncrl local` restarts its torchrun under the same id
+    together(alone)
+    assert alone.get_run_id() == "r"
 
 
 def test_the_host_of_what_others_read_leaves_last() -> None:
