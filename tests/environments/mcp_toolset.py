@@ -5,12 +5,22 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 from typing import Any
 
+from mcp import MCPError
 from mcp.server import MCPServer
-from mcp_types import BlobResourceContents, EmbeddedResource, ImageContent, ResourceLink, TextResourceContents
+from mcp_types import (
+    BlobResourceContents,
+    CallToolResult,
+    EmbeddedResource,
+    ImageContent,
+    ResourceLink,
+    TextResourceContents,
+)
 
 server = MCPServer("tests")
+COUNTED: list[int] = []
 
 
 @server.tool()
@@ -30,6 +40,39 @@ async def wait(seconds: float) -> str:
 def die() -> str:
     """End the server."""
     os._exit(3)
+
+
+@server.tool()
+async def leave() -> str:
+    """Answer, and end the server."""
+    asyncio.get_running_loop().call_later(0.2, os._exit, 0)
+    return "bye"
+
+
+@server.tool()
+async def block() -> str:
+    """Answer nothing from now on, whoever asks."""
+    time.sleep(3600)
+    return "never"
+
+
+@server.tool()
+def count() -> int:
+    """Count the calls of this process."""
+    COUNTED.append(1)
+    return len(COUNTED)
+
+
+@server.tool()
+def fail(code: int) -> str:
+    """Fail with an error of the protocol."""
+    raise MCPError(code, "the tool says no")
+
+
+@server.tool()
+def record() -> CallToolResult:
+    """Answer in structured content alone."""
+    return CallToolResult(content=[], structured_content={"city": "Köln"})
 
 
 @server.tool()

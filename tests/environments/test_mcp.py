@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,6 +40,54 @@ async def test_a_server_s_tools_are_called_and_its_refusals_are_told() -> None:
         for name, given, said in (("die", {}, "Connection closed"), ("multiply", {"a": 6, "b": 8}, "48")):
             _, engine = await play(tools, [call(name, **given), "ok"])
             assert said in observed(engine), "the next call starts it again"
+    finally:
+        tools.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("code", [-32000, -32600])
+async def test_an_error_of_a_tool_costs_the_server_nothing_whatever_its_code(code: int) -> None:
+    """Clients use these codes for a connection that is lost: taken so, the server and all that it keeps was lost."""
+    tools = Tools(mcp=[SERVER], timeout_s=60.0)
+    try:
+        for name, given, said in (
+            ("count", {}, "\n1\n"),
+            ("fail", {"code": code}, "the tool says no"),
+            ("count", {}, "\n2\n"),
+            ("record", {}, '{"city": "Köln"}'),
+        ):
+            _, engine = await play(tools, [call(name, **given), "ok"])
+            assert said in observed(engine)
+    finally:
+        tools.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_a_server_that_ends_between_calls_or_answers_nothing_any_more_is_started_again() -> None:
+    tools = Tools(mcp=[SERVER], timeout_s=60.0)
+    source: Any = tools._sources[0]
+    (server,) = source._servers
+
+    async def lost() -> None:
+        async with asyncio.timeout(120):
+            while server._link is not None:
+                await asyncio.sleep(0.01)
+
+    try:
+        _, engine = await play(tools, [call("leave"), "ok"])
+        assert "bye" in observed(engine)
+        await lost()
+        _, engine = await play(tools, [call("count"), "ok"])
+        assert "\n1\n" in observed(engine), "no call was waiting for the server when it ended: none has failed"
+        source.timeout_s = 1.0
+        _, engine = await play(tools, [call("block"), "ok"])
+        assert "took longer than 1 s" in observed(engine)
+        await lost()
+        source.timeout_s = 60.0
+        _, engine = await play(tools, [call("count"), "ok"])
+        assert "\n1\n" in observed(engine)
     finally:
         tools.close()
 

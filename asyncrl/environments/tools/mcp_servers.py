@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import shlex
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
-from anyio import BrokenResourceError, ClosedResourceError
 from mcp import ClientSession, MCPError, StdioServerParameters
 from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
@@ -45,10 +46,8 @@ START_S = 120.0
 """Seconds for a server to start and list its tools."""
 STOP_S = 20.0
 LOST = (CONNECTION_CLOSED, INVALID_REQUEST)
-"""Codes of an MCPError after which a server has to be connected to anew: it has ended, or, behind an address, it was
-started again and does not know the session."""
-STREAM_CLOSED = (BrokenResourceError, ClosedResourceError)
-"""Errors besides MCPError that a call to a server that has ended may raise."""
+"""Codes of an MCPError of a ping after which a server has to be connected to anew: it has ended, or, behind an address,
+it was started again and does not know the session. Tools use the same codes for errors of their own."""
 MOST_PAGES = 100
 """Limit on the pages of a server's list of tools."""
 
@@ -99,15 +98,52 @@ class Servers:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
 
+class _Messages:
+    """The messages of a server, counted; calls `ended` after the last one."""
+
+    def __init__(self, inner: Any, ended: Callable[[], None]) -> None:
+        self._inner, self._ended = inner, ended
+        self.count = 0
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._inner.aclose()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            message = await anext(self._inner)
+        except StopAsyncIteration:
+            self._ended()
+            raise
+        self.count += 1
+        return message
+
+
+@dataclass(slots=True)
+class _Link:
+    """A connection to a server that is up."""
+
+    session: ClientSession
+    messages: _Messages
+    stop: asyncio.Event
+    """Ends it."""
+
+
 class _Server:
     """One server. One task owns its streams and holds them open; calls come from other tasks."""
 
     def __init__(self, place: str) -> None:
         self._place = place
-        self._session: ClientSession | None = None
+        self._link: _Link | None = None
         self._task: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
         self._again: asyncio.Task[Any] | None = None
+        self._looking: set[asyncio.Task[None]] = set()
 
     async def start(self) -> list[ToolSpec]:
         """Start the server; returns its tools. Raises ConfigError.
@@ -116,7 +152,7 @@ class _Server:
         """
         up: asyncio.Future[list[ToolSpec]] = asyncio.get_running_loop().create_future()
         self._stop = asyncio.Event()
-        self._task = asyncio.create_task(self._keep(up))
+        self._task = asyncio.create_task(self._keep(up, self._stop))
         try:
             async with asyncio.timeout(START_S):
                 return await up
@@ -124,18 +160,19 @@ class _Server:
             self._task.cancel()
             raise ConfigError(f"environment.args.mcp: {self._place!r} named no tools within {START_S:g} s") from error
 
-    async def _keep(self, up: asyncio.Future[list[ToolSpec]]) -> None:
-        session = None
+    async def _keep(self, up: asyncio.Future[list[ToolSpec]], stop: asyncio.Event) -> None:
         try:
-            async with _streams(self._place) as (read, write), ClientSession(read, write) as session:
-                await session.initialize()
-                specs = await _specs(session)
-                if not specs:
-                    raise ConfigError(f"environment.args.mcp: {self._place!r} has no tools")
-                self._session = session
-                if not up.done():  # given up after START_S
-                    up.set_result(specs)
-                await self._stop.wait()
+            async with _streams(self._place) as (read, write):
+                messages = _Messages(read, lambda: self._leave(stop))
+                async with ClientSession(messages, write) as session:  # pyright: ignore[reportArgumentType]
+                    await session.initialize()
+                    specs = await _specs(session)
+                    if not specs:
+                        raise ConfigError(f"environment.args.mcp: {self._place!r} has no tools")
+                    self._link = _Link(session, messages, stop)
+                    if not up.done():  # given up after START_S
+                        up.set_result(specs)
+                    await stop.wait()
         # A user's server, and a library that raises many errors when it is gone.
         except Exception as error:
             if up.done():
@@ -147,30 +184,57 @@ class _Server:
                 why = f"{type(error).__name__}: {error}"
                 up.set_exception(known or ConfigError(f"environment.args.mcp: {self._place!r} did not start: {why}"))
         finally:
-            if self._session is session:  # not that of a server started since
-                self._session = None
+            self._leave(stop)
+
+    def _leave(self, stop: asyncio.Event) -> None:
+        """End this connection, so that the next call makes another; no effect if one was made since."""
+        stop.set()
+        if self._link is not None and self._link.stop is stop:
+            self._link = None
 
     async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> str:
         """Call a tool; returns the text that the policy reads. Raises EpisodeError: there is no server to call."""
-        session = self._session or await self._restarted()
+        link = self._link or await self._restarted()
         try:
             async with asyncio.timeout(timeout_s):
-                result = await session.call_tool(name, arguments)
+                result = await link.session.call_tool(name, arguments)
         except TimeoutError:
+            looking = asyncio.create_task(self._look(link, timeout_s))
+            self._looking.add(looking)
+            looking.add_done_callback(self._looking.discard)
             return f"Error: the call took longer than {timeout_s:g} s"
-        except (MCPError, *STREAM_CLOSED) as error:
-            gone = isinstance(error, STREAM_CLOSED) or error.code in LOST
-            if gone and self._session is session:  # an earlier call may have started another
-                self._stop.set()  # ends the task that holds it; the next call starts another
-                self._session = None
-            return f"Error: {type(error).__name__}: {error}"
         # Any error of the server or the library is returned to the policy, and ends no worker.
         except Exception as error:
+            await self._look(link, timeout_s)
             return f"Error: {type(error).__name__}: {error}"
         text = "\n".join(_said(part) for part in result.content)
+        if not text and result.structured_content is not None:
+            text = json.dumps(result.structured_content, ensure_ascii=False)
         return f"Error: {text}" if result.is_error else text
 
-    async def _restarted(self) -> ClientSession:
+    async def _look(self, link: _Link, timeout_s: float) -> None:
+        """After a failed call: leave a server that is gone, or that says nothing at all any more. A call's error or
+        delay does not tell: both may be the tool's own.
+
+        waits for: the answer to a ping; unblocked by: that, or the deadline.
+        """
+        before = link.messages.count
+        try:
+            async with asyncio.timeout(timeout_s):
+                await link.session.send_ping()
+            return
+        except TimeoutError:
+            if link.messages.count > before:  # busy with other calls
+                return
+            log.warning("the MCP server %r has answered nothing for %g s", self._place, timeout_s)
+        except MCPError as error:
+            if error.code not in LOST:
+                return  # it knows no pings, but answers
+        except Exception as error:  # the library raises many kinds when a server is gone
+            log.warning("the MCP server %r is gone: %s: %s", self._place, type(error).__name__, error)
+        self._leave(link.stop)
+
+    async def _restarted(self) -> _Link:
         """Start the server once for all calls that need it, even if the first of them gives up. No part of the call's
         time, nor of what the policy is told: it cannot help that its server is gone.
 
@@ -183,9 +247,9 @@ class _Server:
             await asyncio.shield(self._again)
         except ConfigError as error:
             raise EpisodeError(f"a server was lost and cannot be started again: {error}") from error
-        if self._session is None:
+        if self._link is None:
             raise EpisodeError(f"environment.args.mcp: {self._place!r} was started again and ended at once")
-        return self._session
+        return self._link
 
     async def _started_again(self) -> None:
         log.warning("the MCP server %r is started again", self._place)
