@@ -23,6 +23,10 @@ class ChatError(AsyncRLError, ValueError):
     """Messages cannot be rendered, or no turn can follow a sampled one."""
 
 
+class TurnOverError(ChatError):
+    """No turn can follow a sampled one, whatever the messages between them: what was sampled is the reason."""
+
+
 def no_template() -> ChatError:
     """The error for messages when there is no chat template to render them with."""
     return ChatError("the tokenizer has no chat template. Use an instruction-tuned model, or write the prompt as text")
@@ -175,6 +179,7 @@ class Chat(PromptRenderer, Protocol):
         an assistant's), and the beginning of the assistant's next turn.
 
         Raises:
-            ChatError: nothing can follow, for example because the turn ended within its reasoning.
+            TurnOverError: nothing can follow, for example because the turn ended within its reasoning.
+            ChatError: these messages cannot.
         """
         ...

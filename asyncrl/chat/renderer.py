@@ -17,6 +17,7 @@ from asyncrl.chat.base import (
     Reply,
     ToolCall,
     ToolSpec,
+    TurnOverError,
     no_place_for_tools,
     no_template,
     unrenderable,
@@ -42,6 +43,10 @@ PARSERS = ("tool_parser", "reasoning_parser")
 
 BREAK = "\u200b"
 """Zero-width space, inserted after the first character of a marker: invisible, but the text is no marker any more."""
+
+
+PLAIN_QUESTION: Message = {"role": "user", "content": "?"}
+"""Follows every turn that anything can follow."""
 
 
 class RendererChat:
@@ -158,23 +163,37 @@ class RendererChat:
             raise ChatError(self.why_single)
         if self.name == DEFAULT:
             return self._extend_by_template(completion, messages, tools)
-        before = _plain_ids(prompt) + _plain_ids(completion)
+        given = _plain_ids(prompt), _plain_ids(completion)
+        try:
+            return self._bridged(*given, messages, tools)
+        except TurnOverError:
+            raise
+        except ChatError as error:
+            try:
+                self._bridged(*given, [PLAIN_QUESTION], tools)
+            except ChatError:
+                raise TurnOverError(
+                    f"renderer {self.name} cannot add messages to this turn: it ended within its reasoning, or no "
+                    f"message of the user may follow it ({error})"
+                ) from error
+            raise
+
+    def _bridged(
+        self, prompt: list[int], completion: list[int], messages: Sequence[Message], tools: Sequence[ToolSpec]
+    ) -> list[int]:
+        """Raises ChatError if the library cannot, or TurnOverError if it would change what was sampled."""
+        before = prompt + completion
         try:
             bridge = self._renderer.bridge_to_next_turn(
-                before[: len(prompt)],
-                before[len(prompt) :],
-                with_arguments(messages),
-                tools=list(tools) or None,
+                prompt, completion, with_arguments(messages), tools=list(tools) or None
             )
         except Exception as error:  # as in `render`
             raise ChatError(f"renderer {self.name} failed: {type(error).__name__}: {error}") from error
         if bridge is None:
-            raise ChatError(
-                f"renderer {self.name} cannot add messages to this turn: it ended within its reasoning, or these "
-                "messages may not follow it"
-            )
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise ChatError(f"renderer {self.name} has no place for messages of these roles here: {roles}")
         if bridge.token_ids[: len(before)] != before:
-            raise ChatError(f"renderer {self.name} would change tokens that were sampled")
+            raise TurnOverError(f"renderer {self.name} would change tokens that were sampled")
         return bridge.token_ids[len(before) :]
 
     def _extend_by_template(

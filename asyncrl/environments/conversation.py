@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.chat.base import Chat, ChatError, Message, Reply, ToolCall, ToolSpec
+from asyncrl.chat.base import Chat, Message, Reply, ToolCall, ToolSpec, TurnOverError
+from asyncrl.data.rows.messages import messages_of
 from asyncrl.environments.base import EpisodeTools
 from asyncrl.environments.episodes import EpisodeOver
 from asyncrl.environments.together import Together
@@ -36,6 +37,7 @@ class Conversation:
         self.replies: list[Reply] = []
         self.truncated = False
         """Whether the end of the context cut the conversation."""
+        self._replying = False
         self._new: list[Message] = []
         """Messages added since the last reply."""
         self._inserted: list[int] = []
@@ -51,17 +53,23 @@ class Conversation:
 
     def add(self, *messages: Message) -> None:
         """Add messages that the policy reads before its next reply; before its first reply they are appended to the
-        prompt."""
-        self.messages += messages
+        prompt.
+
+        Raises:
+            DataError: one is not a message of text.
+            ValueError: a reply is being sampled.
+        """
+        self._refuse_meanwhile()
+        given = messages_of([*messages], "messages", "chat.add")
+        self.messages += given
         if self.replies:
-            self._new += messages
+            self._new += given
 
     def system(self, text: str) -> None:
         """Add a system message; before the first reply it goes to the front."""
-        if self.replies:
-            self.add({"role": "system", "content": text})
-        else:
-            self.messages.insert(0, {"role": "system", "content": text})
+        self.add({"role": "system", "content": text})
+        if not self.replies:
+            self.messages.insert(0, self.messages.pop())
 
     def user(self, text: str) -> None:
         self.add({"role": "user", "content": text})
@@ -78,11 +86,17 @@ class Conversation:
         Markers written in `text` take effect: pass untrusted text through `spell` first.
 
         Raises:
-            ValueError: no turn is open.
+            ValueError: no turn is open, or a reply is being sampled.
         """
+        self._refuse_meanwhile()
         if not self.turn_open:
             raise ValueError("the policy's turn has ended, or has not begun: add a message instead")
         self._inserted += self._encode(text).tolist()
+
+    def _refuse_meanwhile(self) -> None:
+        """Raises ValueError while a reply is sampled: it would be recorded after what it was not sampled after."""
+        if self._replying:
+            raise ValueError("the policy is replying: await chat.reply() before the next message or reply")
 
     def spell(self, text: str) -> str:
         """Return untrusted text with its markers broken."""
@@ -124,10 +138,13 @@ class Conversation:
 
         Raises:
             EpisodeOver: no further turn is possible.
-            ValueError: nothing was added since the last reply.
+            ChatError: the messages cannot be rendered.
+            ValueError: nothing was added since the last reply, or another reply is being sampled.
             GenerationError: the engine could not produce it.
         """
+        self._refuse_meanwhile()
         prompt, observed = self._prompt_ids()
+        self._replying = True
         try:
             completion = await self._engine.one(
                 np.asarray(prompt, np.int32), max_tokens=max_tokens, stop=stop, temperature=temperature
@@ -135,6 +152,8 @@ class Conversation:
         except ContextFullError as error:
             self.truncated = True
             raise EpisodeOver(str(error)) from error
+        finally:
+            self._replying = False
         self._take(prompt, observed, completion)
         return self.replies[-1]
 
@@ -148,9 +167,7 @@ class Conversation:
         before = [*completion.token_ids.tolist(), *self._inserted]
         try:
             follows = self._chat.extend(prompt, before, self._new, self.specs) if self._new else []
-        except ChatError as error:
-            if self._chat.why_single:
-                raise
+        except TurnOverError as error:
             raise EpisodeOver(str(error)) from error
         return [*prompt, *before, *follows], [*self._inserted, *follows]
 

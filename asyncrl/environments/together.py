@@ -31,7 +31,7 @@ class Together:
         temperature: float | None = None,
     ) -> Completion:
         """Raises what `Generate` raises."""
-        key = (token_ids.tobytes(), max_tokens, tuple(stop), temperature)
+        key = (token_ids.tobytes(), max_tokens, (stop,) if isinstance(stop, str) else tuple(stop), temperature)
         loop = asyncio.get_running_loop()
         if not self._waiting:
             loop.call_soon(self._send)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 from renderers import base
 
-from asyncrl.chat.base import ChatError
+from asyncrl.chat.base import ChatError, TurnOverError
 from asyncrl.chat.names import DEFAULT, RENDERERS
 from asyncrl.chat.renderer import RendererChat
 from asyncrl.errors import ConfigError
@@ -119,7 +119,7 @@ def test_an_assistant_s_message_cannot_follow() -> None:
 def test_a_turn_that_ended_within_its_reasoning_cannot_be_followed() -> None:
     of = chat("qwen3")
     turn = of.encode("<think>hm<|im_end|>", add_special_tokens=False)
-    with pytest.raises(ChatError, match="ended within its reasoning"):
+    with pytest.raises(TurnOverError, match="ended within its reasoning"):
         of.extend(of.render(USER), turn, ANSWERS["a question"])
     assert of.parse(turn, prompt=of.render(USER), finish_reason="stop").content == ""
 

@@ -246,6 +246,67 @@ async def test_what_is_inserted_stands_in_the_policy_s_own_turn_outside_the_loss
     exact(episodes, engine)
 
 
+@pytest.mark.parametrize(
+    ("added", "says"),
+    [
+        ({"role": "user", "content": 5}, "must be text"),
+        ({"role": "user", "content": None}, "needs `role` and `content`"),
+        ({"role": "user", "content": "\ud83d"}, "half a character"),
+        ({"role": "observer", "content": "x"}, "no place for messages of these roles here: observer"),
+        ({"role": "assistant", "content": "x"}, "the policy did not sample it"),
+    ],
+)
+async def test_a_message_that_no_template_can_hold_fails_the_episode_and_does_not_end_it(added: Any, says: str) -> None:
+    """Taken for the end of the conversation, each episode was trained as far as it got, with a reward of 0."""
+
+    async def episode(chat: Conversation, row: dict[str, Any]) -> float:
+        await chat.reply()
+        chat.add(added)
+        await chat.reply()
+        return 1.0
+
+    episodes, _ = await play(Talk(episode), ["hello", "bye"])
+    (failure,) = episodes.failures
+    assert says in str(failure) and not episodes.trajectories
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+async def test_nothing_can_be_said_while_the_policy_replies(turns: int) -> None:
+    """The second of two replies at once was recorded after the first, which it was not sampled after."""
+
+    async def episode(chat: Conversation, row: dict[str, Any]) -> float:
+        for _ in range(turns - 1):
+            await chat.reply()
+            chat.user("more")
+        first = asyncio.create_task(chat.reply())
+        await asyncio.sleep(0)
+        for act in (lambda: chat.user("a"), lambda: chat.system("a"), lambda: chat.insert("a")):
+            with pytest.raises(ValueError, match="the policy is replying"):
+                act()
+        with pytest.raises(ValueError, match="the policy is replying"):
+            await chat.reply()
+        await first
+        chat.user("and now")
+        await chat.reply()
+        return 1.0
+
+    episodes, engine = await play(Talk(episode), ["hello", "hm", "bye"])
+    exact(episodes, engine)
+    assert len(sampled_texts(episodes)) == turns + 1
+
+
+async def test_one_stop_text_is_a_text_and_not_its_letters() -> None:
+    async def episode(chat: Conversation, row: dict[str, Any]) -> float:
+        assert (await chat.reply(stop="</go>")).content == "a / b</go>"
+        with pytest.raises(ValueError, match="max_tokens must be 1 or more; got 0"):
+            chat.user("more")
+            await chat.reply(max_tokens=0)
+        return 1.0
+
+    episodes, _ = await play(Talk(episode), ["a / b</go> and"])
+    assert episodes.trajectories[0].reward == 1.0
+
+
 async def test_two_turns_in_a_row_are_a_mistake_with_a_name() -> None:
     async def episode(chat: Conversation, row: dict[str, Any]) -> float:
         await chat.reply()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncrl.chat.base import Chat, ChatError, Message, Reply
+from asyncrl.chat.base import Chat, ChatError, Message, Reply, TurnOverError
 from asyncrl.environments.base import EpisodeTools
 from asyncrl.environments.openai.answers import message_of
 from asyncrl.environments.openai.requests import Call, Refused, conversation_keys
@@ -138,17 +138,16 @@ class Calls:
     def _prompt_ids(self, parent: Turn | None, new: list[Message], call: Call) -> tuple[list[int], list[int]]:
         """Return all tokens that the turn is sampled from, and the new ones among them. Raises Refused."""
         plain = [self._plain(message) for message in new]
-        if parent is None:
-            try:
-                prompt = self._chat.render(plain, call.tools)
-            except ChatError as error:
-                raise Refused(400, str(error), "invalid_value", "messages") from error
-            return prompt, prompt
-        before = parent.completion.token_ids.tolist()
         try:
+            if parent is None:
+                prompt = self._chat.render(plain, call.tools)
+                return prompt, prompt
+            before = parent.completion.token_ids.tolist()
             follows = self._chat.extend(parent.prompt, before, plain, call.tools)
-        except ChatError as error:
+        except TurnOverError as error:
             raise self._over(str(error), "conversation_over") from error
+        except ChatError as error:
+            raise Refused(400, str(error), "invalid_value", "messages") from error
         return [*parent.prompt, *before, *follows], follows
 
     def _plain(self, message: Message) -> Message:

@@ -241,7 +241,7 @@ class EpisodeRunner:
             temperature: float | None = None,
         ) -> list[Completion]:
             turn = next(turns)
-            limit = min(sampling.max_new_tokens, max_tokens or sampling.max_new_tokens)
+            limit = min(sampling.max_new_tokens, sampling.max_new_tokens if max_tokens is None else max_tokens)
             # A prompt that is too long by itself is for the engine to refuse: cut to one token nobody would see why.
             if len(token_ids) > len(prompt.token_ids) or self.max_tokens:
                 limit = min(limit, room_in(longest, len(token_ids)))
@@ -320,11 +320,14 @@ def room_in(longest: int, length: int) -> int:
 def changed_sampling(
     sampling: SamplingParams, limit: int, stop: Sequence[str | int], temperature: float | None
 ) -> SamplingParams:
-    """Return the sampling of one call. Raises ValueError for a temperature below 0 or an empty stop text."""
+    """Return the sampling of one call. Raises ValueError for an invalid limit, temperature or stop text."""
+    if limit < 1:
+        raise ValueError(f"max_tokens must be 1 or more; got {limit}")
     if temperature is not None and temperature < 0:
         raise ValueError(f"temperature must be >= 0 (0 is greedy); got {temperature}")
-    texts = tuple(each for each in stop if isinstance(each, str))
-    ids = tuple(int(each) for each in stop if not isinstance(each, str))
+    stops = (stop,) if isinstance(stop, str) else stop  # a text is a sequence of texts too: its letters
+    texts = tuple(each for each in stops if isinstance(each, str))
+    ids = tuple(int(each) for each in stops if not isinstance(each, str))
     if not all(texts):
         raise ValueError("a stop text must not be empty: it would end every reply at once")
     return replace(
