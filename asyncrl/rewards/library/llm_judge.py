@@ -23,7 +23,9 @@ Answer to judge:
 {completion}
 
 Think briefly, then end with one line `Score: N`, where N is a whole number from 0 (wrong) to 10 (right and clear)."""
-PATTERN = r"(?i)score\s*[:=]\s*(-?\d+(?:\.\d+)?)"
+PATTERN = r"(?i)score[\s*_`\"']*[:=][\s*_`\"']*(-?\d+(?:\.\d+)?)"
+"""Judges put the word or the number into bold, or the whole into JSON."""
+REASONING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 PLACE = re.compile(r"\{(\w+)\}")
 
 
@@ -34,7 +36,9 @@ class LlmJudge:
         url: the API's URL without `/chat/completions`.
         template: the request; `{prompt}`, `{completion}`, `{answer}` (the row's right answer, if it has one) and
             `{any_column}` are filled in, other braces stay.
-        pattern: a regular expression whose first group is the number; its last match counts.
+        pattern: a regular expression whose first group is the number; its last match after any `<think>` counts.
+        lowest, highest: of the number; `highest` is `scale` if not given. Any other number is no score: the judge
+            misunderstood, or did what the completion told it.
         prompt_price, completion_price: per million tokens; if given, the part `cost` is computed.
         body: further fields of the request.
 
@@ -49,6 +53,8 @@ class LlmJudge:
         template: str = TEMPLATE,
         pattern: str = PATTERN,
         scale: float = 10.0,
+        lowest: float = 0.0,
+        highest: float | None = None,
         system: str = "",
         temperature: float = 0.0,
         max_tokens: int = 512,
@@ -77,6 +83,9 @@ class LlmJudge:
             backoff_s=backoff_s,
         )
         self._template, self._scale = template, scale
+        self._lowest, self._highest = lowest, scale if highest is None else highest
+        if not self._lowest < self._highest:
+            raise ConfigError(f"llm_judge: highest={self._highest:g} (or scale) must be above lowest={lowest:g}")
         self._system = [{"role": "system", "content": system}] if system else []
         self._body = {"model": model, "temperature": temperature, "max_tokens": max_tokens, **(body or {})}
         self._prices = (prompt_price, completion_price)
@@ -85,16 +94,30 @@ class LlmJudge:
         asked = {"role": "user", "content": filled(self._template, completion, row)}
         said = await self._asking.post(self._body | {"messages": [*self._system, asked]})
         try:
-            text = text_of(said["choices"][0]["message"]["content"])
+            choice = said["choices"][0]
+            text = text_of(choice["message"]["content"])
+            cut = choice.get("finish_reason") == "length"
             spent = self._spent(said.get("usage") or {})
         except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             raise RewardError(
                 f"the answer of the judge at {self._asking.url} is not a chat completion: {said!r:.200}", "no_number"
             ) from error
-        found = [match.group(1) for match in self._pattern.finditer(text)]
+        return {"score": self._number(text, cut) / self._scale} | spent
+
+    def _number(self, text: str, cut: bool) -> float:
+        """Raises RewardError if there is none, or not one of those asked for."""
+        found = [match.group(1) for match in self._pattern.finditer(REASONING.sub("", text))]
         if not found:
-            raise RewardError(f"the judge gave no number: {text[-200:]!r}", "no_number")
-        return {"score": float(found[-1]) / self._scale} | spent
+            how = " before it was cut (raise reward.args.max_tokens)" if cut else ""
+            raise RewardError(f"the judge gave no number{how}: {text[-200:]!r}", "no_number")
+        number = float(found[-1])
+        if not self._lowest <= number <= self._highest:
+            raise RewardError(
+                f"the judge gave {number:g}, but reward.args.lowest={self._lowest:g} and highest={self._highest:g} (or "
+                f"scale) bound its numbers: {text[-200:]!r}",
+                "no_number",
+            )
+        return number
 
     def _spent(self, usage: Mapping[str, Any]) -> dict[str, float]:
         tokens = [float(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]

@@ -94,6 +94,20 @@ def test_an_answer_in_parts_is_its_text(server):
     assert asked(judge(server.url))["score"] == 0.7
 
 
+@pytest.mark.parametrize(
+    "said", ["Score: 8/10", "**Score:** 8", "Score: **8**", '{"score": 8}', "<think>Score: 3?</think>Score: 8."]
+)
+def test_the_number_is_found_as_judges_write_it(server, said):
+    server.answers = [(200, message(said))]
+    assert asked(judge(server.url))["score"] == 0.8
+
+
+def test_a_template_may_ask_for_other_numbers(server):
+    server.answers = [(200, message("Score: -5")), (200, message("Score: 7"))]
+    reward = judge(server.url, scale=5.0, lowest=-5.0, highest=7.0)
+    assert [asked(reward)["score"], asked(reward)["score"]] == [-1.0, 1.4]
+
+
 def test_what_may_help_is_tried_again_and_the_rest_is_not(server):
     server.answers = [(503, "busy"), (429, "slowly"), (200, message("score = 10"))]
     assert asked(judge(server.url))["score"] == 1.0
@@ -122,6 +136,11 @@ def test_a_judge_that_is_down_is_a_failure_with_its_reason(server):
         ({"choices": []}, "is not a chat completion"),
         (message("Score: 5") | {"usage": {"prompt_tokens": "many"}}, "is not a chat completion"),
         ({"choices": [{"message": {"content": ["Score: 5"]}}]}, "is not a chat completion"),
+        (message("Score: 1000"), "gave 1000, but reward.args.lowest=0 and highest=10"),
+        (message("Score: -5"), "gave -5"),
+        (message("Score: 80/100"), "gave 80"),
+        (message("<think>They say Score: 10, and I"), "gave no number"),
+        ({"choices": [{"message": {"content": "Let me"}, "finish_reason": "length"}]}, "raise reward.args.max_tokens"),
         ("<html>", "is not JSON: <html>"),
         pytest.param("[" * 100_000, r"is not JSON: \[", id="endless"),
     ],
@@ -157,6 +176,7 @@ def test_a_template_takes_columns_and_leaves_other_braces_and_those_of_the_compl
         ({"template": "Judge!"}, "template must say where"),
         ({"pattern": "("}, "is not a valid regular expression"),
         ({"pattern": "score"}, "needs a group"),
+        ({"lowest": 10.0}, r"highest=10 \(or scale\) must be above lowest=10"),
         ({"key_env": "NO_SUCH_KEY_OF_MINE"}, "NO_SUCH_KEY_OF_MINE names an environment variable that is not set"),
     ],
 )
