@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -66,6 +69,49 @@ def test_a_batch_scores_each_text_as_it_would_be_alone(kind, batch_tokens, tmp_p
     got = loaded([prompt for prompt, _ in TEXTS], [answer for _, answer in TEXTS])
     assert got == pytest.approx(one_by_one(model, kind is Qwen2ForTokenClassification), abs=1e-4)
     assert len(set(got)) == len(got)
+
+
+def test_a_plain_text_gets_the_special_tokens_of_the_model_s_tokenizer(tmp_path: Path) -> None:
+    """A BERT is read at its [CLS]: without one it would be read at the first letter of the prompt."""
+    settings = BertConfig(
+        vocab_size=264,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_labels=1,  # pyright: ignore[reportCallIssue]
+    )
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(settings).eval()
+    path = save(model, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|eos|> $A", special_tokens=[("<|eos|>", 256)]
+    )
+    tokenizer.save_pretrained(path)
+    with torch.no_grad():
+        alone = [
+            model(input_ids=torch.tensor([[256, *(prompt + answer).encode()]])).logits[0, 0].item()
+            for prompt, answer in TEXTS
+        ]
+    got = RewardModel(path)([prompt for prompt, _ in TEXTS], [answer for _, answer in TEXTS])
+    assert got == pytest.approx(alone, abs=1e-5)
+
+
+@pytest.mark.parametrize("where", ["pad", "text"])
+def test_the_tokenizer_of_another_model_is_refused(where: str, tmp_path: Path) -> None:
+    settings = tiny()
+    settings.vocab_size, settings.pad_token_id = (PAD_ID, 0) if where == "pad" else (100, 0)
+    path = save(Qwen2ForSequenceClassification(settings), tmp_path)
+    if where == "pad":
+        with pytest.raises(ConfigError, match=f"pads with token id {PAD_ID}, but the model has {PAD_ID} tokens"):
+            RewardModel(path)
+        return
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(path)
+    with pytest.raises(RewardError, match="gives token id 120, but the model has 100 tokens"):
+        RewardModel(path)(["ab"], ["x"])
 
 
 def test_without_a_pad_token_texts_are_scored_one_at_a_time(tmp_path: Path) -> None:

@@ -20,9 +20,12 @@ ALL_BUT_WEIGHTS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 
 
 @cache
-def described_in(path: str) -> Path | None:
+def described_in(path: str, key: str = "model.path") -> Path | None:
     """The folder with config, tokenizer and chat template of a model: its own folder, or the one in the cache where
     transformers looks too, into which they are downloaded. None if the hub cannot be reached and the cache has nothing.
+
+    Args:
+        key: setting that names the model, for errors.
 
     Raises:
         ConfigError: the hub has no such model, or requires a login for it.
@@ -37,12 +40,12 @@ def described_in(path: str) -> Path | None:
         return Path(hub.snapshot_download(path, allow_patterns=list(ALL_BUT_WEIGHTS)))
     except errors.GatedRepoError as error:
         raise ConfigError(
-            f"model.path={path}: this model is gated. Accept the terms on its page on the hub, and log in with `hf "
+            f"{key}={path}: this model is gated. Accept the terms on its page on the hub, and log in with `hf "
             "auth login`"
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise ConfigError(
-            f"model.path={path}: there is no such folder (looked from {Path.cwd()}), and no such model on the Hugging "
+            f"{key}={path}: there is no such folder (looked from {Path.cwd()}), and no such model on the Hugging "
             "Face hub. Correct the name, or log in with `hf auth login` if it is a private one"
         ) from error
     # No network, a broken connection (not an OSError here), a hub that is down, a full disk: asked again later.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -42,6 +42,8 @@ EXTRAS = {
 """Built-in rewards that need a package: its module, and the extra that installs it."""
 REMOTE = (LIBRARY["llm_judge"], LIBRARY["remote"])
 """Built-in rewards that need a network."""
+CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
+"""Suffixes of the class names of models whose output can be a reward."""
 AT_ONCE = 64
 """Limit on concurrent async calls in one reward process, if `reward.concurrency` is 0."""
 
@@ -133,3 +135,18 @@ def at_once(reward: RewardConfig) -> int:
     """Return the limit on concurrent async calls in one reward process: each program of `code` needs a core."""
     programs = any(term.function == LIBRARY["code"] for term in reward_terms(reward))
     return reward.concurrency or (os.cpu_count() or 1 if programs else AT_ONCE)
+
+
+def not_one_number(architectures: Sequence[str], labels: int) -> str:
+    """Return why the output of a reward model is not one number; empty if it is."""
+    if not any(name.endswith(CLASSIFIERS) for name in architectures):
+        return (
+            f"is a {', '.join(architectures) or 'model of unknown kind'}, whose output is not a reward. Give a "
+            "...ForSequenceClassification or ...ForTokenClassification with num_labels=1"
+        )
+    if labels != 1:
+        return (
+            f"has num_labels={labels}, but a reward is one number. Give a model with num_labels=1, or write a "
+            "reward.function that turns its outputs into one number"
+        )
+    return ""

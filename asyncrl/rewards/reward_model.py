@@ -19,6 +19,7 @@ from transformers import (
     PretrainedConfig,
 )
 
+from asyncrl.checks.rewards import not_one_number
 from asyncrl.errors import ConfigError, RewardError
 
 BATCH_TOKENS = 16384
@@ -36,7 +37,8 @@ class RewardModel:
     """`model(prompts, completions) -> rewards`, the raw output (logit) for each prompt with its completion.
 
     A sequence classifier scores the whole text; a token classifier is read at the last token. Conversations are
-    rendered with the reward model's own chat template; plain prompt and completion are concatenated.
+    rendered with the reward model's own chat template; plain prompt and completion are concatenated, and get the
+    special tokens that its tokenizer adds to a text (a [CLS] is what a BERT is read at).
 
     Args:
         path: folder or hub name of the model with its tokenizer. Runs on the GPU if this process sees one, in the
@@ -56,7 +58,15 @@ class RewardModel:
             raise ConfigError(f"reward.model={path} cannot be loaded with its tokenizer: {error}") from error
         self._per_token = check_kind(path, settings) == "ForTokenClassification"
         self._model = load_model(path, settings, self._tokenizer.pad_token_id).to(self._device)
+        embeddings: Any = self._model.get_input_embeddings()
         self._longest = getattr(settings, "max_position_embeddings", None)
+        self._vocabulary = embeddings.num_embeddings
+        pad = self._tokenizer.pad_token_id
+        if pad is not None and pad >= self._vocabulary:
+            raise ConfigError(
+                f"reward.model={path}: its tokenizer pads with token id {pad}, but the model has {self._vocabulary} "
+                "tokens: the tokenizer is another model's. Save the model's own beside it"
+            )
 
     @torch.inference_mode()
     def __call__(self, prompts: Sequence[Text], completions: Sequence[Text]) -> list[float]:
@@ -69,9 +79,16 @@ class RewardModel:
         return rewards
 
     def _token_ids(self, prompt: Text, completion: Text) -> list[int]:
-        ids = self._tokenizer(self._join(prompt, completion), add_special_tokens=False).input_ids
-        if not ids:
+        text = self._join(prompt, completion)
+        # A chat template writes the special tokens itself: adding them would double the BOS.
+        ids = self._tokenizer(text, add_special_tokens=isinstance(prompt, str)).input_ids
+        if not text or not ids:
             raise RewardError("prompt and completion are empty: there is nothing to score")
+        if max(ids) >= self._vocabulary:
+            raise RewardError(
+                f"the tokenizer of {self._path} gives token id {max(ids)}, but the model has {self._vocabulary} "
+                "tokens: the tokenizer is another model's"
+            )
         if self._longest is not None and len(ids) > self._longest:
             raise RewardError(
                 f"a text of {len(ids)} tokens is longer than the {self._longest} tokens that {self._path} can read"
@@ -101,21 +118,12 @@ def check_kind(path: str, settings: PretrainedConfig) -> str:
     """Return `ForSequenceClassification` or `ForTokenClassification`. Raises ConfigError for a model without a single
     output."""
     names = settings.architectures or []
-    kind = next((kind for kind in MODEL_CLASSES if any(name.endswith(kind) for name in names)), None)
-    if kind is None:
-        raise ConfigError(
-            f"reward.model={path} is a {', '.join(names) or 'model of unknown kind'}, whose output is not a reward. "
-            "Give a ...ForSequenceClassification or ...ForTokenClassification with num_labels=1"
-        )
-    if settings.num_labels != 1:
-        raise ConfigError(
-            f"reward.model={path} has num_labels={settings.num_labels}, but a reward is one number. Give a model with "
-            "num_labels=1, or write a reward.function that turns its outputs into one number"
-        )
-    return kind
+    if why := not_one_number(names, settings.num_labels or 0):
+        raise ConfigError(f"reward.model={path} {why}")
+    return next(kind for kind in MODEL_CLASSES if any(name.endswith(kind) for name in names))
 
 
-def load_model(path: str, settings: PretrainedConfig, pad_token_id: int | None) -> torch.nn.Module:
+def load_model(path: str, settings: PretrainedConfig, pad_token_id: int | None) -> Any:
     """Return the classifier in evaluation mode. Raises ConfigError if its weights are incomplete."""
     loader = MODEL_CLASSES[check_kind(path, settings)]
     try:

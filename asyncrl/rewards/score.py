@@ -11,6 +11,10 @@ from typing import Any
 
 from asyncrl.errors import RewardError
 
+LARGEST = 1e15
+"""Limit on the size of a reward. The learner squares differences of rewards in float32: above 1.8e19 a whole batch
+becomes NaN."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardScore:
@@ -41,22 +45,23 @@ def to_score(returned: Any, function: str) -> RewardScore:
     rewards of the policy's turns, and the rest is ignored.
 
     Raises:
-        RewardError: None, NaN, infinite or not a number. Never a silent 0: the model would be trained on it.
+        RewardError: None, NaN, infinite, above LARGEST or not a number. Never a silent 0: the model would be trained
+            on it.
     """
     if not isinstance(returned, dict):
-        return RewardScore(value=_finite(returned, function))
+        return RewardScore(value=finite(returned, function))
     if "score" not in returned:
         keys = sorted(map(str, returned))
         raise RewardError(f"{function} returned a dict without `score` (keys: {keys}). Add it", "no_number")
     parts = {
-        str(name): _finite(entry, f"{function}[{name!r}]")
+        str(name): finite(entry, f"{function}[{name!r}]")
         for name, entry in returned.items()
         if name != "score" and _is_number(entry)
     }
     turns = returned.get("turns", ())
     turns = turns.tolist() if hasattr(turns, "tolist") and not _is_number(turns) else turns
-    earned = tuple(_finite(each, f"{function}['turns']") for each in turns) if isinstance(turns, list | tuple) else ()
-    return RewardScore(value=_finite(returned["score"], function), parts=parts, turns=earned)
+    earned = tuple(finite(each, f"{function}['turns']") for each in turns) if isinstance(turns, list | tuple) else ()
+    return RewardScore(value=finite(returned["score"], function), parts=parts, turns=earned)
 
 
 def with_turns(outcome: Outcome, turns: int) -> Outcome:
@@ -75,7 +80,8 @@ def _is_number(value: Any) -> bool:
     return hasattr(value, "__float__") and not isinstance(value, str | bytes)
 
 
-def _finite(value: Any, function: str) -> float:
+def finite(value: Any, function: str) -> float:
+    """Raises RewardError: it is not a number, not finite, or too large to train on."""
     if not _is_number(value):
         raise RewardError(
             f"{function} returned {value!r:.80}. Return one number per completion, or a dict with `score`", "no_number"
@@ -83,4 +89,9 @@ def _finite(value: Any, function: str) -> float:
     number = float(value)
     if not math.isfinite(number):
         raise RewardError(f"{function} returned {number}. Return a finite number", "no_number")
+    if abs(number) > LARGEST:
+        raise RewardError(
+            f"{function} returned {number:g}. The learner computes in float32: return at most {LARGEST:g} in size",
+            "no_number",
+        )
     return number

@@ -10,7 +10,7 @@ from typing import Any
 from asyncrl.checks.rewards import RewardTerm
 from asyncrl.errors import RewardError
 from asyncrl.rewards.call import Call, GroupReward, failed
-from asyncrl.rewards.score import NotApplicable, Outcome, RewardScore
+from asyncrl.rewards.score import NotApplicable, Outcome, RewardScore, finite
 
 Parts = Sequence[tuple[RewardTerm, list[Outcome]]]
 
@@ -86,4 +86,7 @@ def _sum(parts: Sequence[tuple[RewardTerm, Outcome]]) -> Outcome:
         named |= {f"{term.name}/{part}": number for part, number in outcome.parts.items()}
     if not named:
         return next(outcome for _, outcome in parts if isinstance(outcome, RewardError))
-    return RewardScore(value=value, parts=named, turns=turns)
+    try:
+        return RewardScore(value=finite(value, "the weighted sum of the rewards"), parts=named, turns=turns)
+    except RewardError as error:
+        return error

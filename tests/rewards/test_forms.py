@@ -112,6 +112,14 @@ def test_several_are_summed_with_their_weights_and_each_is_a_part():
     assert second == RewardScore(value=0.5, parts={"right": 0.0, "right/acc": 0.0, "said": 1.0, "form": 0.0})
 
 
+def test_a_sum_that_is_too_large_to_train_on_is_a_failure():
+    fixed = lambda value: lambda call: [RewardScore(value=value)]  # noqa: E731
+    terms = [RewardTerm(name=name, function="m:f", weight=1e9) for name in ("one", "other")]
+    both = combine([(terms[0], fixed(1e9)), (terms[1], fixed(-2e9))])
+    (failure,) = settle(both(Call(completions=["a"], row={})))
+    assert isinstance(failure, RewardError) and "the weighted sum of the rewards returned -1e+18" in str(failure)
+
+
 def test_one_of_several_that_fails_fails_the_completion_by_its_name():
     terms = [term("my_reward_fn", name="length"), term("boxed", name="box")]
     (failure,) = outcomes(terms, ["a"], GSM8K)

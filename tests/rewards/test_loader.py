@@ -172,6 +172,13 @@ def test_what_is_no_finite_number_is_an_error_and_never_a_score(what):
         scores("by_command", ["a"], {"prompt": "p", "do": "return", "what": what})
 
 
+@pytest.mark.parametrize("size", [1e308, -1e39, 2e15])
+def test_a_number_that_float32_would_turn_into_nan_is_an_error(size: float):
+    (outcome,) = settle(adapt_reward(lambda completion, row: size, "huge")(Call(completions=["a"], row={})))
+    assert isinstance(outcome, RewardError) and outcome.reason == "no_number"
+    assert f"huge returned {size:g}" in str(outcome) and "at most 1e+15 in size" in str(outcome)
+
+
 def test_numpy_numbers_are_numbers_and_other_entries_are_left_out():
 
     def reward(completion, row):

@@ -18,9 +18,10 @@ from asyncrl.checks.evaluations import EvalSet, eval_sets
 from asyncrl.checks.hints import nearest
 from asyncrl.checks.machine import check_machine, model_settings, never_ends
 from asyncrl.checks.own_code import own_learning
-from asyncrl.checks.rewards import RewardTerm, reward_terms
+from asyncrl.checks.rewards import MODEL_REWARD, RewardTerm, reward_terms
 from asyncrl.checks.servers import SERVERS
 from asyncrl.checks.sources import sources
+from asyncrl.cli.starting.reward_models import look_at_reward_model
 from asyncrl.collector import load
 from asyncrl.config import load_config
 from asyncrl.data.probe import look_over
@@ -228,7 +229,7 @@ def _reward_lines(config: Config, found: Sequence[Survey], beside: Sequence[Surv
     if not terms:
         return ["none; the environment scores by itself"]
     refuse_uncovered(terms, [*found, *beside])
-    lines = [line for term in terms for line in _untried(term)]
+    lines = [line for term in terms for line in _untried(term, found)]
     terms = [term for term in terms if not term.model]
     outcomes = try_reward(terms, rows, timeout_s=config.reward.timeout_s) if terms else []
     for each in found:  # per source of a mixture: if one has no scores, all of its groups would be dropped
@@ -248,8 +249,10 @@ def _reward_lines(config: Config, found: Sequence[Survey], beside: Sequence[Surv
     ]
 
 
-def _untried(term: RewardTerm) -> list[str]:
+def _untried(term: RewardTerm, found: Sequence[Survey]) -> list[str]:
     of = f"{term.name}: {term.function}" if term.name else term.function
+    if term.function == MODEL_REWARD:
+        return look_at_reward_model(term, [row for each in found for row in each.first_rows])
     if term.model:
         return [f"{of} of {term.model}: not loaded before the start"]
     return [f"{of}: not called before the start, because it needs its server"] if term.remote else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 from pathlib import Path
 
@@ -216,6 +217,34 @@ def test_several_rewards_are_called_together_and_what_needs_a_server_is_made_and
     assert "right + form: called on the first rows with made-up completions, it gave 0, 0" in plan
 
     assert "url must begin with http://" in refused([*several, judge.replace("http:", "ftp:")], capsys)
+
+
+CLASSIFIER = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}, "vocab_size": 258}
+
+
+@pytest.mark.parametrize(
+    ("changed", "template", "says"),
+    [
+        ({"architectures": ["Qwen3ForCausalLM"]}, None, "is a Qwen3ForCausalLM, whose output is not a reward"),
+        ({"id2label": None}, None, "has num_labels=2, but a reward is one number"),
+        ({"vocab_size": 100}, None, "gives token id 256, but the model has 100 tokens"),
+        ({}, "", "the prompt is a conversation, but its tokenizer has no chat template"),
+        ({}, "{{ raise_exception('no such role') }}", "its chat template fails (TemplateError: no such role)"),
+    ],
+)
+def test_a_reward_model_that_can_score_no_row_is_refused(
+    changed: dict, template: str | None, says: str, task: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree("model", "judge")
+    Path("judge/config.json").write_text(json.dumps(CLASSIFIER))
+    given = [*task[:2], "reward=model", "reward.model=judge"]
+    assert main(["local", *given, "--dry-run"]) == 0
+    assert "RewardModel of judge: not loaded before the start" in capsys.readouterr().out
+    Path("judge/config.json").write_text(json.dumps(CLASSIFIER | changed))
+    if template is not None:
+        Path("judge/chat_template.jinja").write_text(template)
+    said = refused(given, capsys)
+    assert "reward.model=judge" in said and says in said
 
 
 def test_a_row_whose_data_source_has_no_reward_is_refused_by_its_line(
