@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 import tomllib
 from pathlib import Path
 
@@ -220,11 +219,13 @@ def test_a_job_ends_with_its_learner_and_by_a_checkpoint_when_its_time_is_over(
         ["bash", str(SBATCH), "seed=3"], env=cluster | {"LEARNER_NODES": "2"}, start_new_session=True
     )
     try:
-        deadline = time.monotonic() + WAIT_S
         # keys, replay, Ray's head and worker, its status twice, the pool, two learners
-        while len(started(cluster)) < 9:
-            assert time.monotonic() < deadline and job.poll() is None, started(cluster)
-            time.sleep(0.05)
+        until(
+            lambda: len(started(cluster)) >= 9,
+            lambda: started(cluster),
+            within_s=WAIT_S,
+            holds=lambda: job.poll() is None,
+        )
         told = {"the learner fails": "end", "the pool fails": "end-pool"}
         if how in told:
             (Path(cluster["SPOKEN"]) / told[how]).touch()
@@ -240,10 +241,7 @@ def test_a_job_ends_with_its_learner_and_by_a_checkpoint_when_its_time_is_over(
     assert all("--rdzv-endpoint=10.0.0.1:20043" in line for line in said if "-m asyncrl.learner " in line)
     token = Path(cluster["RUN_DIR"]) / "keys" / "ray_token"
     assert len(token.read_text()) == 64 and token.stat().st_mode & 0o077 == 0
-    deadline = time.monotonic() + WAIT_S
-    while _of_group(job.pid):  # the others were told to end
-        assert time.monotonic() < deadline, _of_group(job.pid)
-        time.sleep(0.05)
+    until(lambda: not _of_group(job.pid), "the others were not told to end", within_s=WAIT_S)
 
 
 def _of_group(group: int) -> list[str]:

@@ -38,6 +38,7 @@ from asyncrl.learner.roles import Roles
 from asyncrl.schema import LearnerConfig
 from tests.forked import forked_from
 from tests.learner.feed import tiny_model
+from tests.waiting import until
 
 RANKS = 2
 CPU = torch.device("cpu")
@@ -117,11 +118,12 @@ def one_life(folder: Path, rng: random.Random, longest_s: float) -> float:
         each.start()
 
     def wait_for(what: str, happened: Callable[[], bool]) -> None:
-        until = time.monotonic() + LIFE_S
-        while not happened():
-            assert time.monotonic() < until, f"the ranks have not {what}"
-            assert all(each.is_alive() for each in ranks), "a rank ended by itself"
-            time.sleep(0.01)
+        until(
+            happened,
+            f"the ranks have not {what}, or one ended by itself",
+            within_s=LIFE_S,
+            holds=lambda: all(each.is_alive() for each in ranks),
+        )
 
     wait_for("begun a save", lambda: len(list(folder.glob("began_*"))) == RANKS)
     began = time.monotonic()

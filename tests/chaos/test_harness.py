@@ -5,13 +5,13 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from asyncrl.family import ProcessId
 from tests.addresses import free_address
+from tests.waiting import until
 
 DRIVER = """
 import sys, time
@@ -34,14 +34,9 @@ def test_a_killed_harness_leaves_no_process(tmp_path: Path) -> None:
         try:
             assert server is not None and server.running()
             # Not before it has bound itself and become the server.
-            deadline = time.monotonic() + 200
-            while "tests.chaos.server" not in server.command()[:3]:
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+            until(lambda: "tests.chaos.server" in server.command()[:3], within_s=200)
             driver.send_signal(signal.SIGTERM)
-            while server.running():
-                assert time.monotonic() < deadline, "it outlived the harness"
-                time.sleep(0.02)
+            until(lambda: not server.running(), "it outlived the harness", within_s=200)
         finally:
             driver.kill()
             if server:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,6 +109,18 @@ class LocalRun:
             return self.process.poll() is None
 
         until(happened, lambda: f"{otherwise} ({self.process.poll()}):\n{self.tail()}", within_s=within_s, holds=lives)
+
+    def kill(self, matching: str, before: Collection[int] = ()) -> int:
+        """Kill -9 the process of this command line that is not among those killed `before`. Returns its pid."""
+        found: list[psutil.Process] = []
+
+        def there() -> bool:
+            found[:] = [each for each in self.descendants(matching) if each.pid not in before]
+            return bool(found)
+
+        self.until(there, f"{matching} is not running")
+        os.kill(found[0].pid, signal.SIGKILL)
+        return found[0].pid
 
     def finish(self, timeout_s: float) -> int:
         try:

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -50,18 +49,6 @@ def write_rows(path: Path, count: int) -> Path:
     )
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-def kill_replay(run: LocalRun, before: set[int]) -> int:
-    """Kill -9 the server that is not among those killed `before`."""
-    deadline = time.monotonic() + 150
-    while time.monotonic() < deadline:
-        for process in run.descendants("asyncrl.replay"):
-            if process.pid not in before:
-                os.kill(process.pid, signal.SIGKILL)
-                return process.pid
-        time.sleep(0.1)
-    pytest.fail(f"no replay server is running:\n{run.tail()}")
 
 
 def kill_worker(run: LocalRun, name: str) -> None:
@@ -120,12 +107,12 @@ def test_killed_servers_and_workers_lose_no_group_train_none_twice_and_disturb_n
         }
     )
     run.wait_for_step(8, 300)
-    killed = {kill_replay(run, set())}
+    killed = {run.kill("asyncrl.replay", set())}
     step = run.rows()[-1]["step"]
     run.wait_for_step(step + 4, 300)
     kill_worker(run, "rollout-0")
     run.wait_for_step(step + 8, 300)
-    killed.add(kill_replay(run, killed))
+    killed.add(run.kill("asyncrl.replay", killed))
     assert run.finish(400) == 0, run.tail()
     rows = run.rows()
     assert [row["step"] for row in rows] == list(range(1, 41))

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
-
 import numpy as np
 import pytest
 
@@ -13,25 +9,13 @@ from asyncrl.config import JOURNAL_DIR
 from asyncrl.replay.audit.report import audit
 from asyncrl.replay.audit.rerun import RetainedReplay, read_surviving
 from asyncrl.replay.journal.recovery import read_journal
-from tests.integration.conftest import LocalRun, StartLocal
+from tests.integration.conftest import StartLocal
 from tests.integration.test_loop import assert_conserved
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS = 24
 """More than are trained until the last is killed."""
-
-
-def kill_shard(run: LocalRun, number: int, before: set[int]) -> int:
-    """Kill -9 the shard of this number that is not among those killed `before`."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        for process in run.descendants(f"asyncrl.replay.shards {number} "):
-            if process.pid not in before:
-                os.kill(process.pid, signal.SIGKILL)
-                return process.pid
-        time.sleep(0.1)
-    pytest.fail(f"shard {number} is not running:\n{run.tail()}")
 
 
 def test_shards_killed_in_the_middle_of_a_run_lose_no_group(start_local: StartLocal) -> None:
@@ -47,9 +31,9 @@ def test_shards_killed_in_the_middle_of_a_run_lose_no_group(start_local: StartLo
         }
     )
     run.wait_for_step(3, 300)
-    killed = {kill_shard(run, 0, set())}
+    killed = {run.kill(f"asyncrl.replay.shards {0} ", set())}
     run.wait_for_step(run.rows()[-1]["step"] + 3, 300)
-    killed |= {kill_shard(run, 0, killed), kill_shard(run, 1, set())}
+    killed |= {run.kill(f"asyncrl.replay.shards {0} ", killed), run.kill(f"asyncrl.replay.shards {1} ", set())}
     assert run.finish(400) == 0, run.tail()
     assert run.output.read_text().count("restarted with its journal") == 3
     rows = run.rows()

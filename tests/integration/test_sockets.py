@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from tests.integration.conftest import LocalRun, StartLocal
@@ -15,11 +13,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.unhurried, pytest.mark.timeout(600)]
 def watched(run: LocalRun, step: int, timeout_s: float = 400.0) -> set[Listener]:
     """Whatever listened from the start until `step` was trained: some sockets live for a moment only."""
     found: set[Listener] = set()
-    deadline = time.monotonic() + timeout_s
-    while not any(row["step"] >= step for row in run.rows()):
-        assert run.process.poll() is None and time.monotonic() < deadline, run.tail()
-        found |= listeners(tree(run.process.pid))
-        time.sleep(0.2)
+
+    def trained() -> bool:
+        found.update(listeners(tree(run.process.pid)))
+        return any(row["step"] >= step for row in run.rows())
+
+    run.until(trained, f"step {step} was not reached", timeout_s)
     return found | listeners(tree(run.process.pid))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -18,6 +17,7 @@ from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.factory import make_subscriber
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher
+from tests.waiting import until
 from tests.weights.board import BoardManager, WorkerRendezvous
 
 Result = TypeVar("Result")
@@ -72,12 +72,13 @@ class Live:
             publisher.close()
 
     def wait_served(self, policy_version: int, wait_s: float = SERVE_S) -> None:
-        deadline = time.monotonic() + wait_s
-        while self.subscriber.policy_version != policy_version:
-            self.subscriber.check()
-            served = self.subscriber.policy_version
-            assert time.monotonic() < deadline, f"version {policy_version} was never served, but {served}"
-            time.sleep(0.005)
+        subscriber, why = self.subscriber, f"version {policy_version} was never served"
+        until(
+            lambda: subscriber.policy_version == policy_version,
+            why,
+            within_s=wait_s,
+            holds=lambda: subscriber.check() is None,
+        )
 
     def update(self, policy_version: int, model: torch.nn.Module) -> None:
         """Publish the weights of `model` and wait until they are served."""

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +17,7 @@ import httpx
 from asyncrl.cli.processes.ports import free_port
 from asyncrl.engines.vllm.names import BACKEND, EXTENSION
 from asyncrl.engines.vllm.plugin import OWNER_VARIABLE
+from tests.waiting import until
 
 START_S = 600.0
 """Limit on the start in seconds. It takes about ten on an otherwise idle machine."""
@@ -73,11 +73,13 @@ class RealServer:
         """
         with self._log.open("ab") as log:
             self._process = self._begin(log)
-        deadline = time.monotonic() + START_S
-        while not self._answers():
-            ended = self._process.poll()
-            assert ended is None and time.monotonic() < deadline, f"no server ({ended}): {self._said()}"
-            time.sleep(0.1)
+        process = self._process
+        until(
+            self._answers,
+            lambda: f"no server ({process.poll()}): {self._said()}",
+            within_s=START_S,
+            holds=lambda: process.poll() is None,
+        )
 
     def kill(self) -> None:
         """Send SIGKILL to the server process, then to its process group."""

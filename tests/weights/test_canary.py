@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +11,7 @@ from asyncrl.weights.canary import FULL, HALF, ROUTED, Canary, Proof, compare, r
 from asyncrl.weights.files.sender import FilesSender
 from asyncrl.weights.files.subscriber import FilesSubscriber
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher
+from tests.waiting import until
 from tests.weights.board import Board, WorkerRendezvous
 
 PROBES = random_probes(97, seed=3)
@@ -159,11 +159,8 @@ class FilesPair:
         self.publisher.publish(version, [("w", torch.full((4,), float(version)))], canary_of(values))
 
     def wait(self, version: int) -> None:
-        deadline = time.monotonic() + 30
-        while self.subscriber.policy_version != version and time.monotonic() < deadline:
-            self.subscriber.check()
-            time.sleep(0.005)
-        assert self.subscriber.policy_version == version
+        subscriber = self.subscriber
+        until(lambda: subscriber.policy_version == version, holds=lambda: subscriber.check() is None)
 
     def close(self) -> None:
         self.publisher.close()
@@ -187,11 +184,8 @@ def test_an_engine_that_keeps_old_weights_is_never_reported_as_serving_and_lets_
     pair.publish(0)
     pair.wait(0)
     pair.publish(1)
-    deadline = time.monotonic() + 30
     with pytest.raises(WeightsError, match=r"version 1 is not served: .* learner 1\.0000, engine 0\.0000"):
-        while time.monotonic() < deadline:
-            pair.subscriber.check()
-            time.sleep(0.005)
+        pair.wait(1)
     assert not pair.subscriber.proven
     assert pair.subscriber.policy_version == 0
     assert [version for _, version, _, _ in pair.board.served()] == [0]
@@ -204,10 +198,7 @@ def test_an_engine_that_cannot_score_does_not_serve(tmp_path):
     engine.score = lambda sequences: (_ for _ in ()).throw(GenerationError("out of memory"))
     pair = FilesPair(tmp_path, engine, verify_every=0)
     pair.publish(0)
-    deadline = time.monotonic() + 30
     with pytest.raises(WeightsError, match="out of memory"):
-        while time.monotonic() < deadline:
-            pair.subscriber.check()
-            time.sleep(0.005)
+        pair.wait(0)
     assert not pair.board.served()
     pair.close()

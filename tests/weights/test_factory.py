@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Config
 from asyncrl.weights.factory import make_publisher, make_subscriber
+from tests.waiting import until
 from tests.weights.board import Board, WorkerRendezvous
 
 CPU = torch.device("cpu")
@@ -25,10 +24,7 @@ def test_both_ends_of_a_transport_meet_through_the_config(tmp_path, transport, b
     )
     stats = publisher.publish(3, [("a", torch.arange(5.0))])
     assert stats.nbytes >= 20
-    deadline = time.monotonic() + 100
-    while subscriber.policy_version != 3 and time.monotonic() < deadline:
-        subscriber.check()
-        time.sleep(0.005)
+    until(lambda: subscriber.policy_version == 3, within_s=100, holds=lambda: subscriber.check() is None)
     assert loaded[0][0] == 3
     assert torch.equal(loaded[0][1]["a"], torch.arange(5.0))
     publisher.close()

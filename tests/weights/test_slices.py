@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -23,6 +22,7 @@ from asyncrl.weights.fingerprint import Fingerprint
 from asyncrl.weights.publishing import gather
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher
 from asyncrl.weights.shares import slices
+from tests.waiting import until
 from tests.weights.board import Board, WorkerRendezvous
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -81,11 +81,12 @@ class Engine:
         self.version, self.parts = version, parts
 
     def wait(self, version: int) -> None:
-        deadline = time.monotonic() + 2 * TIMEOUT_S
-        while self.version != version:
-            self.subscriber.check()
-            assert time.monotonic() < deadline, f"{self.name} still has {self.version}"
-            time.sleep(0.005)
+        until(
+            lambda: self.version == version,
+            f"{self.name} has it not",
+            within_s=2 * TIMEOUT_S,
+            holds=lambda: self.subscriber.check() is None,
+        )
         expected = weights(version)
         for (name, box), part in self.parts.items():
             assert torch.equal(part, expected[name][slices(box)] if box else expected[name]), (self.name, name, box)
@@ -121,11 +122,8 @@ def publishers(board: Board, senders: int = 1, backend: str = "gloo", **options:
 
 
 def settled(publisher: Any, version: int) -> dict[str, float]:
-    deadline = time.monotonic() + 2 * TIMEOUT_S
-    while (stats := publisher.stats())["weights/sent_version"] != version:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    return stats
+    until(lambda: publisher.stats()["weights/sent_version"] == version, within_s=2 * TIMEOUT_S)
+    return publisher.stats()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -18,6 +17,7 @@ from asyncrl.errors import WeightsError
 from asyncrl.weights.broadcast import protocol, publisher, subscriber
 from asyncrl.weights.broadcast.protocol import answer, beat, collect, introduce, post, pushed
 from asyncrl.weights.subscriber import Subscriber
+from tests.waiting import until
 from tests.weights.board import Board, WorkerRendezvous
 
 
@@ -167,14 +167,9 @@ class Loading(Subscriber):
 def test_a_worker_beats_while_its_engine_loads_and_is_told_to_serve_only_then():
     board = Board()
     subscriber = Loading(board)
-    deadline = time.monotonic() + 30
-    while subscriber.beats < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: subscriber.beats >= 3)
     assert board.served() == [] and subscriber.policy_version != 3
     subscriber.go.set()
-    while not board.served():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(board.served)
     subscriber.close()
     assert subscriber.policy_version == 3

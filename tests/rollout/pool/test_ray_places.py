@@ -20,6 +20,7 @@ from asyncrl.rollout.pool import ray_host
 from asyncrl.rollout.pool.ray_host import RayHost
 from asyncrl.rollout.pool.specs import worker_environment
 from tests.replay.helpers import replay_config, running_server, settings
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(500)]
 
@@ -83,9 +84,13 @@ def test_workers_are_ended_in_order_and_not_killed(tmp_path):
     host = RayHost(address="", workers=1, gpus_per_worker=lambda _: 0.0)
     with running_server(config.replay, settings()), contextlib.closing(host):
         host.start(spec)
-        deadline = time.monotonic() + 200
-        while not log.exists() or "the engine is ready" not in log.read_text():
-            assert time.monotonic() < deadline and not host.wait(0.5), log.read_text()
+        ready = "the engine is ready"
+        until(
+            lambda: log.exists() and ready in log.read_text(),
+            log.read_text,
+            within_s=200,
+            holds=lambda: not host.wait(0.5),
+        )
     assert log.read_text().rstrip().endswith("ended by a signal")
 
 
