@@ -31,9 +31,9 @@ def test_shards_killed_in_the_middle_of_a_run_lose_no_group(start_local: StartLo
         }
     )
     run.wait_for_step(3, 300)
-    killed = {run.kill(f"asyncrl.replay.shards {0} ", set())}
+    killed = {run.kill("asyncrl.replay.shards 0 ", set())}
     run.wait_for_step(run.rows()[-1]["step"] + 3, 300)
-    killed |= {run.kill(f"asyncrl.replay.shards {0} ", killed), run.kill(f"asyncrl.replay.shards {1} ", set())}
+    killed |= {run.kill("asyncrl.replay.shards 0 ", killed), run.kill("asyncrl.replay.shards 1 ", set())}
     assert run.finish(400) == 0, run.tail()
     assert run.output.read_text().count("restarted with its journal") == 3
     rows = run.rows()
