@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from asyncrl.checks.problem import divisors
@@ -87,6 +87,12 @@ def _counted(count: Any) -> TypeGuard[int]:
     return isinstance(count, int) and count > 0
 
 
+def _untested(setting: str, kinds: Sequence[str], kind: str | None, way_out: str) -> str:
+    return (
+        "" if kind in kinds else f"{setting} is only tested for {', '.join(kinds)}, and this is {kind}. Set {way_out}"
+    )
+
+
 def foreign_maths(settings: Mapping[str, Any]) -> str:
     """Return what the model computes and the learner does not; empty if nothing is known."""
     text, kind = of_its_decoder(settings), _kind_of(settings)
@@ -142,11 +148,9 @@ def not_together(settings: Mapping[str, Any], ranks: int) -> str:
     text, kind = of_its_decoder(settings), _kind_of(settings)
     if ranks == 1:
         return ""
-    if kind not in COMPUTED_TOGETHER:
-        return (
-            f"learner.tensor_parallel={ranks} is only tested for {', '.join(COMPUTED_TOGETHER)}, and this is {kind}. "
-            "Set learner.tensor_parallel=1: FSDP2 shards any model"
-        )
+    way_out = "learner.tensor_parallel=1: FSDP2 shards any model"
+    if problem := _untested(f"learner.tensor_parallel={ranks}", COMPUTED_TOGETHER, kind, way_out):
+        return problem
     heads = text.get("num_attention_heads")
     counts = {
         "attention heads": heads,
@@ -196,11 +200,8 @@ def not_shared(settings: Mapping[str, Any], ranks: int, together: int = 1) -> st
     text, kind = of_its_decoder(settings), _kind_of(settings)
     if ranks == 1:
         return ""
-    if kind not in SHARED:
-        return (
-            f"learner.sequence_parallel={ranks} is only tested for {', '.join(SHARED)}, and this is {kind}. Set "
-            "learner.sequence_parallel=1"
-        )
+    if problem := _untested(f"learner.sequence_parallel={ranks}", SHARED, kind, "learner.sequence_parallel=1"):
+        return problem
     for guessing, _ in _guessing(text):
         return (
             f"its rotary embedding ({guessing}) depends on the longest sequence it is given, and no rank has whole "
@@ -272,11 +273,9 @@ def not_apart(settings: Mapping[str, Any], ranks: int) -> str:
     kind, experts = _kind_of(settings), experts_in(settings)
     if ranks == 1 or not experts:
         return ""
-    if kind not in EXPERTS_APART:
-        return (
-            f"learner.expert_parallel={ranks} is only tested for {', '.join(EXPERTS_APART)}, and this is {kind}. Set "
-            "learner.expert_parallel=1: FSDP2 shards any model"
-        )
+    way_out = "learner.expert_parallel=1: FSDP2 shards any model"
+    if problem := _untested(f"learner.expert_parallel={ranks}", EXPERTS_APART, kind, way_out):
+        return problem
     if experts % ranks:
         fits = map(str, divisors(experts))
         return f"learner.expert_parallel={ranks} must divide its {experts} experts. Set it to one of {', '.join(fits)}"
@@ -286,11 +285,6 @@ def not_apart(settings: Mapping[str, Any], ranks: int) -> str:
 def not_replayed(settings: Mapping[str, Any]) -> str:
     """Return why `learner.router_replay=true` cannot make a model choose the engine's experts; empty if it can."""
     kind = _kind_of(settings)
-    if kind in ROUTERS_FOLLOW:
-        return ""
-    why = (
-        f"only tested for {', '.join(ROUTERS_FOLLOW)}, and this is {kind}"
-        if experts_in(settings)
-        else (f"for mixtures, and {kind} has no experts to choose")
-    )
-    return f"learner.router_replay=true is {why}. Set it to false"
+    if kind not in ROUTERS_FOLLOW and not experts_in(settings):
+        return f"learner.router_replay=true is for mixtures, and {kind} has no experts to choose. Set it to false"
+    return _untested("learner.router_replay=true", ROUTERS_FOLLOW, kind, "it to false")
