@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from asyncrl.checks.hints import nearest
+from asyncrl.checks.hints import refuse_others
 from asyncrl.checks.sources import Source, sources
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Config, DataConfig, EnvironmentConfig, EvalConfig, RewardConfig
@@ -54,8 +54,7 @@ def _entry(name: str, given: Any, config: Config) -> EvalSet:
         raise ConfigError(f"{key} has no path. Give {key}.path=FILE")
     of_eval = [item.name for item in fields(EvalConfig) if item.name not in NOT_OF_A_SET]
     known = [*of_eval, "environment", "reward", *OF_THE_ROWS]
-    for unknown in set(entry) - set(known):
-        raise ConfigError(f"{key}.{unknown}: a set has {', '.join(known)}.{nearest(str(unknown), known)}")
+    refuse_others(key, entry, known, "a set has")
     kept = {item: entry[item] for item in of_eval if item in entry and item != "path"}
     settings = replace(changed(config.eval, kept, key), name=name, path=entry["path"], sets={})
     own = replace(
@@ -117,13 +116,9 @@ def changed(base: Settings, given: Mapping[str, Any], key: str) -> Settings:
     Raises:
         ConfigError: there is no such setting, or a value has another type.
     """
-    known = [item.name for item in fields(base)]
+    refuse_others(key, given, [item.name for item in fields(base)])
     values: dict[str, Any] = {}
     for name, value in given.items():
-        if name not in known:
-            raise ConfigError(
-                f"{key}.{name}: there is no such setting; there are {', '.join(known)}.{nearest(str(name), known)}"
-            )
         kind = type(getattr(base, name))
         whole = kind is float and isinstance(value, int) and not isinstance(value, bool)
         if not whole and (not isinstance(value, kind) or (kind is not bool and isinstance(value, bool))):

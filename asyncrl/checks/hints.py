@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from asyncrl.errors import ConfigError
 
@@ -81,6 +82,15 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """Return ` Did you mean X?` if a known word is close; otherwise an empty string."""
     found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" Did you mean `{found[0]}`?" if found else ""
+
+
+def refuse_others(
+    key: str, given: Iterable[Any], known: Sequence[str], has: str = "there is no such setting; there are"
+) -> None:
+    """Raises ConfigError: the mapping of the setting `key` has an entry that is not one of `known`."""
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"{key}.{name}: {has} {', '.join(known)}.{nearest(str(name), known)}")
 
 
 def nearest_key(key: str, known: Sequence[str]) -> str:

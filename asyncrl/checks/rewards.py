@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from asyncrl.checks.hints import nearest
+from asyncrl.checks.hints import nearest, refuse_others
 from asyncrl.errors import ConfigError
 from asyncrl.schema import RewardConfig
 
@@ -99,10 +99,7 @@ def _term(name: str, entry: Any) -> RewardTerm:
     known = [item.name for item in fields(RewardTerm) if item.name != "name"]
     if not isinstance(values, Mapping) or not isinstance(values.get("function"), str):
         raise ConfigError(f"{key}={entry!r} does not name a function. Write {key}.function=NAME, or file.py:name")
-    for given in values:
-        if given not in known:
-            hint = nearest(str(given), known)
-            raise ConfigError(f"{key}.{given}: there is no such setting; there are {', '.join(known)}.{hint}")
+    refuse_others(key, values, known)
     weight, args, sources = values.get("weight", 1.0), values.get("args") or {}, values.get("data_source") or ()
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
         raise ConfigError(f"{key}.weight must be a number; got {weight!r}")

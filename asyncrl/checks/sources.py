@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.checks.conditions import Condition, conditions
-from asyncrl.checks.hints import nearest
+from asyncrl.checks.hints import refuse_others
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.schema import RowSettings
 
@@ -91,9 +91,7 @@ def _entry(name: str, given: Any, data: RowSettings) -> Source:
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
         raise ConfigError(f"{key}: the name of a source must be 1 to 64 letters, digits, `_` or `-`. Rename it")
     entry = given if isinstance(given, Mapping) else {"path": given}
-    for unknown in set(entry) - set(IN_A_MIXTURE):
-        hint = nearest(str(unknown), IN_A_MIXTURE)
-        raise ConfigError(f"{key}.{unknown}: a source has {', '.join(IN_A_MIXTURE)}.{hint}")
+    refuse_others(key, entry, IN_A_MIXTURE, "a source has")
     if "path" not in entry:
         raise ConfigError(f"{key} has no path. Give {key}.path=FILE")
     return _source(key, name, entry, data)
