@@ -176,7 +176,7 @@ def assemble(
     if rows is not None:
         opened.callback(rows.close)
     return Training(
-        replay=replay,
+        source=replay,
         publisher=sender,
         roles=roles,
         checkpoints=kept.checkpoints,

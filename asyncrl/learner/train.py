@@ -19,7 +19,7 @@ from asyncrl.config import disk_patience
 from asyncrl.data.mixture import source_names
 from asyncrl.errors import NoProgress
 from asyncrl.evaluation.orders import EvalSummary
-from asyncrl.learner.batch.prefetch import LeasePrefetch
+from asyncrl.learner.batch.prefetch import LeasePrefetch, Source
 from asyncrl.learner.checkpoints.checkpoint import Checkpoints, LearnerState
 from asyncrl.learner.checkpoints.export import export_critic, export_hf
 from asyncrl.learner.checkpoints.resume import Start
@@ -55,13 +55,12 @@ STOP_WITHIN_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
-    """What one rank needs to train, in a run or in a rerun of it."""
+class Parts:
+    """What one rank trains with, in reinforcement learning and in supervised fine-tuning."""
 
-    replay: LearnerReplay
-    publisher: Publisher
+    source: Source
     roles: Roles
-    """The state of `start` is already loaded into them (see `begin`)."""
+    """The state of `start` is already loaded into them."""
     checkpoints: Checkpoints
     best: BestCheckpoint
     """The same object that `checkpoints` uses."""
@@ -72,6 +71,14 @@ class Training:
     rank: int
     world: int
     device: torch.device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training(Parts):
+    """What one learner rank trains with, in a run or in a rerun of it."""
+
+    source: LearnerReplay
+    publisher: Publisher
 
 
 def train(config: Config, parts: Training, asked: Asked = never) -> int:
@@ -108,12 +115,11 @@ class _Loop:
         self.config, self.parts, self.asked = config, parts, asked
         self.shard, self.shards = dims.data_rank(parts.rank), dims.data
         self.version = parts.start.policy_version
-        self.guard = NonFiniteGuard(parts.run_dir / "nonfinite", parts.rank, settings.max_nonfinite_steps)
-        self.guard.skipped = parts.start.skipped_steps
+        self.guard = guard_of(config, parts)
         wait_s = config.replay.wait_timeout_s
-        self.leases = LeasePrefetch(parts.replay, rank=self.shard, world=self.shards, wait_s=wait_s)
+        self.leases = LeasePrefetch(parts.source, rank=self.shard, world=self.shards, wait_s=wait_s)
         self.early = (
-            Early(config, roles, parts.replay, self.leases, self.shard, self.shards, parts.rank == 0)
+            Early(config, roles, parts.source, self.leases, self.shard, self.shards, parts.rank == 0)
             if early_groups(config)
             else None
         )
@@ -148,11 +154,11 @@ class _Loop:
         """Publish the weights that training starts from, and request their evaluation."""
         parts, start = self.parts, self.parts.start
         if parts.rank == 0:
-            parts.replay.publish(policy_version=self.version, parent=start.parent)
+            parts.source.publish(policy_version=self.version, parent=start.parent)
         hold_back(parts.roles.optimizer, parts.publisher)
         self.send()
         if parts.rank == 0 and start.step < self.config.learner.steps:
-            evaluate(self.sets, parts.replay, parts.best, trained=start.step, version=self.version)
+            evaluate(self.sets, parts.source, parts.best, trained=start.step, version=self.version)
 
     def send(self, told: Future[TrainedReply] | None = None) -> PublishStats:
         """Publish the weights. `told` is the running call of `trained`: the canary is made meanwhile, and the weights
@@ -174,14 +180,11 @@ class _Loop:
 
     def batch(self, step: int) -> Lease | None:
         """Wait for the batch of `step` and request the next one. None if the run was asked to stop."""
-        self.leases.wait(step, self.asked)
-        if agreed(self.asked(), self.parts.device):
+        lease = leased(self.leases, step, self.config.learner.steps, self.asked, self.parts.device)
+        if lease is None:
             self.profile.end(step, last=True)
-            return None
-        lease = self.leases.take(step)
-        if step + 1 < self.config.learner.steps:
-            self.leases.ask(step + 1)
-        self.clock.lap("wait_batch")
+        else:
+            self.clock.lap("wait_batch")
         return lease
 
     def step(self, step: int, lease: Lease, begun: Begun | None) -> Measured:
@@ -210,7 +213,7 @@ class _Loop:
         ess = ess_of_groups(measured.group_weights, groups) if measured.group_weights else ()
         told = None
         if parts.rank == 0:
-            trained = partial(parts.replay.trained, step=step, policy_version=self.version, ess=ess)
+            trained = partial(parts.source.trained, step=step, policy_version=self.version, ess=ess)
             told = in_background(f"trained-{step}", trained)
         sent = self.send(told)
         reply = TrainedReply() if told is None else told.result()
@@ -228,12 +231,12 @@ class _Loop:
         between the two would lose the row for good. Returns the row (on rank 0) and the evaluations that finished."""
         config, parts, trained = self.config, self.parts, step + 1
         if parts.rank == 0:
-            evaluate(self.sets, parts.replay, parts.best, trained=trained, version=self.version)
+            evaluate(self.sets, parts.source, parts.best, trained=trained, version=self.version)
         evaluations = reply.evaluations
         if trained == config.learner.steps and self.sets:
             # Before the last checkpoint: a learner that restarts from it has nothing left to do, and would not wait.
             wait_s = config.replay.wait_timeout_s
-            evaluations += last_evaluations(parts.replay, wait_s, rank=parts.rank, device=parts.device)
+            evaluations += last_evaluations(parts.source, wait_s, rank=parts.rank, device=parts.device)
         commit_saved(parts)
         self.clock.lap("evaluate")
         times, row = self.clock.next(), dict[str, float]()
@@ -252,19 +255,31 @@ class _Loop:
 
     def end(self) -> None:
         """Finish a run that was not asked to stop: export the models and complete every checkpoint."""
-        config, parts, rank, roles = self.config, self.parts, self.parts.rank, self.parts.roles
-        patience, steps = disk_patience(config), max(config.learner.steps, parts.start.step)
-        export_hf(roles.policy, config.model, parts.run_dir / EXPORT_DIR, rank, patience, trained=steps)
-        if roles.critic is not None:
-            export_critic(roles.critic.model, config.model, parts.run_dir / "critic", rank, patience)
-        parts.checkpoints.finish()
-        commit_saved(parts)
-        if rank == 0:
-            parts.replay.finish()
-        parts.checkpoints.finish_errands()
+        export(self.config, self.parts)
+        if self.parts.rank == 0:
+            self.parts.source.finish()
+        self.parts.checkpoints.finish_errands()
 
 
-def begin_save(parts: Training, step: int, version: int, *, skipped: int) -> None:
+def guard_of(config: Config, parts: Parts) -> NonFiniteGuard:
+    made = NonFiniteGuard(parts.run_dir / "nonfinite", parts.rank, config.learner.max_nonfinite_steps)
+    made.skipped = parts.start.skipped_steps
+    return made
+
+
+def leased(leases: LeasePrefetch, step: int, steps: int, asked: Asked, device: torch.device) -> Lease | None:
+    """Wait for the batch of `step`, and request the next one of the run's `steps`. None if the ranks were asked to
+    stop. Collective."""
+    leases.wait(step, asked)
+    if agreed(asked(), device):
+        return None
+    lease = leases.take(step)
+    if step + 1 < steps:
+        leases.ask(step + 1)
+    return lease
+
+
+def begin_save(parts: Parts, step: int, version: int, *, skipped: int) -> None:
     """Start to save the checkpoint after `step`. Collective. It is complete on return, or during later steps
     (`async_save`)."""
     roles = parts.roles
@@ -276,18 +291,19 @@ def begin_save(parts: Training, step: int, version: int, *, skipped: int) -> Non
         norms={name: each.norms for name, each in roles.spikes.items()},
         spikes={name: each.skipped for name, each in roles.spikes.items()},
     )
-    parts.checkpoints.begin(state, parts.roles, parts.replay.snapshot() if parts.rank == 0 else {})
+    parts.checkpoints.begin(state, parts.roles, parts.source.snapshot() if parts.rank == 0 else {})
     commit_saved(parts)
 
 
-def commit_saved(parts: Training) -> None:
-    """Tell the replay server which steps are durable: it keeps what was trained after the last committed checkpoint."""
+def commit_saved(parts: Parts) -> None:
+    """Tell the source which steps are durable. The replay server keeps what was trained after the last of them. Raises
+    as `Checkpoints.begin` if a save has failed."""
     for step in parts.checkpoints.saved():
         if parts.rank == 0:
-            parts.replay.commit(step=step)
+            parts.source.commit(step=step)
 
 
-def save_before_end(config: Config, parts: Training, step: int, version: int, *, skipped: int) -> None:
+def save_before_end(config: Config, parts: Parts, step: int, version: int, *, skipped: int) -> None:
     """Save the steps that are not saved yet, when the learner stops before `step`. Collective."""
     if step > parts.start.step and not due(step, config.learner.save_every, last=False):
         begin_save(parts, step - 1, version, skipped=skipped)
@@ -295,7 +311,18 @@ def save_before_end(config: Config, parts: Training, step: int, version: int, *,
     commit_saved(parts)
     parts.checkpoints.finish_errands(STOP_WITHIN_S)
     if parts.rank == 0:
-        log.info("asked to stop: the learner ends after step %d and saves it", step)
+        log.info("asked to stop: the run ends after step %d and saves it", step)
+
+
+def export(config: Config, parts: Parts) -> None:
+    """At the end of a run: export what was trained, and complete every checkpoint. Collective."""
+    patience, steps = disk_patience(config), max(config.learner.steps, parts.start.step)
+    roles, rank = parts.roles, parts.rank
+    export_hf(roles.policy, config.model, parts.run_dir / EXPORT_DIR, rank, patience, trained=steps)
+    if roles.critic is not None:
+        export_critic(roles.critic.model, config.model, parts.run_dir / "critic", rank, patience)
+    parts.checkpoints.finish()
+    commit_saved(parts)
 
 
 def control_kl(roles: Roles, measured: Measured, plan: StepPlan) -> None:

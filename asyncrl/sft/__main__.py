@@ -18,6 +18,7 @@ if __name__ == "__main__":
 from asyncrl.checks.dtypes import dtype_on
 from asyncrl.config import begin_trace
 from asyncrl.learner.backends.factory import joined_ranks
+from asyncrl.learner.checkpoints.resume import Start
 from asyncrl.learner.parallel.place import Place, prepare_process
 from asyncrl.learner.processes.launcher import as_rank, to_the_end
 from asyncrl.learner.processes.stop import StopRequest
@@ -25,7 +26,7 @@ from asyncrl.plain_text import make_streams_plain
 from asyncrl.sft.assembly import assemble
 from asyncrl.sft.rules import check_sft_machine, load_sft
 from asyncrl.sft.settings import SftConfig, learner_config
-from asyncrl.sft.train import Start, train_rows
+from asyncrl.sft.train import train_rows
 from asyncrl.storage.occupancy import lived_in
 from asyncrl.telemetry.folder.resumed import load_as_begun
 from asyncrl.telemetry.folder.run_folder import begin_settings, changes_in, prepare_run_folder, still_of

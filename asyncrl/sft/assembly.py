@@ -7,42 +7,29 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from asyncrl.data.dataset import Dataset
 from asyncrl.drawing.order import DrawOrder
 from asyncrl.errors import DataError, OverlongError
 from asyncrl.learner.assembly import open_checkpoints
 from asyncrl.learner.backends.base import Backend
+from asyncrl.learner.checkpoints.resume import Start
 from asyncrl.learner.checkpoints.sealing import refuse_unshared
 from asyncrl.learner.model.building import said_of_attention
 from asyncrl.learner.model.policy import build_model
 from asyncrl.learner.optimizer.update import make_optimizer
 from asyncrl.learner.parallel.place import Place
 from asyncrl.learner.processes.out_of_memory import heed_note
+from asyncrl.learner.reporting.step_row import StepLog
 from asyncrl.learner.roles import Roles
 from asyncrl.learner.step.accumulation import agree_on_reduction
-from asyncrl.sft.batches import Course, RowBatches
+from asyncrl.sft.batches import Course, RowBatches, draws_before
 from asyncrl.sft.examples import Encoder, Example, Examples, open_encoder
 from asyncrl.sft.rows import SftRows, eval_source, train_sources
 from asyncrl.sft.settings import SftConfig, learner_config
-from asyncrl.sft.train import RowLog, SftTraining, Start, resumed
+from asyncrl.sft.train import SftTraining, resumed
 
 log_of_start = logging.getLogger(__name__)
-
-
-class ClosableLog(RowLog, Protocol):
-    def close(self) -> None: ...
-
-
-class NoLog:
-    """The log of ranks other than 0, which write nothing."""
-
-    def write(self, step: int, policy_version: int | None, row: dict[str, float]) -> None:
-        return
-
-    def close(self) -> None:
-        return
 
 
 def assemble(
@@ -52,7 +39,7 @@ def assemble(
     *,
     backend: Backend | None,
     run_dir: Path,
-    log: Callable[[Start], ClosableLog],
+    log: Callable[[Start], StepLog],
 ) -> SftTraining:
     """Open the rows, build the model, resume if there is a checkpoint, then open the log. Collective.
 
@@ -79,10 +66,12 @@ def assemble(
         log_of_start.info("attention: %s", said_of_attention(policy, config.model))
     roles = Roles(policy=policy, optimizer=make_optimizer(policy.parameters(), config.learner))
     agree_on_reduction(roles, config.learner, backend)
+    draw = draws_before(kept.resume_from)
     start = resumed(kept.checkpoints, roles, kept.resume_from)
-    course = Course.of(len(data), by.rows_per_step, by.epochs, by.steps, step=start.step, draw=start.draw)
-    written = log(start) if place.rank == 0 else NoLog()
-    opened.callback(written.close)
+    course = Course.of(len(data), by.rows_per_step, by.epochs, by.steps, step=start.step, draw=draw)
+    written = log(start) if place.rank == 0 else None
+    if written is not None:
+        opened.callback(written.close)
     return SftTraining(
         config=replace(config, learner=replace(config.learner, steps=course.steps)),
         eval=given.eval,
@@ -90,7 +79,7 @@ def assemble(
         checkpoints=kept.checkpoints,
         best=kept.best,
         start=start,
-        batches=RowBatches(Examples(rows, encoder), order_of(given, data), course),
+        source=RowBatches(Examples(rows, encoder), order_of(given, data), course),
         held_out=held_out,
         log=written,
         run_dir=run_dir,

@@ -27,11 +27,6 @@ VERSION = 0
 """Policy version of every trained token; there is only one policy."""
 
 
-def snapshot_of(draws: int) -> dict[str, Any]:
-    """The part of a checkpoint about the rows: the number of draws before it."""
-    return {"schema": SUPERVISED, "draw": draws}
-
-
 def draws_before(checkpoint: Path | None) -> int:
     """The number of draws in a checkpoint's snapshot; 0 for None.
 
@@ -109,11 +104,12 @@ class Drawn:
 
 
 class RowBatches:
-    """Implements `prefetch.Leases`. Gives the same batch to every rank, and again if a step is requested again."""
+    """Implements `prefetch.Source`. Gives the same batch to every rank, and again if a step is requested again."""
 
     def __init__(self, examples: Examples, order: DrawOrder, course: Course) -> None:
         self._examples, self._order, self.course = examples, order, course
         self._drawn: dict[int, Drawn] = {}
+        self._trained = course.first_draw
 
     def lease(self, *, step: int, rank: int, world: int, wait_s: float) -> Lease:
         """This rank's part of `step`. Raises DataError if a row cannot be used."""
@@ -137,8 +133,16 @@ class RowBatches:
         return lease_of(step, found, rank=rank, world=world)
 
     def told(self, step: int) -> Drawn:
-        """Return the statistics of a leased step, once."""
+        """Return the statistics of a leased step, once, when it is trained."""
+        self._trained = self.course.window(step).stop
         return self._drawn.pop(step)
+
+    def snapshot(self) -> dict[str, Any]:
+        """The part of a checkpoint about the rows: the number of draws before it."""
+        return {"schema": SUPERVISED, "draw": self._trained}
+
+    def commit(self, *, step: int) -> None:
+        """Nothing to delete: rows are read from their files."""
 
 
 def digest_of(examples: Iterable[Example]) -> str:

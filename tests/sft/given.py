@@ -18,7 +18,7 @@ from asyncrl.sft.rows import SftRows, train_sources
 from asyncrl.sft.rules import load_sft
 from asyncrl.sft.settings import SftConfig
 from asyncrl.sft.train import SftTraining, train_rows
-from asyncrl.telemetry.metrics.evaluations import is_evaluation
+from tests.learner.fed_replay import KeptRows
 from tests.learner.feed import tiny_checkpoint
 
 CPU = torch.device("cpu")
@@ -51,21 +51,6 @@ def rows_of(given: SftConfig) -> SftRows:
     (source,) = train_sources(given)
     assert isinstance(source, Source)
     return SftRows(source, given.data)
-
-
-class KeptRows:
-    """A log that keeps rows in memory."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, float]] = []
-        self.evaluations: list[dict[str, float]] = []
-
-    def write(self, step: int, policy_version: int | None, row: dict[str, float]) -> None:
-        assert policy_version is None
-        (self.evaluations if is_evaluation(row) else self.rows).append({"step": step, **row})
-
-    def close(self) -> None:
-        return
 
 
 def train_alone(given: SftConfig, stop_after: int = 0) -> tuple[SftTraining, KeptRows]:

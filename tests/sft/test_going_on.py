@@ -13,9 +13,8 @@ from asyncrl.cli import sft
 from asyncrl.cli.main import main
 from asyncrl.cli.processes.ending import Ended
 from asyncrl.errors import CheckpointDamagedError, CheckpointMismatchError
-from asyncrl.learner.checkpoints.resume import begin
+from asyncrl.learner.checkpoints.resume import Start, begin
 from asyncrl.sft.__main__ import open_log
-from asyncrl.sft.train import Start
 from asyncrl.telemetry.folder.run_folder import prepare_run_folder
 from tests.sft.given import CPU, settings, train_alone
 

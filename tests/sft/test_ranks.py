@@ -57,6 +57,7 @@ def _rank(rank: int, world: int, given: SftConfig) -> None:
     if rank == 0:
         save_file(last, folder / "last.safetensors")
         row = log.rows[-1] | log.evaluations[-1]
+        del row["policy_version"]
         save_file({name: torch.tensor(value) for name, value in row.items()}, folder / "row.safetensors")
     dist.barrier()
     dist.destroy_process_group()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from asyncrl.background import in_background
 from asyncrl.replay.protocol import Lease
@@ -15,20 +15,25 @@ LOOK_S = 0.2
 """Seconds between two checks whether the learner is to stop."""
 
 
-class Leases(Protocol):
-    """Source of batches (`LearnerReplay`)."""
+class Source(Protocol):
+    """Where batches come from, and what keeps them until they are saved: `LearnerReplay`, or the rows of `asyncrl
+    sft`."""
 
     def lease(self, *, step: int, rank: int, world: int, wait_s: float) -> Lease: ...
+
+    def snapshot(self) -> dict[str, Any]: ...
+
+    def commit(self, *, step: int) -> None: ...
 
 
 class LeasePrefetch:
     """Leases batches at most one step ahead; at most one request at a time.
 
-    Consumes: `lease` of the replay server. Waits for: rollout workers to fill the next batch. Unblocked by: the server.
+    Consumes: `lease` of the source. Waits for: rollout workers to fill the next batch. Unblocked by: the replay server.
     """
 
-    def __init__(self, replay: Leases, *, rank: int, world: int, wait_s: float) -> None:
-        self._replay, self._rank, self._world, self._wait_s = replay, rank, world, wait_s
+    def __init__(self, source: Source, *, rank: int, world: int, wait_s: float) -> None:
+        self._source, self._rank, self._world, self._wait_s = source, rank, world, wait_s
         self._pending: tuple[int, Future[Lease]] | None = None
 
     def ask(self, step: int) -> None:
@@ -69,6 +74,6 @@ class LeasePrefetch:
 
     def _lease(self, step: int) -> Lease:
         with span("fetch the batch", "leases", step=step + 1) as fetched:
-            lease = self._replay.lease(step=step, rank=self._rank, world=self._world, wait_s=self._wait_s)
+            lease = self._source.lease(step=step, rank=self._rank, world=self._world, wait_s=self._wait_s)
             fetched.also(groups=[group.group_id for group in lease.plan.groups])
         return lease

@@ -32,11 +32,11 @@ log = logging.getLogger(__name__)
 class Start:
     """Start of training; equal on all ranks."""
 
-    step: int
+    step: int = 0
     """First step to train, from 0; equal to the number of steps trained before."""
-    policy_version: int
+    policy_version: int = 0
     """Version under which the loaded weights will be published."""
-    parent: int
+    parent: int = NO_VERSION
     """Version that these weights had before; NO_VERSION for initial weights."""
     skipped_steps: int = 0
 
