@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.errors import LedgerError
-from asyncrl.learner.batch.packing import Pack, Siblings, plan_packing
+from asyncrl.learner.batch.packing import Pack, Siblings, plan_packing, sent
 from asyncrl.learner.batch.plan import Member
 from asyncrl.learner.batch.recorded import reference_of, routing_of, topk_of
-from asyncrl.learner.batch.sending import sent
 from asyncrl.learner.batch.support import Support, support_of
 from asyncrl.replay.protocol import Lease
 from asyncrl.types import NO_VERSION, Routers, StepPlan, Trajectory

@@ -18,14 +18,24 @@ from jaxtyping import Int, Int16
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.learner.batch.sending import HOST, sent
-
+HOST = torch.device("cpu")
 SLACK_TOKENS = 16
 """A row at most this much shorter than the longest of a block joins it: another block costs more than the padding."""
 SLACK_RATIO = 0.8
 """So does a row at least this fraction as long."""
 BLOCK_PAIRS = 8192
 """Pairs of a query and a key that take about as long as the overhead of another block."""
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy the host tensor `tensor` to `device` without waiting for the work queued there.
+
+    The copy is made from pinned memory: only this is copied in parallel to the GPU's work; for other memory the host
+    waits.
+    """
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 class Exchange(Protocol):
@@ -57,9 +67,8 @@ class Siblings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedBlocks:
-    """Padded blocks in which the queries of a shared prompt stand once. A completion is a row that has queries for its
-    own tokens only, and keys for those of its prompt too."""
+class Blocks:
+    """Rows of similar length, padded."""
 
     shapes: tuple[tuple[int, int, int], ...]
     """`(rows, queries, keys)` of each block. The queries of a row are the last of its keys."""
@@ -81,13 +90,13 @@ class Packing:
     """Lengths of the rows, on the host."""
     rows: Gather
     """The rows end to end, for variable-length kernels."""
-    blocks: tuple[tuple[int, int], ...]
-    """`(rows, length)` of each padded block, in the order of the slots of `padded`."""
-    padded: Gather
+    padded: Blocks
+    """The same rows in blocks."""
     pairs: int
     """Pairs of a query and a key that it sees, as attention computes them."""
-    shared: SharedBlocks | None = None
-    """In place of `blocks` and `padded`, where that is less work; on a CPU only."""
+    shared: Blocks | None = None
+    """In place of `padded`, where that is less work; on a CPU only. The queries of a shared prompt stand once: a
+    completion is a row that has queries for its own tokens only, and keys for those of its prompt too."""
     routing: Int16[Tensor, "tokens layers k"] | None = None
     """Experts that the routers must choose (`model/routing.py`); -1 is their own choice. None: their own for all
     tokens."""
@@ -99,13 +108,11 @@ class Packing:
 
     def slots(self, *, any_length: bool) -> int:
         """Number of tokens, with padding, for which attention holds keys and values; see `Kernel.any_length`."""
-        if any_length or self.shared is None:
-            return len((self.rows if any_length else self.padded).index)
-        return len(self.shared.keys)
+        return len(self.rows.index if any_length else (self.shared or self.padded).keys)
 
     def real(self, *, any_length: bool) -> int:
         """Number of `slots` that are no padding."""
-        return int(self.lengths.sum()) if any_length or self.shared is None else self.shared.real
+        return int(self.lengths.sum()) if any_length else (self.shared or self.padded).real
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,25 +154,20 @@ def plan_packing(
         lengths: [B] tokens per sequence, each at least 1.
         siblings: None if no prompt is shared.
     """
+    device = device or HOST
     starts = np.cumsum(lengths) - lengths
-    whole = _Blocks.of(rows, starts, lengths, np.zeros_like(lengths))
-    shared, pairs = None, whole.pairs
-    if siblings is not None and (device or HOST).type == "cpu":
+    whole = used = _Blocks.of(rows, starts, lengths, np.zeros_like(lengths))
+    if siblings is not None and device.type == "cpu":
         apart = _apart(rows, starts, lengths, siblings)
-        if apart is not None and apart.cost < whole.cost:
-            queries = _gather(apart.queries, apart.real, tokens, device)
-            keys = sent(torch.from_numpy(apart.keys), device or HOST)
-            shared = SharedBlocks(shapes=apart.shapes, queries=queries, keys=keys, real=apart.held)
-            pairs = apart.pairs
+        used = apart if apart is not None and apart.cost < whole.cost else whole
     return Packing(
-        cu_seqlens=sent(torch.from_numpy(np.append(starts, lengths.sum()).astype(np.int32)), device or HOST),
+        cu_seqlens=sent(torch.from_numpy(np.append(starts, lengths.sum()).astype(np.int32)), device),
         max_length=int(lengths.max()),
         lengths=lengths,
         rows=_gather(rows, np.ones(len(rows), dtype=bool), tokens, device),
-        blocks=tuple((count, length) for count, length, _ in whole.shapes),
-        padded=_gather(whole.queries, whole.real, tokens, device),
-        pairs=pairs,
-        shared=shared,
+        padded=whole.sent(tokens, device),
+        pairs=used.pairs,
+        shared=None if used is whole else used.sent(tokens, device),
     )
 
 
@@ -174,7 +176,7 @@ class _Blocks:
     """Rows of similar length, padded, on the host."""
 
     shapes: tuple[tuple[int, int, int], ...]
-    """See `SharedBlocks`."""
+    """See `Blocks`."""
     queries: NDArray[np.int64]
     """Packed token of each slot of queries."""
     real: NDArray[np.bool_]
@@ -183,6 +185,12 @@ class _Blocks:
     held: int
     """Number of keys that are no padding."""
     pairs: int
+
+    def sent(self, tokens: int, device: torch.device) -> Blocks:
+        queries = _gather(self.queries, self.real, tokens, device)
+        whole = all(asked == held for _, asked, held in self.shapes)
+        keys = queries.index if whole else sent(torch.from_numpy(self.keys), device)
+        return Blocks(shapes=self.shapes, queries=queries, keys=keys, real=self.held)
 
     @property
     def cost(self) -> int:
@@ -259,12 +267,11 @@ def _blocks(lengths: NDArray[np.int64], order: NDArray[np.int64]) -> list[NDArra
     return np.split(order, cuts)
 
 
-def _gather(index: NDArray[np.int64], real: NDArray[np.bool_], tokens: int, device: torch.device | None) -> Gather:
+def _gather(index: NDArray[np.int64], real: NDArray[np.bool_], tokens: int, device: torch.device) -> Gather:
     owner = np.empty(tokens, dtype=np.int64)
     slots = np.flatnonzero(real)[::-1]
     owner[index[slots]] = slots  # reversed: the first row of a shared prompt is written last
-    to = device or HOST
-    return Gather(index=sent(torch.from_numpy(index), to), owner=sent(torch.from_numpy(owner), to))
+    return Gather(index=sent(torch.from_numpy(index), device), owner=sent(torch.from_numpy(owner), device))
 
 
 def as_rows(packing: Packing) -> tuple[Int[Tensor, "sequences longest"], Int[Tensor, " tokens"]]:

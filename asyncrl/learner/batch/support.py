@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.errors import LedgerError
-from asyncrl.learner.batch.sending import sent
+from asyncrl.learner.batch.packing import sent
 from asyncrl.replay.codec.recorded import SUPPORT, support_fault
 from asyncrl.types import SUPPORT_BITS, SUPPORT_COUNTS, SUPPORT_IDS, Trajectory
 

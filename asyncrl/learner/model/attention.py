@@ -78,16 +78,14 @@ def packed_attention(
     if packing.sequence is not None:
         query, key, value = packing.sequence.to_heads(query, key, value)
     flash = kernel_of(query.device, query.dtype, max(query.shape[-1], value.shape[-1])).any_length
-    shared = None if flash or exact else packing.shared
-    gather = packing.rows if flash else packing.padded if shared is None else shared.queries
-    keys = gather.index if shared is None else shared.keys
+    blocks = packing.padded if exact else packing.shared or packing.padded
+    gather, keys = (packing.rows, packing.rows.index) if flash else (blocks.queries, blocks.keys)
     places = ((query, gather.index), (key, keys), (value, keys))
     q, k, v = (tensor[0].transpose(0, 1).index_select(0, index) for tensor, index in places)
     if flash:
         out = _flash(q, k, v, packing, scaling, sliding_window)
     else:
-        shapes = [(rows, length, length) for rows, length in packing.blocks] if shared is None else shared.shapes
-        out = _blockwise(q, k, v, shapes, scaling, sliding_window, exact=exact)
+        out = _blockwise(q, k, v, blocks.shapes, scaling, sliding_window, exact=exact)
     out = out.index_select(0, gather.owner)
     return (out if packing.sequence is None else packing.sequence.to_tokens(out))[None], None
 
@@ -130,7 +128,7 @@ def _blockwise(
 ) -> Float[Tensor, "queries heads value_dim"]:
     """
     Args:
-        shapes: see `SharedBlocks`.
+        shapes: see `Blocks`.
     """
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     outputs, grouped = [], q.shape[1] != k.shape[1]

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from asyncrl.learner.batch.packing import Gather, Packing
+from asyncrl.learner.batch.packing import Blocks, Gather, Packing
 from asyncrl.learner.parallel.collectives import exchanged, sequence_group
 
 
@@ -62,16 +62,28 @@ class SequenceRanks:
 
     def apart(self, packing: Packing) -> Packing:
         """`packing` for tokens ordered by rank, as `to_heads` leaves them, with the recorded experts of `own` only."""
-        rows, padded = self._by_rank(packing.rows), self._by_rank(packing.padded)
-        routing = None if packing.routing is None else self.own(packing.routing)
-        return replace(packing, rows=rows, padded=padded, routing=routing, sequence=self)
+        total, device = len(packing.rows.owner), packing.rows.owner.device
+        each = -(-total // self.size)
+        place = torch.arange(each * self.size, device=device)
+        token = (place % each * self.size + place // each).clamp_(max=total - 1)
 
-    def _by_rank(self, gather: Gather) -> Gather:
-        each = -(-len(gather.owner) // self.size)
-        place = torch.arange(each * self.size, device=gather.owner.device)
-        token = (place % each * self.size + place // each).clamp_(max=len(gather.owner) - 1)
-        index = gather.index % self.size * each + gather.index // self.size
-        return Gather(index=index, owner=gather.owner.index_select(0, token))
+        def moved(index: Tensor) -> Tensor:
+            return index % self.size * each + index // self.size
+
+        def by_rank(gather: Gather) -> Gather:
+            return Gather(index=moved(gather.index), owner=gather.owner.index_select(0, token))
+
+        def in_blocks(blocks: Blocks) -> Blocks:
+            return replace(blocks, queries=by_rank(blocks.queries), keys=moved(blocks.keys))
+
+        return replace(
+            packing,
+            rows=by_rank(packing.rows),
+            padded=in_blocks(packing.padded),
+            shared=None if packing.shared is None else in_blocks(packing.shared),
+            routing=None if packing.routing is None else self.own(packing.routing),
+            sequence=self,
+        )
 
     def to_heads(self, *tensors: Float[Tensor, "1 heads mine width"]) -> list[Tensor]:
         """[1, heads / ranks, tokens, width] of each tensor: all tokens of some heads, from some tokens of all heads.

@@ -37,8 +37,8 @@ from asyncrl.advantages import (
 from asyncrl.advantages.own import own_advantages
 from asyncrl.errors import RewardError
 from asyncrl.learner.batch.micro_batch import MicroBatch
+from asyncrl.learner.batch.packing import sent
 from asyncrl.learner.batch.plan import Member
-from asyncrl.learner.batch.sending import sent
 from asyncrl.learner.parallel.collectives import sum_over_data
 from asyncrl.learner.step.metrics import Measured
 from asyncrl.losses.kl import without_rounding

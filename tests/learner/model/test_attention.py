@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 
 from asyncrl.errors import ConfigError
-from asyncrl.learner import batch
+from asyncrl.learner.batch import packing as packing_module
 from asyncrl.learner.batch.packing import Packing, Siblings, plan_packing
 from asyncrl.learner.model.attention import PACKED_ATTENTION, packed_attention
+from asyncrl.learner.parallel.sequence import SequenceRanks
 from tests.learner.feed import FAMILIES, VOCABULARY, tiny_model
 
 EXACT = {"atol": 1e-11, "rtol": 1e-11}
@@ -27,7 +31,7 @@ def test_packed_logits_and_gradients_equal_those_of_each_sequence_alone(family: 
     ids = torch.randint(0, VOCABULARY, (int(LENGTHS.sum()),))
     positions = torch.cat([torch.arange(int(length)) for length in LENGTHS])
     packing = plan_packing(ends_to_ends(LENGTHS), LENGTHS, len(ids))
-    assert len(packing.blocks) > 1
+    assert len(packing.padded.shapes) > 1
     out = packed(input_ids=ids[None], position_ids=positions[None], use_cache=False, packing=packing).logits[0]
     each = [alone(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(LENGTHS.tolist())]
     expected = torch.cat(each)
@@ -86,7 +90,7 @@ def family_pack() -> tuple[np.ndarray, np.ndarray, Siblings, int]:
 
 @pytest.fixture
 def blocks_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch.packing, "BLOCK_PAIRS", 0)
+    monkeypatch.setattr(packing_module, "BLOCK_PAIRS", 0)
 
 
 @pytest.mark.usefixtures("blocks_cost_nothing")
@@ -116,10 +120,27 @@ def test_the_queries_of_a_shared_prompt_are_computed_once_with_the_values_and_gr
         torch.testing.assert_close(mine, theirs, **EXACT)
 
 
+@pytest.mark.usefixtures("blocks_cost_nothing")
+@pytest.mark.parametrize("shared", [True, False])
+def test_ranks_that_share_a_pack_see_its_tokens_by_rank_and_give_each_the_same_output(shared: bool):
+    rows, lengths, siblings, tokens = family_pack()
+    packing = plan_packing(rows, lengths, tokens, siblings=siblings if shared else None)
+    ranks: Any = None  # no collective is called
+    apart = replace(SequenceRanks(group=ranks, rank=0, size=2).apart(packing), sequence=None)
+    place = torch.arange(-(-tokens // 2) * 2)
+    of_rank, within = place // (len(place) // 2), place % (len(place) // 2)
+    order = (within * 2 + of_rank).clamp(max=tokens - 1)
+    q, k, v = (torch.randn(1, 2, tokens, 8, dtype=torch.float64) for _ in range(3))
+    out, _ = packed_attention(torch.nn.Identity(), q, k, v, None, packing=packing)
+    by_rank = (each[:, :, order] for each in (q, k, v))
+    found, _ = packed_attention(torch.nn.Identity(), *by_rank, None, packing=apart)
+    torch.testing.assert_close(found[0], out[0, order], **EXACT)
+
+
 def test_a_shared_prompt_is_computed_with_each_completion_where_that_is_less_work(monkeypatch: pytest.MonkeyPatch):
     rows, lengths, siblings, tokens = family_pack()
     assert plan_packing(rows, lengths, tokens, siblings=siblings).shared is None  # seven small blocks
-    monkeypatch.setattr(batch.packing, "BLOCK_PAIRS", 0)
+    monkeypatch.setattr(packing_module, "BLOCK_PAIRS", 0)
     assert plan_packing(rows, lengths, tokens, siblings=siblings).shared is not None
     short = np.array([0, 1, 2, 3, 4, 5, 0, 6, 7, 8, 9, 10])
     of_both = Siblings(leader=np.array([0, 0]), prompts=np.array([1, 1]))
@@ -150,7 +171,7 @@ def test_a_sliding_window_hides_what_is_further_back():
 
 def test_blocks_never_pad_a_short_row_to_a_long_one():
     packing = plan_packing(ends_to_ends(LENGTHS), LENGTHS, int(LENGTHS.sum()))
-    assert packing.blocks == ((2, 60), (3, 20), (2, 3))
+    assert packing.padded.shapes == ((2, 60, 60), (3, 20, 20), (2, 3, 3))
 
 
 def test_score_capping_is_refused_by_name():

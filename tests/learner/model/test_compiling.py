@@ -78,7 +78,7 @@ def test_batches_of_all_lengths_run_what_the_first_compiled_and_differ_by_roundi
 ):
     plain, compiled = models(family, tmp_path)
     batches = [batch_of(groups, seed) for seed, groups in enumerate((2, 3, 1, 4, 2, 5))]
-    assert len({len(batch.input_ids) for batch in batches}) == len({str(b.packing.blocks) for b in batches}) == 6
+    assert len({len(batch.input_ids) for batch in batches}) == len({str(b.packing.padded.shapes) for b in batches}) == 6
     assert counters["stats"]["unique_graphs"] == 2 * graphs, "with gradient and without, at the start"
     assert all(parameter.grad is None for parameter in compiled.parameters())
     for batch in batches:
