@@ -45,13 +45,11 @@ class Task:
 
     write: Callable[..., Any]
     """Writes `train.jsonl` and `heldout.jsonl` into a folder."""
-    module: str
-    """Module that makes the base model."""
     stamp: tuple[Any, ...]
     """Parameters of the task that are not in the recipe, but affect the model."""
 
 
-MODES = Task(write=write_modes, module="asyncrl.learner.warmup.base_model", stamp=(LETTERS, WORD_LENGTH, REVERSE_SHARE))
+MODES = Task(write=write_modes, stamp=(LETTERS, WORD_LENGTH, REVERSE_SHARE))
 AGENT_OF = {"tools_quickstart": "calculator", "python_quickstart": "python", "search_quickstart": "search"}
 """Experiments with their own task -> agent of the task."""
 
@@ -67,7 +65,7 @@ def task_of(recipe: WarmupRecipe) -> Task:
     if not isinstance(recipe, AgentRecipe):
         return MODES
     agent = AGENTS[recipe.agent]
-    return Task(write=partial(write_rows, agent), module="asyncrl.learner.warmup.agent", stamp=agent.stamp())
+    return Task(write=partial(write_rows, agent), stamp=agent.stamp())
 
 
 def cache_root() -> Path:
@@ -148,7 +146,7 @@ def prepare_reward_model(folder: Path, recipe: RewardRecipe) -> Path:
 
 def warm_up(target: Path, recipe: WarmupRecipe) -> None:
     print("warming up a base model of 149 k parameters (once, then cached) ...", flush=True)
-    make(task_of(recipe).module, str(target), json.dumps(dataclasses.asdict(recipe)))
+    make("asyncrl.learner.warmup.base_model", str(target), json.dumps(dataclasses.asdict(recipe)))
 
 
 def make(module: str, *arguments: str) -> None:

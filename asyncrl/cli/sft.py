@@ -124,7 +124,6 @@ def memory_of(config: Config) -> list[str]:
 
 def rendered(looked: Looked, encoder: Encoder) -> Text:
     """Render the first row: tokens without loss are dim, tokens with loss are green between marks."""
-    assert looked.first is not None
     text = Text(f"the first row ({plain(looked.first_at)}); dim is given, green between ▶ and ◀ carries loss:\n")
     left = SHOWN_TOKENS
     for ids, learned in runs(looked.first):

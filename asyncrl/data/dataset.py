@@ -12,6 +12,7 @@ from asyncrl.checks.sources import Source, sources
 from asyncrl.data.rows.base import Row, joined
 from asyncrl.data.rows.opening import open_source
 from asyncrl.data.rows.view import SourceRows
+from asyncrl.drawing.order import DrawOrder
 from asyncrl.schema import DataConfig
 
 
@@ -23,7 +24,7 @@ class Dataset:
         self.starts = (0, *accumulate(len(part) for part in parts))
         """The number of the first row of each source, and at the end the total number of rows."""
         self._rows = joined(self.parts)
-        self.ranks: list[NDArray[np.int64] | None] = [part.ranks(order_by) if order_by else None for part in parts]
+        self._ranks: list[NDArray[np.int64] | None] = [part.ranks(order_by) if order_by else None for part in parts]
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -34,6 +35,11 @@ class Dataset:
 
     def where(self, row: int) -> str:
         return self._rows.where(row)
+
+    def order(self, *, seed: int, shuffle: bool) -> DrawOrder:
+        """The order of the draws of a run."""
+        weights = [part.source.weight for part in self.parts]
+        return DrawOrder([len(part) for part in self.parts], weights, seed=seed, shuffle=shuffle, ranks=self._ranks)
 
     def close(self) -> None:
         self._rows.close()

@@ -26,7 +26,7 @@ def reverse(word: str) -> str:
 
 
 def is_held_out(word: str) -> bool:
-    """Depends on the word only, so no list of words has to be shared to keep the sets disjoint."""
+    """Depends on the word (or question) only, so no list of them has to be shared to keep the sets disjoint."""
     return zlib.crc32(word.encode()) % 16 < HELD_OUT_OF_16
 
 

@@ -11,7 +11,6 @@ from asyncrl.chat.base import ChatError, PromptRenderer, ids_to_go_on_from
 from asyncrl.data.dataset import Dataset
 from asyncrl.data.rows.base import Row
 from asyncrl.data.rows.messages import tools_of
-from asyncrl.drawing.order import DrawOrder
 from asyncrl.errors import DataError, OverlongError
 from asyncrl.types import Prompt
 
@@ -40,13 +39,7 @@ class PromptSource:
         vocabulary: int | None = None,
     ) -> None:
         self._data = data
-        self._order = DrawOrder(
-            [len(part) for part in data.parts],
-            [part.source.weight for part in data.parts],
-            seed=seed,
-            shuffle=shuffle,
-            ranks=data.ranks,
-        )
+        self._order = data.order(seed=seed, shuffle=shuffle)
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
         self._max_tokens, self._overlong = max_prompt_tokens, overlong
         self._overlong_drawn = 0

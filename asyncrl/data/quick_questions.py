@@ -1,20 +1,13 @@
-"""Questions of the quickstart's agents: sums, and facts from a corpus. Held-out questions are selected by a hash."""
+"""Questions of the quickstart's agents: sums, and facts from a corpus."""
 
 from __future__ import annotations
 
 import itertools
 import operator
 import random
-import zlib
 from typing import Protocol
 
 from asyncrl.data.modes import LETTERS
-
-HELD_OUT_OF_16 = 1
-
-
-def is_held_out(question: str) -> bool:
-    return zlib.crc32(question.encode()) % 16 < HELD_OUT_OF_16
 
 
 class Questions(Protocol):

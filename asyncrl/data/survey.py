@@ -7,30 +7,39 @@ or an error when it is drawn (`data.overlong`).
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.chat.base import PromptRenderer
 from asyncrl.data.prompts import render
 from asyncrl.data.rows.base import Row
-from asyncrl.data.rows.view import PromptRows
+from asyncrl.data.rows.view import PromptRows, SourceRows
 from asyncrl.errors import DataError
 
 FIRST, SAMPLED, LONGEST = 4, 256, 64
-"""Numbers of rows whose prompts are rendered and counted: the first, random ones, and those with the longest text."""
+"""Numbers of rows that are rendered and counted: the first, random ones, and those with the longest text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Survey:
+class Counted:
+    """What is known of a source before anything is started."""
+
     title: str
     """Name of the source."""
     rows: int
     unfiltered: int
     """Number of rows before `data.where`."""
     tokens: tuple[int, ...]
-    """Lengths of the prompts of the rows in `chosen`; empty without a tokenizer."""
+    """Lengths of the rows in `chosen` as rendered; empty without a tokenizer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey(Counted):
+    """What is known of a source of prompts."""
+
     first_prompt: str
     """The first prompt as rendered; empty without a tokenizer."""
     overlong: int
@@ -68,17 +77,12 @@ def survey(
         DataError: a row is malformed, or a prompt cannot be rendered; or all counted prompts are too long.
     """
     data_sources = rows.check()
-    looked_at = chosen(rows, counted) if tokenizer else ()
+    looked_at = chosen(rows.sizes(), counted) if tokenizer else ()
     prompts = {row: render(tokenizer, rows[row], rows.where(row), vocabulary) for row in looked_at} if tokenizer else {}
     tokens = {row: len(ids) for row, (_, ids) in prompts.items()}
     overlong = [row for row in tokens if tokens[row] > limit]
     if tokens and len(overlong) == len(tokens):
-        row = min(tokens, key=lambda row: (tokens[row], row))
-        raise DataError(
-            f"{rows.source.title}: all {len(tokens)} prompts that were looked at have more than "
-            f"data.max_prompt_tokens={limit} tokens; the shortest has {tokens[row]} ({rows.where(row)}). Raise "
-            "data.max_prompt_tokens"
-        )
+        raise all_too_long(rows, tokens, "prompts", "data.max_prompt_tokens", limit)
     return Survey(
         title=rows.source.title,
         rows=len(rows),
@@ -92,9 +96,22 @@ def survey(
     )
 
 
-def chosen(rows: PromptRows, counted: int = SAMPLED) -> Sequence[int]:
-    """The rows to count, in order; the same ones each time."""
-    count = len(rows)
+def chosen(sizes: NDArray[np.int64], counted: int = SAMPLED) -> Sequence[int]:
+    """The rows to count, in order; the same ones each time.
+
+    Args:
+        sizes: approximate length of the text of each row.
+    """
+    count = len(sizes)
     sampled = random.Random(0).sample(range(count), min(counted, count))
-    longest = np.argsort(-rows.sizes(), kind="stable")[:LONGEST].tolist()
+    longest = np.argsort(-sizes, kind="stable")[:LONGEST].tolist()
     return sorted({*range(min(FIRST, count)), *sampled, *longest})
+
+
+def all_too_long(rows: SourceRows, tokens: Mapping[int, int], what: str, setting: str, limit: int) -> DataError:
+    """For a source of which every row in `tokens` (row -> length) is over the limit, so that nothing could be drawn."""
+    row = min(tokens, key=lambda row: (tokens[row], row))
+    return DataError(
+        f"{rows.source.title}: all {len(tokens)} {what} that were looked at have more than {setting}={limit} tokens; "
+        f"the shortest has {tokens[row]} ({rows.where(row)}). Raise {setting}"
+    )

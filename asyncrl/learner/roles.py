@@ -50,13 +50,6 @@ class Roles:
     hook: Hook | None = None
     """User-defined hook around each optimizer step of the policy (`learner.hook`)."""
 
-    def control_kl(self, kl: float, sequences: int) -> None:
-        """Adapt the KL coefficient to the KL per token of a step. Every rank calls it with the same numbers."""
-        if self.kl_control is not None:
-            self.kl_control.coefficient = self.kl_coef
-            self.kl_control.update(kl, sequences)
-            self.kl_coef = self.kl_control.coefficient
-
     def norm_limit(self, name: str) -> float:
         """Gradient norm above which an update of the model is skipped."""
         return self.spikes[name].limit if name in self.spikes else math.inf
@@ -128,5 +121,5 @@ def build_roles(config: Config, device: torch.device, backend: Backend | None) -
         roles.spikes = {name: Spikes(config.learner.skip_spikes) for name, _, _ in roles.trained()}
     roles.kl_coef = advantage.kl_coef
     if advantage.kl_target > 0:
-        roles.kl_control = AdaptiveKL(advantage.kl_coef, advantage.kl_target, advantage.kl_horizon)
+        roles.kl_control = AdaptiveKL(advantage.kl_target, advantage.kl_horizon)
     return roles

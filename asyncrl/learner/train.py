@@ -328,10 +328,10 @@ def export(config: Config, parts: Parts) -> None:
 def control_kl(roles: Roles, measured: Measured, plan: StepPlan) -> None:
     """Adapt the KL coefficient of the reward to the KL that all ranks measured in a step. The plain mean over tokens of
     an old policy lies below the KL, and below 0 where the policy has moved away from the reference since."""
-    if KL_OF_POLICY in measured.ratios:
-        total, tokens = measured.ratios[KL_OF_POLICY]
-        if tokens:
-            roles.control_kl(total / tokens, sum(len(group.trajectories) for group in plan.groups))
+    total, tokens = measured.ratios.get(KL_OF_POLICY, (0.0, 0.0))
+    if roles.kl_control is not None and tokens:
+        sequences = sum(len(group.trajectories) for group in plan.groups)
+        roles.kl_coef = roles.kl_control.adapted(roles.kl_coef, total / tokens, sequences)
 
 
 def due(trained: int, every: int, last: bool) -> bool:

@@ -48,16 +48,12 @@ def kl_estimate(learner: Float[Tensor, " T"], ref: Float[Tensor, " T"], kind: st
     return back.exp() - back - 1
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class AdaptiveKL:
-    """KL coefficient that adapts to a target (Ziegler et al. 1909.08593), as in verl, SkyRL and OpenRLHF.
+    """Adapts a KL coefficient to a target (Ziegler et al. 1909.08593), as in verl, SkyRL and OpenRLHF."""
 
-    Its three numbers are its whole state: it is resumed by saving `coefficient` in a checkpoint.
-    """
-
-    coefficient: float
     target: float
-    """Target KL to the reference, in the unit of `update`'s argument: per sequence as in the paper, or per token."""
+    """Target KL to the reference, in the unit of `adapted`'s argument: per sequence as in the paper, or per token."""
     horizon: float
     """Number of samples over which an error of 20 % changes the coefficient by 20 %."""
 
@@ -65,15 +61,15 @@ class AdaptiveKL:
         if self.target <= 0 or self.horizon <= 0:
             raise ConfigError(f"an adaptive KL needs target and horizon above 0; got {self.target} and {self.horizon}")
 
-    def update(self, kl: float, samples: int | float) -> None:
-        """Multiply the coefficient by 1 + clip(kl/target - 1, -0.2, 0.2) * samples / horizon.
+    def adapted(self, coefficient: float, kl: float, samples: int | float) -> float:
+        """The coefficient multiplied by 1 + clip(kl/target - 1, -0.2, 0.2) * samples / horizon.
 
         Args:
             kl: KL measured in this step; a non-finite one changes nothing.
             samples: sequences of the step (or tokens, if `horizon` counts those).
         """
         if not math.isfinite(kl):
-            return
+            return coefficient
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         # With more samples than five horizons below the target it would become negative: a reward for diverging.
-        self.coefficient *= max(1.0 + error * samples / self.horizon, 0.0)
+        return coefficient * max(1.0 + error * samples / self.horizon, 0.0)

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.data.dataset import Dataset
-from asyncrl.drawing.order import DrawOrder
 from asyncrl.errors import DataError, OverlongError
 from asyncrl.learner.assembly import open_checkpoints
 from asyncrl.learner.backends.base import Backend
@@ -79,24 +78,13 @@ def assemble(
         checkpoints=kept.checkpoints,
         best=kept.best,
         start=start,
-        source=RowBatches(Examples(rows, encoder), order_of(given, data), course),
+        source=RowBatches(Examples(rows, encoder), data.order(seed=given.seed, shuffle=given.data.shuffle), course),
         held_out=held_out,
         log=written,
         run_dir=run_dir,
         rank=place.rank,
         world=place.world,
         device=place.device,
-    )
-
-
-def order_of(given: SftConfig, data: Dataset) -> DrawOrder:
-    """The order of the draws of a run."""
-    return DrawOrder(
-        [len(part) for part in data.parts],
-        [part.source.weight for part in data.parts],
-        seed=given.seed,
-        shuffle=given.data.shuffle,
-        ranks=data.ranks,
     )
 
 

@@ -3,38 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from asyncrl.errors import DataError, OverlongError
+from asyncrl.data.survey import Counted, all_too_long, chosen
+from asyncrl.errors import OverlongError
 from asyncrl.sft.examples import Encoder, Example
 from asyncrl.sft.rows import SftRows, eval_source, train_sources
 from asyncrl.sft.settings import SftConfig
 
-FIRST, SAMPLED, LONGEST = 4, 256, 64
-"""Numbers of rows that are rendered and counted: the first, random ones, and those with the longest text."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Looked:
+class Looked(Counted):
     """The result for one source."""
 
-    title: str
-    rows: int
-    unfiltered: int
-    """Number of rows before `data.where`."""
-    tokens: tuple[int, ...]
-    """Length of each rendered row, before cutting."""
     loss_tokens: tuple[int, ...]
     """Loss tokens of those that are trained on."""
     overlong: tuple[str, ...]
     """Locations of the overlong rows, the longest first."""
     begun_otherwise: int
     """Number of rows with a turn that does not begin as in a rollout; see `Supervised.as_asked`."""
-    first: Example | None
+    first: Example
     """The first row that is not dropped."""
     first_at: str
 
@@ -57,22 +46,17 @@ def _looked(rows: SftRows, encoder: Encoder, given: SftConfig) -> Looked:
     limit = given.data.max_tokens
     found: dict[int, Example] = {}
     lengths: dict[int, int] = {}
-    for row in chosen(rows):
+    for row in chosen(rows.text_sizes()):
         whole = encoder.whole(rows.form(row), rows.where(row))
         lengths[row] = whole.rendered
         with contextlib.suppress(OverlongError):
             found[row] = encoder.fitted(whole, rows.where(row))
     overlong = sorted((row for row in lengths if lengths[row] > limit), key=lambda row: -lengths[row])
-    title = rows.source.title
     if not found:
-        shortest = min(lengths, key=lambda row: (lengths[row], row))
-        raise DataError(
-            f"{title}: all {len(lengths)} rows that were looked at have more than data.max_tokens={limit} tokens and "
-            f"are dropped; the shortest has {lengths[shortest]} ({rows.where(shortest)}). Raise data.max_tokens"
-        )
+        raise all_too_long(rows, lengths, "rows", "data.max_tokens", limit)
     first = min(found)
     looked = Looked(
-        title=title,
+        title=rows.source.title,
         rows=len(rows),
         unfiltered=rows.unfiltered,
         tokens=tuple(lengths.values()),
@@ -84,14 +68,6 @@ def _looked(rows: SftRows, encoder: Encoder, given: SftConfig) -> Looked:
     )
     rows.close()
     return looked
-
-
-def chosen(rows: SftRows) -> Sequence[int]:
-    """The rows to render, in order; the same ones each time."""
-    count = len(rows)
-    sampled = random.Random(0).sample(range(count), min(SAMPLED, count))
-    longest = np.argsort(-rows.text_sizes(), kind="stable")[:LONGEST].tolist()
-    return sorted({*range(min(FIRST, count)), *sampled, *longest})
 
 
 def lines(looked: Sequence[Looked], given: SftConfig) -> Iterator[str]:

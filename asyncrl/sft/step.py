@@ -15,14 +15,13 @@ from asyncrl.evaluation.table import ratios
 from asyncrl.learner.batch.micro_batch import MicroBatch, pack
 from asyncrl.learner.batch.plan import Budget, plan_minibatches
 from asyncrl.learner.model.layout import Layout
-from asyncrl.learner.model.packed import set_gradient_sync
 from asyncrl.learner.model.policy import PolicyModel
-from asyncrl.learner.optimizer.update import NonFiniteGuard, UpdateReport, apply_update, learning_rate
+from asyncrl.learner.optimizer.update import NonFiniteGuard, apply_update, learning_rate
 from asyncrl.learner.parallel.collectives import sum_over_data, text_of_rank_zero
 from asyncrl.learner.roles import Roles
-from asyncrl.learner.step.gradients import backward
+from asyncrl.learner.step.gradients import summed
 from asyncrl.learner.step.metrics import Measured, Told
-from asyncrl.learner.step.step import TRAINED_TOKENS
+from asyncrl.learner.step.step import NO_UPDATE, of_an_update
 from asyncrl.losses.diagnostics import Sums
 from asyncrl.replay.protocol import Lease
 from asyncrl.schema import Config
@@ -55,7 +54,7 @@ def sft_step(
     step = lease.plan.step
     batches, tokens = micro_batches(config, roles.policy, lease, rank, roles.policy.device)
     measured = Measured()
-    report = UpdateReport(loss=0.0, grad_norm=0.0, applied=True, lr=0.0)
+    report = NO_UPDATE
     if batches:
         loss, measured = accumulate(roles.policy, batches, tokens)
         trained = [parameter for parameter in roles.policy.parameters() if parameter.requires_grad]
@@ -64,13 +63,8 @@ def sft_step(
             report = apply_update(trained, roles.optimizer, loss=loss, lr=rate, clip_norm=config.learner.clip_norm)
         guard.observe(step + 1, report, batches)
     if rank == 0:
-        measured.add(
-            Measured(
-                updates=1.0,
-                per_update={"loss/total": report.loss, "optim/lr": report.lr, "optim/grad_norm": report.grad_norm},
-                totals={TRAINED_TOKENS: tokens, "optim/nonfinite_steps": float(guard.skipped)},
-            )
-        )
+        measured.add(of_an_update(report, tokens))
+        measured.totals["optim/nonfinite_steps"] = float(guard.skipped)
     return measured
 
 
@@ -106,18 +100,15 @@ def accumulate(model: PolicyModel, batches: Sequence[MicroBatch], tokens: float)
     Returns:
         This rank's share of the loss, and its statistics.
     """
-    total = torch.zeros((), device=batches[0].input_ids.device)
     told: list[Told] = []
-    for i, batch in enumerate(batches):
-        set_gradient_sync(model, i == len(batches) - 1)
+
+    def loss_of(batch: MicroBatch) -> Tensor:
         with span("forward"):
             logprobs, entropy = model(batch, 1.0)
-            loss = -logprobs.sum() / tokens  # the log-prob is 0 at all other positions
-        with span("backward"):
-            backward(loss)
-        total = total + loss.detach()
         told.append(Told(Sums(means={"policy/entropy": (entropy.sum(), batch.loss_mask.sum())})))
-    return total, Measured.of(*told)
+        return -logprobs.sum() / tokens  # the log-prob is 0 at all other positions
+
+    return summed(model, batches, loss_of), Measured.of(*told)
 
 
 @torch.no_grad()

@@ -16,12 +16,13 @@ from asyncrl.learner.reporting.step_clock import StepClock
 from asyncrl.learner.reporting.step_row import tell_best
 from asyncrl.learner.roles import Roles
 from asyncrl.learner.step.metrics import Measured, over_ranks
+from asyncrl.learner.step.step import TRAINED_TOKENS
 from asyncrl.learner.train import Parts, begin_save, commit_saved, due, export, guard_of, leased, save_before_end
 from asyncrl.schema import Config
 from asyncrl.sft.batches import Drawn, RowBatches
 from asyncrl.sft.examples import Example
 from asyncrl.sft.settings import SftEvalConfig
-from asyncrl.sft.step import TRAINED_TOKENS, agree_on_rows, evaluate, sft_step
+from asyncrl.sft.step import agree_on_rows, evaluate, sft_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,9 @@ from transformers import AutoTokenizer
 
 from asyncrl.chat.renderer import RendererChat
 from asyncrl.data.byte_tokenizer import EOS_ID, save_byte_tokenizer
+from asyncrl.data.modes import is_held_out
 from asyncrl.data.quick_agents import AGENTS, CHAT_TEMPLATE, END, write_rows
-from asyncrl.data.quick_questions import Facts, Sums, is_held_out
+from asyncrl.data.quick_questions import Facts, Sums
 from asyncrl.environments.search.environment import STYLES as SEARCH
 from asyncrl.environments.tools.interpreter import STYLES as PYTHON
 from asyncrl.environments.tools.styles import Tagged

@@ -233,17 +233,13 @@ def test_unknown_kl_estimator_is_refused() -> None:
 
 
 def test_adaptive_kl_coefficient_follows_the_published_rule() -> None:
-    controller = AdaptiveKL(0.2, target=6.0, horizon=10000.0)
-    controller.update(9.0, 256)
-    assert controller.coefficient == pytest.approx(0.201024)
-    controller.update(5.4, 256)
-    assert controller.coefficient == pytest.approx(0.201024 * (1 - 0.1 * 256 / 10000))
-    controller.update(float("nan"), 256)
-    assert controller.coefficient == pytest.approx(0.201024 * (1 - 0.1 * 256 / 10000))
-    controller.update(0.0, 1e9)
-    assert controller.coefficient == 0.0
+    rule = AdaptiveKL(target=6.0, horizon=10000.0)
+    assert rule.adapted(0.2, 9.0, 256) == pytest.approx(0.201024)
+    assert rule.adapted(0.201024, 5.4, 256) == pytest.approx(0.201024 * (1 - 0.1 * 256 / 10000))
+    assert rule.adapted(0.2, float("nan"), 256) == 0.2
+    assert rule.adapted(0.2, 0.0, 1e9) == 0.0
     with pytest.raises(ConfigError, match="above 0"):
-        AdaptiveKL(0.2, target=0.0, horizon=1.0)
+        AdaptiveKL(target=0.0, horizon=1.0)
 
 
 def test_behavior_kl_covers_rejected_tokens_too() -> None:

@@ -9,7 +9,6 @@ import pytest
 from asyncrl.data.dataset import Dataset
 from asyncrl.errors import DataError
 from asyncrl.sft import step
-from asyncrl.sft.assembly import order_of
 from asyncrl.sft.batches import Course, RowBatches
 from asyncrl.sft.examples import Examples, open_encoder
 from asyncrl.sft.settings import SftConfig
@@ -19,7 +18,9 @@ from tests.sft.given import CPU, rows_of, settings
 
 def batches(given: SftConfig, course: Course) -> RowBatches:
     rows = [rows_of(given)]
-    return RowBatches(Examples(rows, open_encoder(given)), order_of(given, Dataset(rows)), course)
+    return RowBatches(
+        Examples(rows, open_encoder(given)), Dataset(rows).order(seed=given.seed, shuffle=given.data.shuffle), course
+    )
 
 
 def course(given: SftConfig, **changes: int) -> Course:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention import varlen
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -28,12 +31,24 @@ from asyncrl.learner.model.compiling import compile_layers, refuse_unbuildable, 
 from asyncrl.learner.model.layout import agree_on_layout, use_layout
 from asyncrl.learner.model.loading import Recipe, fill_from_rank_zero, on_rank_zero, own_part
 from asyncrl.learner.model.packed import Layout, PackedModel
-from asyncrl.learner.model.recompute import checkpointing_options
 from asyncrl.learner.parallel.sequence import SequenceRanks
 from asyncrl.learner.parallel.sharding import dim_size
 from asyncrl.schema import ModelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+assert varlen, "its import is what registers `torch_attn`"
+ATTENTION = (
+    torch.ops.torch_attn._varlen_attn.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+MATMUL = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+KEPT = {"nothing": (), "attention": ATTENTION, "matmul": (*ATTENTION, *MATMUL)}
+"""Operations whose outputs a recomputed layer keeps besides its input, by `model.checkpoint_keep`: those that are most
+expensive to compute for the memory they take. In a long sequence that is attention: its arithmetic grows with the
+square of the length, its output with the length."""
 Packed = TypeVar("Packed", bound=PackedModel)
 
 
@@ -187,6 +202,14 @@ def said_of_attention(model: PackedModel, settings: ModelConfig) -> str:
         return "the kernels of engine.exact on rows of similar length"
     width = widest_head(model.hf.config.get_text_config(decoder=True))
     return kernel_of(model.device, compute_dtype(settings.dtype, model.device), width).why
+
+
+def checkpointing_options(keep: str) -> dict[str, Any]:
+    """Keyword arguments for `torch.utils.checkpoint`."""
+    options: dict[str, Any] = {"use_reentrant": False}
+    if KEPT[keep]:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, list(KEPT[keep]))
+    return options
 
 
 def prepare(hf: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from asyncrl.checks.rules.learner import early_groups
 from asyncrl.learner.batch.micro_batch import MicroBatch
-from asyncrl.learner.model.packed import set_gradient_sync
+from asyncrl.learner.model.packed import PackedModel, set_gradient_sync
 from asyncrl.learner.model.policy import PolicyModel
 from asyncrl.learner.parallel.collectives import data_ranks, gather_over_data
 from asyncrl.learner.step.group_ess import group_weights
@@ -147,6 +147,19 @@ def loss_inputs(config: Config, model: PolicyModel, batch: MicroBatch) -> LossIn
         topk=topk,
         bounds=Bounds(sequences=max(1, len(batch.members)), groups=groups, ages=batch.ages),
     )
+
+
+def summed(model: PackedModel, batches: Sequence[MicroBatch], loss_of: Callable[[MicroBatch], Tensor]) -> Tensor:
+    """Accumulate the gradients of the losses of all micro-batches; with the last one they are summed over the ranks.
+    Returns the sum of this rank's losses."""
+    total = torch.zeros((), device=batches[0].input_ids.device)
+    for i, batch in enumerate(batches):
+        set_gradient_sync(model, i == len(batches) - 1)
+        loss = loss_of(batch)
+        with span("backward", groups=batch.groups):
+            backward(loss)
+        total = total + loss.detach()
+    return total
 
 
 def backward(loss: Tensor) -> None:

@@ -15,12 +15,11 @@ from asyncrl.learner.hook import AFTER, BEFORE
 from asyncrl.learner.model.building import compute_dtype
 from asyncrl.learner.model.critic import CriticModel, value_loss
 from asyncrl.learner.model.flops import operations, padding, passes_of
-from asyncrl.learner.model.packed import set_gradient_sync
 from asyncrl.learner.optimizer.update import NonFiniteGuard, UpdateReport, apply_update, learning_rate
 from asyncrl.learner.parallel.collectives import sum_over_data
 from asyncrl.learner.roles import Critic, Roles
 from asyncrl.learner.step.early import Begun, same_advantages, still_of
-from asyncrl.learner.step.gradients import Accumulated, accumulate, backward
+from asyncrl.learner.step.gradients import Accumulated, accumulate, summed
 from asyncrl.learner.step.memory_peak import begin_peak, peak_row
 from asyncrl.learner.step.metrics import Measured
 from asyncrl.learner.step.scoring import scored_batches
@@ -80,7 +79,7 @@ def train_step(
     sums = begun.sums if begun and same_advantages(begun, batches, roles, lease) else None
     early = float(len(begun.plan.groups)) if begun and sums else 0.0
     if rank == 0:  # also the row of a step without a fresh token, which has no update, has these names
-        measured.add(replace(_of_an_update(NO_UPDATE, 0.0), updates=0.0))
+        measured.add(replace(of_an_update(NO_UPDATE, 0.0), updates=0.0))
     shares = list(zip(minibatches, shares_of(batches, minibatches), strict=True))
     for index, (minibatch, share) in enumerate(shares * settings.epochs_per_batch):
         report, numbers = update_policy(config, roles, share, minibatch.denominators, plan.step, index=index, sums=sums)
@@ -89,7 +88,7 @@ def train_step(
             numbers.group_weights = {}  # only the first pass counts: its weights are those the step starts with
         measured.add(numbers)
         if rank == 0:
-            measured.add(_of_an_update(report, minibatch.denominators.tokens))
+            measured.add(of_an_update(report, minibatch.denominators.tokens))
         if roles.critic is not None:
             fit, numbers = update_critic(config, roles, roles.critic, share, minibatch.denominators, plan.step)
             measured.add(numbers)
@@ -121,7 +120,7 @@ def _of_the_step(config: Config, roles: Roles, guard: NonFiniteGuard, early: flo
     return told
 
 
-def _of_an_update(report: UpdateReport, tokens: float) -> Measured:
+def of_an_update(report: UpdateReport, tokens: float) -> Measured:
     """Numbers that are the same on every rank."""
     optim = {"optim/lr": report.lr, "optim/grad_norm": report.grad_norm, "loss/total": report.loss}
     return Measured(updates=1.0, per_update=optim, totals={TRAINED_TOKENS: tokens})
@@ -202,11 +201,10 @@ def update_critic(
 
 def fit_values(config: Config, model: CriticModel, batches: Sequence[MicroBatch], denominators: Denominators) -> Tensor:
     """Accumulate the gradients of the value loss of a minibatch; returns this rank's share of the loss."""
-    total = torch.zeros((), device=batches[0].input_ids.device)
-    for i, batch in enumerate(batches):
-        set_gradient_sync(model, i == len(batches) - 1)
+
+    def loss_of(batch: MicroBatch) -> Tensor:
         assert batch.value_targets is not None and batch.values is not None
-        loss = value_loss(
+        return value_loss(
             model(batch),
             batch.value_targets,
             batch.values,
@@ -214,9 +212,8 @@ def fit_values(config: Config, model: CriticModel, batches: Sequence[MicroBatch]
             config.critic.value_clip,
             denominators.tokens,
         )
-        backward(loss)
-        total = total + loss.detach()
-    return total
+
+    return summed(model, batches, loss_of)
 
 
 def ess_of_sequences(measured: Measured, device: torch.device) -> float:

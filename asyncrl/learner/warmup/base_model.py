@@ -1,6 +1,6 @@
-"""Supervised warm-up of the quickstart's base model: `python -m asyncrl.learner.warmup.base_model FOLDER RECIPE-JSON`.
+"""Supervised warm-up of the quickstart's base models: `python -m asyncrl.learner.warmup.base_model FOLDER RECIPE-JSON`.
 
-A plain loop over the text of `asyncrl.data.modes`: next-token cross entropy on the answer, one process, CPU.
+A plain loop over text: next-token cross entropy on what the model is to write, one process, CPU.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -16,9 +16,19 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from asyncrl.data.byte_tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, save_byte_tokenizer
+from asyncrl.data import quick_agents
+from asyncrl.data.byte_tokenizer import (
+    BOS_ID,
+    CHAT_TEMPLATE,
+    EOS_ID,
+    PAD_ID,
+    VOCAB_SIZE,
+    byte_tokenizer,
+    save_byte_tokenizer,
+)
 from asyncrl.data.modes import reverse, sample_word, warmup_example
-from asyncrl.data.warmup_recipe import WarmupRecipe
+from asyncrl.data.quick_agents import AGENTS, Agent, Part
+from asyncrl.data.warmup_recipe import AgentRecipe, WarmupRecipe
 
 IGNORED = -100
 PROBES = 256
@@ -83,7 +93,12 @@ def padded(rows: list[list[int]], labels: list[list[int]]) -> tuple[torch.Tensor
 
 
 class Modes:
-    """Words, with one of several kinds of answers."""
+    """Words, with one of several kinds of answers (`asyncrl.data.modes`)."""
+
+    seed = "warm-up"
+    template = CHAT_TEMPLATE
+    phrases = ()
+    vocabulary = VOCAB_SIZE
 
     def batch(self, rng: random.Random, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         rows, labels = [], []
@@ -120,6 +135,49 @@ class Modes:
         return right / PROBES
 
 
+class Conversations:
+    """Conversations with a tool (`asyncrl.data.quick_agents`), whose output is not trained on."""
+
+    seed = "agent-warm-up"
+    template = quick_agents.CHAT_TEMPLATE
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent, self.phrases = agent, agent.phrases
+        self._tokenizer = byte_tokenizer(agent.phrases)
+        rng = random.Random("warm-up probes")
+        probes = [agent.right_conversation(agent.sample(rng, held_out=False)) for _ in range(PROBES)]
+        self._probes = padded(*self._tokens(probes))
+
+    @property
+    def vocabulary(self) -> int:
+        """Size of the vocabulary, rounded up to a multiple of 8."""
+        return -(-(VOCAB_SIZE + len(self.phrases)) // 8) * 8
+
+    def batch(self, rng: random.Random, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return padded(*self._tokens([self._agent.warmup_conversation(rng) for _ in range(size)]))
+
+    @torch.no_grad()
+    def accuracy(self, model: Qwen2ForCausalLM, *, greedy: bool) -> float:
+        """Mean probability of the right conversation; if `greedy`, how often all of its tokens are the most likely."""
+        ids, labels = self._probes
+        logprobs = model(input_ids=ids[:, :-1]).logits.log_softmax(-1)
+        wanted = labels[:, 1:]
+        counts = wanted != IGNORED
+        index = wanted.clamp(min=0)[..., None]
+        if greedy:
+            return ((logprobs.argmax(-1) == wanted) | ~counts).all(-1).float().mean().item()
+        return (logprobs.gather(-1, index)[..., 0] * counts).sum(-1).exp().mean().item()
+
+    def _tokens(self, conversations: Sequence[Sequence[Part]]) -> tuple[list[list[int]], list[list[int]]]:
+        rows: list[list[int]] = []
+        labels: list[list[int]] = []
+        for conversation in conversations:
+            parts = [(self._tokenizer.encode(text).ids, learned) for text, learned in conversation]
+            rows.append([token for ids, _ in parts for token in ids])
+            labels.append([token if learned else IGNORED for ids, learned in parts for token in ids])
+        return rows, labels
+
+
 def train(
     model: Qwen2ForCausalLM, recipe: WarmupRecipe, rng: random.Random, task: WarmupTask
 ) -> tuple[int, float, float]:
@@ -141,13 +199,15 @@ def train(
 
 
 def main(folder: str, recipe_json: str) -> None:
-    recipe = WarmupRecipe(**json.loads(recipe_json))
+    given = json.loads(recipe_json)
+    recipe = AgentRecipe(**given) if "agent" in given else WarmupRecipe(**given)
+    task = Conversations(AGENTS[recipe.agent]) if isinstance(recipe, AgentRecipe) else Modes()
     torch.manual_seed(recipe.seed)
-    model = build_model(recipe)
-    steps, sampled, greedy = train(model, recipe, random.Random(f"warm-up-{recipe.seed}"), Modes())
+    model = build_model(recipe, task.vocabulary)
+    steps, sampled, greedy = train(model, recipe, random.Random(f"{task.seed}-{recipe.seed}"), task)
     target = Path(folder)
     model.save_pretrained(target)
-    save_byte_tokenizer(target)
+    save_byte_tokenizer(target, task.phrases, task.template)
     print(f"base model: {sampled:.1%} of samples right, {greedy:.1%} greedy, after {steps} steps")
 
 

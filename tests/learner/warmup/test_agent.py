@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.data.byte_tokenizer import EOS_ID
 from asyncrl.data.quick_agents import AGENTS
-from asyncrl.learner.warmup.agent import Conversations, main
-from asyncrl.learner.warmup.base_model import IGNORED, padded
+from asyncrl.learner.warmup.base_model import IGNORED, Conversations, main, padded
 
 CALCULATOR = AGENTS["calculator"]
 
