@@ -7,10 +7,8 @@ is trained, with the shards of the first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -57,25 +55,8 @@ def compute_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return DTYPES[dtype_on(dtype, device.type)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Build(Generic[Packed]):
-    """How to build one model of a run."""
-
-    setting: str
-    """The setting it comes from, for messages: `model.path=...`."""
-    recipe: Recipe
-    make: Callable[[PreTrainedModel], Packed]
-    kept: str
-    """Dtype in which its weights are kept."""
-    change: Callable[[Packed, nn.Module], None] = lambda *_: None
-    """Changes the model once its layout is known, before it is sharded. The second argument holds the weights that were
-    read; on several ranks the first has none yet."""
-    start: Callable[[Packed], None] = lambda _: None
-    """Initialises the parameters that `change` has added."""
-
-
 def built(
-    build: Build[Packed], settings: ModelConfig, longest: int, device: torch.device, backend: Backend | None
+    recipe: Recipe[Packed], settings: ModelConfig, longest: int, device: torch.device, backend: Backend | None
 ) -> Packed:
     """The model on `device`, held by `backend`. On one rank in float32 it stays unsharded: FSDP2 has nothing to shard
     or cast there, and its hooks took a fifth of a small model's step. None means one rank, too. Collective.
@@ -89,52 +70,53 @@ def built(
     """
     if settings.compile:
         refuse_unbuildable(device)
-    model = _held(build, settings, longest, device, backend)
+    model = _held(recipe, settings, longest, device, backend)
     if settings.compile:
-        compile_layers(model, build.setting)
-        warm_up(model, build.setting)
+        compile_layers(model, recipe.setting)
+        warm_up(model, recipe.setting)
     return model
 
 
 def _held(
-    build: Build[Packed], settings: ModelConfig, longest: int, device: torch.device, backend: Backend | None
+    recipe: Recipe[Packed], settings: ModelConfig, longest: int, device: torch.device, backend: Backend | None
 ) -> Packed:
     compute = compute_dtype(settings.dtype, device)
     if backend is None or backend.mesh.size() == 1:
-        model = build.make(prepare(build.recipe.whole(), settings))
-        agree_on_layout(model, build.setting, build.kept, longest, None)
-        build.change(model, model.hf)
-        build.start(model)
+        model = recipe.make(prepare(recipe.whole(), settings))
+        agree_on_layout(model, recipe.setting, recipe.kept, longest, None)
+        recipe.change(model, model.hf)
+        recipe.start(model)
         if compute == torch.float32 and (backend is None or not backend.on_host):
             return model.to(device)
         assert backend is not None
         backend.shard(model, compute)
         return model
-    read = read_sharded(build, device, backend)
-    agree_on_layout(read, build.setting, "float32", longest, backend.mesh)
+    read = read_sharded(recipe, device, backend)
+    agree_on_layout(read, recipe.setting, "float32", longest, backend.mesh)
     if read.sequence is not None and read.layout is not Layout.PACKED:
         raise ConfigError(
-            f"{build.setting} runs unpacked, but ranks can share only packed sequences. Set learner.sequence_parallel=1"
+            f"{recipe.setting} runs unpacked, but ranks can share only packed sequences. Set "
+            "learner.sequence_parallel=1"
         )
-    model = build.make(prepare(build.recipe.blank(), settings))
+    model = recipe.make(prepare(recipe.blank(), settings))
     use_layout(model, read.layout)
-    build.change(model, read.hf)
+    recipe.change(model, read.hf)
     backend.shard(model, compute)
     take_over(model, read, home_of(backend, device))
-    build.start(model)
+    recipe.start(model)
     return model
 
 
-def read_sharded(build: Build[Packed], device: torch.device, backend: Backend) -> Packed:
+def read_sharded(recipe: Recipe[Packed], device: torch.device, backend: Backend) -> Packed:
     """A model that computes in float32 with the weights of the checkpoint; each rank has its shards. Collective."""
     mesh = backend.mesh
-    model = build.make(build.recipe.blank().eval())
-    refuse_dims(model.hf.config, mesh, build.setting)
-    part = own_part(build.recipe, model.hf, mesh)
-    on_rank_zero(build.recipe.prove, mesh)
+    model = recipe.make(recipe.blank().eval())
+    refuse_dims(model.hf.config, mesh, recipe.setting)
+    part = own_part(recipe, model.hf, mesh)
+    on_rank_zero(recipe.prove, mesh)
     if part is None:
-        hf = on_rank_zero(build.recipe.load, mesh)
-        model = model if hf is None else build.make(hf.eval())
+        hf = on_rank_zero(recipe.load, mesh)
+        model = model if hf is None else recipe.make(hf.eval())
         backend.shard(model, torch.float32, lambda module: fill_from_rank_zero(module, mesh))
         return model
     backend.shard(model, torch.float32)

@@ -16,7 +16,7 @@ from asyncrl.checks.architecture import longest_sequence
 from asyncrl.errors import ConfigError
 from asyncrl.learner.backends.base import Backend
 from asyncrl.learner.batch.packing import Pack
-from asyncrl.learner.model.building import Build, built
+from asyncrl.learner.model.building import built
 from asyncrl.learner.model.layout import blank, with_our_attention
 from asyncrl.learner.model.loading import Recipe, as_config_error, of_transformers, refuse_random
 from asyncrl.learner.model.packed import PackedModel
@@ -83,20 +83,18 @@ def build_critic(config: Config, device: torch.device, backend: Backend | None) 
         ConfigError: it cannot be loaded as a token classifier with one label.
     """
     path = config.critic.path or config.model.path
-    build = Build(
+    recipe = Recipe(
         setting=f"critic.path={path}",
-        recipe=Recipe(
-            path=path,
-            load=lambda: load_classifier(path),
-            build=lambda: blank_classifier(path),
-            may_lack=lambda hf: [f"{name}.{each}" for name, head in _heads(hf) for each, _ in head.named_parameters()],
-        ),
+        path=path,
+        load=lambda: load_classifier(path),
+        build=lambda: blank_classifier(path),
         make=CriticModel,
         kept="float32",
+        may_lack=lambda hf: [f"{name}.{each}" for name, head in _heads(hf) for each, _ in head.named_parameters()],
     )
     way_out = "Give a causal LM, or a token classifier with num_labels=1"
-    with as_config_error(build.setting, "a token classifier with one label", way_out):
-        return built(build, config.model, longest_sequence(config), device, backend)
+    with as_config_error(recipe.setting, "a token classifier with one label", way_out):
+        return built(recipe, config.model, longest_sequence(config), device, backend)
 
 
 OPTIONS: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}

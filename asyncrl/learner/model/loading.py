@@ -8,11 +8,11 @@ rank 0 reads everything and sends the others their shards, one layer at a time.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,13 +23,12 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from asyncrl.errors import ConfigError
+from asyncrl.learner.backends.base import HeldModel
 from asyncrl.learner.model.reading import (
     Checkpoint,
     EmptyOnMeta,
-    Piece,
     Unreadable,
     pieces_of,
-    read_own,
     without_weights,
 )
 from asyncrl.learner.parallel.collectives import text_of_rank_zero, texts_of_ranks
@@ -39,6 +38,7 @@ from asyncrl.storage.sealed import is_sealed, verify_export
 log = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
+Held = TypeVar("Held", bound=HeldModel)
 REFUSALS = (OSError, KeyError, ValueError, RuntimeError, SafetensorError)
 """Exceptions of transformers for a checkpoint that it cannot load; the last one for a truncated file."""
 
@@ -74,16 +74,27 @@ def refuse_random(missing: Collection[str]) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """How to make a model from its checkpoint."""
+class Recipe(Generic[Held]):
+    """How to make one model of a run from its checkpoint."""
 
+    setting: str
+    """The setting it comes from, for messages: `model.path=...`."""
     path: str
     load: Callable[[], PreTrainedModel]
     """Load it whole, with transformers. Raises one of `REFUSALS`."""
     build: Callable[[], PreTrainedModel]
     """Build it from its config, with random weights."""
+    make: Callable[[PreTrainedModel], Held]
+    """Make the learner's model of it."""
+    kept: str
+    """Dtype in which its weights are kept."""
     may_lack: Callable[[PreTrainedModel], list[str]] = lambda _: []
     """Names of parameters that start at 0 if the checkpoint lacks them."""
+    change: Callable[[Held, nn.Module], None] = lambda *_: None
+    """Changes the model once its layout is known, before it is sharded. The second argument holds the weights that were
+    read; on several ranks the first has none yet."""
+    start: Callable[[Held], None] = lambda _: None
+    """Initialises the parameters that `change` has added."""
 
     def whole(self) -> PreTrainedModel:
         """Load the whole model. A checkpoint exported by a run is first compared with its manifest.
@@ -106,46 +117,25 @@ class Recipe:
             verify_export(Path(self.path))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OwnPart:
-    """The part of a checkpoint that this rank reads."""
-
-    checkpoint: Checkpoint
-    pieces: Mapping[str, list[Piece]]
-
-    def read_into(self, hf: nn.Module) -> None:
-        """Read this part into `hf`, which must be sharded and allocated, and close the files."""
-        read_own(hf, self.checkpoint, self.pieces)
-        self.checkpoint.opened.close()
-        whole = sum(parameter.numel() for parameter in hf.parameters())
-        log.info(
-            "rank %d has read %.3g GB of the checkpoint, %.3g GB of them at once, for its part of %s parameters",
-            *(dist.get_rank(), self.checkpoint.read_bytes / 1e9, self.checkpoint.largest / 1e9, f"{whole:,}"),
-        )
-
-
-def own_part(recipe: Recipe, blank: PreTrainedModel, mesh: DeviceMesh) -> OwnPart | None:
-    """This rank's part of `blank`; None, with a log line, if the ranks cannot each read their part. Collective."""
+def own_part(recipe: Recipe[Held], blank: PreTrainedModel, mesh: DeviceMesh) -> Checkpoint | None:
+    """The checkpoint, from which this rank reads its part of `blank`; None, with a log line, if the ranks cannot each
+    read theirs. Collective."""
     device, part, said = device_of(mesh), None, "-"
     try:
-        checkpoint = Checkpoint.of(recipe.path)
-        part = OwnPart(
-            checkpoint=checkpoint,
-            pieces=pieces_of(blank, checkpoint.shapes, may_lack=recipe.may_lack(blank)),
-        )
-        said = checkpoint.identity()
+        part = Checkpoint.of(recipe.path)
+        part.pieces = pieces_of(blank, part.shapes, may_lack=recipe.may_lack(blank))
+        said = part.identity()
     except (Unreadable, *REFUSALS) as error:
-        part, why = None, " ".join(str(error).split())
-        said = f"-{why}"
+        said = f"-{' '.join(str(error).split())}"
     told = texts_of_ranks(said, device)
-    if len(set(told)) == 1 and part is not None:
+    if len(set(told)) == 1 and not said.startswith("-"):
         return part
     whys = [each[1:] for each in told if each.startswith("-")]
     log.info(
         "rank 0 reads all of %s: %s", recipe.path, whys[0] if whys else "the ranks do not all have the same files there"
     )
     if part is not None:
-        part.checkpoint.opened.close()
+        part.opened.close()
     return None
 
 

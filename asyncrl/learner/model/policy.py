@@ -5,7 +5,7 @@ The reference and the averaged policy are the same class; the critic (critic.py)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
@@ -24,7 +24,7 @@ from asyncrl.learner.backends.base import Backend
 from asyncrl.learner.batch.packing import Pack
 from asyncrl.learner.batch.support import Support
 from asyncrl.learner.model.attention import EXACT_PACKED_ATTENTION
-from asyncrl.learner.model.building import DTYPES, Build, built
+from asyncrl.learner.model.building import DTYPES, built
 from asyncrl.learner.model.flops import Work
 from asyncrl.learner.model.layout import blank, with_our_attention
 from asyncrl.learner.model.loading import Recipe, as_config_error, of_transformers, refuse_random
@@ -38,6 +38,7 @@ from asyncrl.schema import Config, ModelConfig
 from asyncrl.types import Routers
 
 WRAPPER_PREFIX = "hf."
+Made = Callable[[], PreTrainedModel]
 
 
 class PolicyModel(PackedModel):
@@ -191,16 +192,18 @@ def build_model(
 
     way_out = "Give a directory with config.json and *.safetensors, or a hub name"
     with as_config_error(setting, "a causal LM", way_out):
-        recipe = causal_lm(settings, setting, DTYPES[kept])
-        build = Build(
+        load, build = causal_lm(settings, setting, DTYPES[kept])
+        recipe = Recipe(
             setting=setting,
-            recipe=recipe,
+            path=settings.path,
+            load=load,
+            build=build,
             make=PolicyModel,
             kept=kept,
             change=change,
             start=start,
         )
-        return built(build, settings, longest_sequence(config), device, backend)
+        return built(recipe, settings, longest_sequence(config), device, backend)
 
 
 def compute_exactly(model: PolicyModel, device: torch.device) -> None:
@@ -214,8 +217,8 @@ def compute_exactly(model: PolicyModel, device: torch.device) -> None:
     model.hf.config._attn_implementation = EXACT_PACKED_ATTENTION
 
 
-def causal_lm(config: ModelConfig, setting: str, dtype: torch.dtype = torch.float32) -> Recipe:
-    """Recipe of the Hugging Face model with our attention, on the CPU.
+def causal_lm(config: ModelConfig, setting: str, dtype: torch.dtype) -> tuple[Made, Made]:
+    """Loads, or builds from its config, the Hugging Face model with our attention, on the CPU; see `Recipe`.
 
     Args:
         setting: the setting it comes from, for messages: `model.path=...`.
@@ -238,8 +241,7 @@ def causal_lm(config: ModelConfig, setting: str, dtype: torch.dtype = torch.floa
             model.generation_config = GenerationConfig.from_pretrained(config.path)
         return model
 
-    load = partial(with_our_attention, partial(_load_whole, config.path, options))
-    return Recipe(path=config.path, load=load, build=build)
+    return partial(with_our_attention, partial(_load_whole, config.path, options)), build
 
 
 def _load_whole(path: str, options: dict[str, Any], **attention: str) -> PreTrainedModel:

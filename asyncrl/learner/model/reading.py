@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import xxhash
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -23,6 +25,8 @@ from transformers.utils.hub import cached_file
 from asyncrl.learner.parallel.sharding import part_and_box
 from asyncrl.weights.boxes import Box, intersection, volume, whole, within
 from asyncrl.weights.shares import slices
+
+log = logging.getLogger(__name__)
 
 
 class EmptyOnMeta(TorchFunctionMode):
@@ -68,9 +72,11 @@ class Checkpoint:
     """Tensor name -> the open file that contains it."""
     shapes: Mapping[str, tuple[int, ...]]
     opened: ExitStack
+    pieces: Mapping[str, Sequence[Piece]] = field(default_factory=dict)
+    """Of every tensor of the model that is read from it, see `pieces_of`."""
     read_bytes: int = 0
     """Bytes read so far, in the stored dtype."""
-    largest: int = field(default=0)
+    largest: int = 0
     """Bytes of the largest slice so far, which is held in addition to the weights."""
 
     @classmethod
@@ -101,6 +107,22 @@ class Checkpoint:
         self.read_bytes += found.nbytes
         self.largest = max(self.largest, found.nbytes)
         return found
+
+    @torch.no_grad()
+    def read_into(self, hf: nn.Module) -> None:
+        """Fill this rank's part of every parameter of `hf`, which must be sharded and allocated, and the saved buffers;
+        then close the files."""
+        for name, parameter in hf.named_parameters():
+            local, own = part_and_box(parameter)
+            self.fill(local, own, self.pieces[name])
+        for name, buffer in _saved_buffers(hf):
+            self.fill(buffer, whole(buffer.shape), self.pieces[name])
+        self.opened.close()
+        count = sum(parameter.numel() for parameter in hf.parameters())
+        log.info(
+            "rank %d has read %.3g GB of the checkpoint, %.3g GB of them at once, for its part of %s parameters",
+            *(dist.get_rank(), self.read_bytes / 1e9, self.largest / 1e9, f"{count:,}"),
+        )
 
     def fill(self, target: Tensor, own: Box, pieces: Sequence[Piece]) -> None:
         """Fill `target`, the part `own` of a tensor made of `pieces`; with 0 if there are none."""
@@ -219,13 +241,3 @@ def _of_expert(number: int, sources: Sequence[str], shapes: Mapping[str, tuple[i
         pieces.append(Piece(source=source, region=region, stacked=True))
         row += rows
     return pieces
-
-
-@torch.no_grad()
-def read_own(hf: nn.Module, checkpoint: Checkpoint, pieces: Mapping[str, Sequence[Piece]]) -> None:
-    """Fill this rank's part of every parameter of `hf`, and the saved buffers."""
-    for name, parameter in hf.named_parameters():
-        local, own = part_and_box(parameter)
-        checkpoint.fill(local, own, pieces[name])
-    for name, buffer in _saved_buffers(hf):
-        checkpoint.fill(buffer, whole(buffer.shape), pieces[name])
