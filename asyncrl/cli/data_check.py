@@ -20,7 +20,7 @@ from asyncrl.checks.sources import sources
 from asyncrl.cli.lengths import histogram
 from asyncrl.cli.starting.preflight import survey_lines
 from asyncrl.config import load_config
-from asyncrl.data.mixture import source_names
+from asyncrl.data.dataset import source_names
 from asyncrl.data.probe import look_over
 from asyncrl.data.rows.base import Row
 from asyncrl.data.survey import Survey

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -13,7 +13,8 @@ from asyncrl.data.rows.base import Row, joined
 from asyncrl.data.rows.opening import open_source
 from asyncrl.data.rows.view import SourceRows
 from asyncrl.drawing.order import DrawOrder
-from asyncrl.schema import DataConfig
+from asyncrl.drawing.turns import Turns
+from asyncrl.schema import DataConfig, RowSettings
 
 
 class Dataset:
@@ -53,3 +54,19 @@ def open_dataset(data: DataConfig) -> Dataset:
 def open_alone(source: Source) -> Dataset:
     """Open a single source, in the order of its file. Raises DataError and ConfigError as `open_source`."""
     return Dataset([open_source(source)])
+
+
+class SourceNames:
+    """The name of the source of each prompt of a mixture, for processes that read no data."""
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self._names = list(weights)
+        self._turns = Turns(list(weights.values()))
+
+    def __getitem__(self, index: int) -> str:
+        return self._names[self._turns[index][0]]
+
+
+def source_names(data: RowSettings) -> SourceNames | None:
+    """Return None if there is no mixture."""
+    return SourceNames({source.name: source.weight for source in sources(data)}) if data.mixture else None

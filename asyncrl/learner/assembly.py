@@ -30,7 +30,6 @@ from asyncrl.learner.own_trial import try_own
 from asyncrl.learner.parallel.collectives import choice_of_rank_zero
 from asyncrl.learner.parallel.place import Place
 from asyncrl.learner.processes.out_of_memory import heed_note
-from asyncrl.learner.reporting.step_row import StepLog
 from asyncrl.learner.roles import Roles, build_roles
 from asyncrl.learner.settings import LearnerSettings
 from asyncrl.learner.step.accumulation import agree_on_reduction
@@ -41,6 +40,7 @@ from asyncrl.storage.best import BestCheckpoint
 from asyncrl.storage.checkpoints import CHECKPOINT_DIR
 from asyncrl.telemetry.folder.resumed import ROWS, rows_here
 from asyncrl.telemetry.folder.run_folder import origin_of
+from asyncrl.telemetry.metrics.log import MetricsLog
 from asyncrl.types import NO_VERSION
 from asyncrl.weights.base import Publisher
 
@@ -54,7 +54,6 @@ class Kept:
     """Where checkpoints are saved, and the one that training starts from."""
 
     checkpoints: Checkpoints
-    best: BestCheckpoint
     restarted: bool
     """Whether this start of the run has already saved a checkpoint or begun its branch (a restart by torchrun)."""
     resume_from: Path | None
@@ -80,7 +79,6 @@ def open_checkpoints(
     """
     folder = run_dir / CHECKPOINT_DIR
     patience = disk_patience(config)
-    best = BestCheckpoint(folder, by.keep_best, by.keep_best_by, patience)
     errands = Errands(copy_to=by.copy_to, export_every=by.export_every, within_s=by.save_timeout_s)
     checkpoints = Checkpoints(
         folder,
@@ -88,7 +86,7 @@ def open_checkpoints(
         keep=by.keep_checkpoints,
         every=by.keep_every,
         patience=patience,
-        best=best,
+        best=BestCheckpoint(folder, by.keep_best, by.keep_best_by, patience),
         errands=errands,
         background=by.async_save,
         within_s=by.save_timeout_s,
@@ -97,12 +95,12 @@ def open_checkpoints(
     restarted = place.restarted or (place.rank == 0 and checkpoints.begun(resume))
     found = checkpoints.choose(resume, restarted) if place.rank == 0 else None
     if place.rank == 0:
-        best.begin()
+        checkpoints.best.begin()
         begins = found is None or resume not in ("auto", "never")  # a new run, or a fork
         if begins and not restarted:  # once started, a run must not end because a target is unreachable for a while
             errands.begin(origin_of(run_dir))
     resume_from = choice_of_rank_zero(found, place.device)
-    return Kept(checkpoints=checkpoints, best=best, restarted=restarted, resume_from=resume_from)
+    return Kept(checkpoints=checkpoints, restarted=restarted, resume_from=resume_from)
 
 
 def assemble(
@@ -115,7 +113,7 @@ def assemble(
     run_dir: Path,
     resume: str,
     publisher: Callable[[Roles], Publisher],
-    log: Callable[[Start], StepLog],
+    log: Callable[[Start], MetricsLog],
     tokenizer: LocalTokenizer | None = None,
 ) -> Training:
     """Build the models, load the state that training starts from, then open publisher and log. Collective.
@@ -180,7 +178,6 @@ def assemble(
         publisher=sender,
         roles=roles,
         checkpoints=kept.checkpoints,
-        best=kept.best,
         start=start,
         log=rows,
         run_dir=run_dir,

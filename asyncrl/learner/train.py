@@ -16,7 +16,7 @@ from asyncrl.checks.evaluations import EvalSet, eval_sets
 from asyncrl.checks.parallel import ParallelDims
 from asyncrl.checks.rules.learner import early_groups
 from asyncrl.config import disk_patience
-from asyncrl.data.mixture import source_names
+from asyncrl.data.dataset import source_names
 from asyncrl.errors import NoProgress
 from asyncrl.evaluation.orders import EvalSummary
 from asyncrl.learner.batch.prefetch import LeasePrefetch, Source
@@ -33,7 +33,7 @@ from asyncrl.learner.reporting.collective_clock import clock_of
 from asyncrl.learner.reporting.profiling import Profile
 from asyncrl.learner.reporting.samples import Samples
 from asyncrl.learner.reporting.step_clock import StepClock
-from asyncrl.learner.reporting.step_row import StepLog, step_row, tell_best, write_evaluations
+from asyncrl.learner.reporting.step_row import step_row, tell_best, write_evaluations
 from asyncrl.learner.roles import Roles
 from asyncrl.learner.step.early import Begun, Early
 from asyncrl.learner.step.group_ess import ess_of_groups
@@ -45,6 +45,7 @@ from asyncrl.schema import Config
 from asyncrl.spans import span
 from asyncrl.storage.best import BestCheckpoint
 from asyncrl.storage.checkpoints import EXPORT_DIR
+from asyncrl.telemetry.metrics.log import MetricsLog
 from asyncrl.types import StepPlan
 from asyncrl.weights.base import Publisher, PublishStats
 
@@ -62,10 +63,8 @@ class Parts:
     roles: Roles
     """The state of `start` is already loaded into them."""
     checkpoints: Checkpoints
-    best: BestCheckpoint
-    """The same object that `checkpoints` uses."""
     start: Start
-    log: StepLog | None
+    log: MetricsLog | None
     """On rank 0."""
     run_dir: Path
     rank: int
@@ -146,7 +145,7 @@ class _Loop:
                 begin_save(parts, step, self.version, skipped=self.guard.skipped)
                 self.clock.lap("checkpoint")
             if parts.rank == 0:  # after the checkpoint, which may be the one that was measured
-                tell_best(parts.best, step + 1, self.version, row, evaluations, self.metrics)
+                tell_best(parts.checkpoints.best, step + 1, self.version, row, evaluations, self.metrics)
         self.end()
         return self.version
 
@@ -158,7 +157,7 @@ class _Loop:
         hold_back(parts.roles.optimizer, parts.publisher)
         self.send()
         if parts.rank == 0 and start.step < self.config.learner.steps:
-            evaluate(self.sets, parts.source, parts.best, trained=start.step, version=self.version)
+            evaluate(self.sets, parts.source, parts.checkpoints.best, trained=start.step, version=self.version)
 
     def send(self, told: Future[TrainedReply] | None = None) -> PublishStats:
         """Publish the weights. `told` is the running call of `trained`: the canary is made meanwhile, and the weights
@@ -231,7 +230,7 @@ class _Loop:
         between the two would lose the row for good. Returns the row (on rank 0) and the evaluations that finished."""
         config, parts, trained = self.config, self.parts, step + 1
         if parts.rank == 0:
-            evaluate(self.sets, parts.source, parts.best, trained=trained, version=self.version)
+            evaluate(self.sets, parts.source, parts.checkpoints.best, trained=trained, version=self.version)
         evaluations = reply.evaluations
         if trained == config.learner.steps and self.sets:
             # Before the last checkpoint: a learner that restarts from it has nothing left to do, and would not wait.

@@ -19,7 +19,6 @@ from asyncrl.learner.model.policy import build_model
 from asyncrl.learner.optimizer.update import make_optimizer
 from asyncrl.learner.parallel.place import Place
 from asyncrl.learner.processes.out_of_memory import heed_note
-from asyncrl.learner.reporting.step_row import StepLog
 from asyncrl.learner.roles import Roles
 from asyncrl.learner.step.accumulation import agree_on_reduction
 from asyncrl.sft.batches import Course, RowBatches, draws_before
@@ -27,6 +26,7 @@ from asyncrl.sft.examples import Encoder, Example, Examples, open_encoder
 from asyncrl.sft.rows import SftRows, eval_source, train_sources
 from asyncrl.sft.settings import SftConfig, learner_config
 from asyncrl.sft.train import SftTraining, resumed
+from asyncrl.telemetry.metrics.log import MetricsLog
 
 log_of_start = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def assemble(
     *,
     backend: Backend | None,
     run_dir: Path,
-    log: Callable[[Start], StepLog],
+    log: Callable[[Start], MetricsLog],
 ) -> SftTraining:
     """Open the rows, build the model, resume if there is a checkpoint, then open the log. Collective.
 
@@ -76,7 +76,6 @@ def assemble(
         eval=given.eval,
         roles=roles,
         checkpoints=kept.checkpoints,
-        best=kept.best,
         start=start,
         source=RowBatches(Examples(rows, encoder), data.order(seed=given.seed, shuffle=given.data.shuffle), course),
         held_out=held_out,

@@ -101,7 +101,7 @@ def train_rows(parts: SftTraining, asked: Asked = never) -> None:
             begin_save(parts, step, trained, skipped=guard.skipped)
             clock.lap("checkpoint")
         if parts.rank == 0:
-            tell_best(parts.best, trained, trained, row, (), {})
+            tell_best(parts.checkpoints.best, trained, trained, row, (), {})
     export(config, parts)
     parts.checkpoints.finish_errands()
 

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from asyncrl.checks.sources import sources
 from asyncrl.cli.arguments.settings_file import with_files
 from asyncrl.config import config_to_dict, load_config
-from asyncrl.data.dataset import open_dataset
-from asyncrl.data.mixture import SourceNames
+from asyncrl.data.dataset import SourceNames, open_dataset
 from asyncrl.data.rows.view import PromptRows
 from asyncrl.digests import run_digest
 from asyncrl.drawing.order import DrawOrder, epoch_order

@@ -83,7 +83,7 @@ class Checkpoints:
             within_s: limit on the seconds that a save may take.
         """
         self._folder, self._rank, self._keep, self._every = folder, rank, keep, every
-        self._best = best or BestCheckpoint(folder)
+        self.best = best or BestCheckpoint(folder)
         self._patience, self._errands = patience or Patience(), errands or Errands()
         self._run = origin_of(folder.parent)
         self._branch: tuple[Path, str, str] | None = None
@@ -122,7 +122,7 @@ class Checkpoints:
         target = self._folder / f"step_{state.step + 1}"
         if self._rank == 0:
             self._refuse_takeover()
-            self._best.saving(state.step + 1)
+            self.best.saving(state.step + 1)
         if not self._grouped:
             self._group, self._grouped = own_group(self._within_s), True
         self._hold_back(roles)
@@ -251,7 +251,7 @@ class Checkpoints:
             log.warning(
                 "%s is from the steps that this resume leaves behind. It is kept as %s until you delete it", name, aside
             )
-        self._best.begin()
+        self.best.begin()
 
     def newest(self) -> Path | None:
         """The verified checkpoint that `latest` points to; if it is damaged, the newest complete one before it, with a
@@ -320,14 +320,14 @@ class Checkpoints:
             raise CheckpointDamagedError(damage)
 
     def _commit(self, aside: Path, target: Path) -> None:
-        with self._best.held:
+        with self.best.held:
             if target.exists():
                 # Saved again after a resume from an earlier one. With the name of `aside` the new one would be deleted.
-                self._best.replaced(target)
+                self.best.replaced(target)
                 sealed.remove(target.rename(target.with_name(target.name + ".old.tmp")))
             sealed.move_into_place(aside, target)
             self._patience.through(self._folder / LATEST, 0, lambda: sealed.point(self._folder / LATEST, target))
-            if self._best.saved(int(target.name.removeprefix("step_"))):
+            if self.best.saved(int(target.name.removeprefix("step_"))):
                 log.info("the best checkpoint is now %s", target.name)
         self._errands.saved(target, int(target.name.removeprefix("step_")))
         self._remove_old()
@@ -337,9 +337,9 @@ class Checkpoints:
         latest = self._folder / LATEST
         if not (latest.is_symlink() and latest.exists()):
             return
-        with self._best.held:
+        with self.best.held:
             newest = self._folder / latest.readlink().name
-            spared = self._best.kept() | self._errands.needed()
+            spared = self.best.kept() | self._errands.needed()
             over = prune(self._folder, newest, self._keep, spared, every=self._every)
         for path in over:
             shutil.rmtree(path)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
 from asyncrl.chat.seam import Seam
-from asyncrl.data.mixture import SourceNames
+from asyncrl.data.dataset import SourceNames
 from asyncrl.types import StepPlan, Trajectory, TrajectoryGroup
 
 log = logging.getLogger(__name__)

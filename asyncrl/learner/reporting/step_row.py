@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping
 
 from asyncrl.evaluation.orders import EvalSummary
 from asyncrl.evaluation.samples import to_line
 from asyncrl.learner.model.flops import speed
-from asyncrl.learner.step.metrics import Bins, Measured, plan_metrics
+from asyncrl.learner.step.metrics import Measured, plan_metrics
 from asyncrl.learner.step.step import OPERATIONS, PACKED_TOKENS
 from asyncrl.replay.protocol import Lease, TrainedReply
 from asyncrl.storage.best import BestCheckpoint
+from asyncrl.telemetry.metrics.log import MetricsLog
 from asyncrl.weights.base import PublishStats
 
 log = logging.getLogger(__name__)
 
 
-class StepLog(Protocol):
-    """Log that rank 0 writes rows to (`asyncrl.telemetry.metrics.log.MetricsLog`)."""
-
-    def write(self, step: int, policy_version: int | None, row: Mapping[str, float]) -> None: ...
-
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]], eval_set: str = "") -> None: ...
-
-    def histograms(self, step: int, found: Mapping[str, Bins]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def write_evaluations(log: StepLog, summaries: Iterable[EvalSummary], metrics: Mapping[str, str]) -> None:
+def write_evaluations(log: MetricsLog, summaries: Iterable[EvalSummary], metrics: Mapping[str, str]) -> None:
     """Write one row per evaluation, at the step of the oldest weights that it measured.
 
     Args:

@@ -19,6 +19,7 @@ from asyncrl.data.byte_tokenizer import PAD_ID, save_byte_tokenizer
 from asyncrl.data.judged import judged_example
 from asyncrl.data.warmup_recipe import RewardRecipe
 from asyncrl.learner.warmup.base_model import fit
+from asyncrl.rewards.reward_model import pad_rows
 
 PROBES = 512
 """Answers on which the accuracy is measured: a standard error of one point around 95 %."""
@@ -28,9 +29,7 @@ def make_batch(rng: random.Random, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Token ids and attention mask, both [size, longest], and labels [size], 1 for a right answer."""
     examples = [judged_example(rng) for _ in range(size)]
     rows = [list(f"{prompt}{answer}".encode()) for prompt, answer, _ in examples]
-    longest = max(map(len, rows))
-    ids = torch.tensor([row + [PAD_ID] * (longest - len(row)) for row in rows])
-    return ids, (ids != PAD_ID).long(), torch.tensor([float(right) for _, _, right in examples])
+    return *pad_rows(rows, PAD_ID), torch.tensor([float(right) for _, _, right in examples])
 
 
 def train(model: PreTrainedModel, recipe: RewardRecipe, rng: random.Random) -> float:
