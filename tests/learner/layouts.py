@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import start_processes
 from transformers import AutoModelForTokenClassification, PreTrainedModel
 
 from asyncrl.checks.parallel import ParallelDims
@@ -28,9 +25,8 @@ from asyncrl.learner.model.routing import RouterReplay
 from asyncrl.learner.parallel.place import Place
 from asyncrl.learner.parallel.sharding import part_and_box
 from asyncrl.schema import Config
-from tests.forked import forked_from
 from tests.learner.families import settings_for, siblings, tiny_family
-from tests.learner.rank_process import whole
+from tests.learner.rank_process import on_ranks, whole
 
 CPU = torch.device("cpu")
 
@@ -126,16 +122,10 @@ def compute(folder: Path, cells: Sequence[Cell], ranks: int) -> None:
         model = tiny_family(cell.family)
         leave_idle(model)
         model.save_pretrained(cell.source(folder))
-    (folder / "store").unlink(missing_ok=True)
-    forked_from(__name__)
-    start_processes(_rank, args=(folder, cells, ranks), nprocs=ranks, start_method="forkserver")
+    on_ranks(_rank, ranks, folder, folder, cells, ranks)
 
 
 def _rank(rank: int, folder: Path, cells: Sequence[Cell], ranks: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(seconds=300)
-    )
     place = Place(rank=rank, world=ranks, device=CPU, restarted=False, run_id="cells")
     opened: list[Checkpoint] = []
     Checkpoint.of = _noted(opened)
@@ -158,8 +148,6 @@ def _rank(rank: int, folder: Path, cells: Sequence[Cell], ranks: int) -> None:
         (folder / f"{cell.name}-{rank}.json").write_text(json.dumps(asdict(of_rank)))
         if rank == 0:
             save_file(tensors, folder / f"{cell.name}.safetensors")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 @torch.no_grad()

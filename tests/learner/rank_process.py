@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,24 @@ from asyncrl.schema import Config
 from tests.forked import forked_from
 from tests.learner.fed_replay import FedReplay, KeptRows, KeptWeights
 from tests.learner.smooth_steps import make_smooth_optimizer
+
+
+def on_ranks(work: Callable[..., None], world: int, folder: Path, *given: Any) -> None:
+    """Run `work(rank, *given)` in `world` processes joined by gloo, by a file in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "store").unlink(missing_ok=True)
+    forked_from(work.__module__)
+    start_processes(_joined, args=(world, folder, work, given), nprocs=world, start_method="forkserver")
+
+
+def _joined(rank: int, world: int, folder: Path, work: Callable[..., None], given: Sequence[Any]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=300)
+    )
+    work(rank, *given)
+    dist.barrier()  # who leaves while another is in its last collective may be ended by gloo
+    dist.destroy_process_group()
 
 
 def train_on_ranks(
@@ -44,11 +63,8 @@ def train_on_ranks(
     the last row.
     """
     folder = Path(config.run.dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "store").unlink(missing_ok=True)
-    forked_from(__name__)
     make = replay or partial(FedReplay, groups=groups, size=size)
-    start_processes(_rank, args=(world, config, make, resume, backend), nprocs=world, start_method="forkserver")
+    on_ranks(_rank, world, folder, world, config, make, resume, backend)
     return load_file(folder / "published.safetensors")
 
 
@@ -60,12 +76,8 @@ def _rank(
     resume: bool,
     backend: Callable[[Config, Place], Backend],
 ) -> None:
-    torch.set_num_threads(1)
     roles.make_optimizer = make_smooth_optimizer
     folder, device = Path(config.run.dir), torch.device("cpu")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=300)
-    )
     publisher, rows = KeptWeights(), KeptRows()
     place = Place(rank=rank, world=world, device=device, restarted=False, run_id="ranks")
     with ExitStack() as opened:
@@ -93,8 +105,6 @@ def _rank(
         save_file(publisher.newest, folder / "published.safetensors")
         row = {name: torch.tensor(value) for name, value in rows.rows[-1].items()}
         save_file(row, folder / "row.safetensors")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def trained_weights(trained: roles.Roles) -> dict[str, torch.Tensor]:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch.multiprocessing.spawn import start_processes
 
 from asyncrl.learner.backends.factory import backend_of
 from asyncrl.learner.parallel.place import Place
 from asyncrl.sft import assembly
 from asyncrl.sft.settings import SftConfig, learner_config
 from asyncrl.sft.train import train_rows
-from tests.forked import forked_from
-from tests.learner.rank_process import whole
+from tests.learner.rank_process import on_ranks, whole
 from tests.learner.smooth_steps import EQUAL, RATE, apart, make_smooth_optimizer
 from tests.sft.given import CPU, KeptRows, settings, texts, write
 
@@ -28,20 +24,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.unhurried, pytest.mark.timeout(900)]
 def trained(given: SftConfig, world: int) -> Path:
     """The run folder, with `last.safetensors`, the weights, and `row.safetensors`, the last rows of the log."""
     folder = Path(given.run.dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "store").unlink(missing_ok=True)
-    forked_from(__name__)
-    start_processes(_rank, args=(world, given), nprocs=world, start_method="forkserver")
+    on_ranks(_rank, world, folder, world, given)
     return folder
 
 
 def _rank(rank: int, world: int, given: SftConfig) -> None:
-    torch.set_num_threads(1)
     assembly.make_optimizer = make_smooth_optimizer
     folder, log = Path(given.run.dir), KeptRows()
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=300)
-    )
     place = Place(rank=rank, world=world, device=CPU, restarted=False, run_id="ranks")
     with ExitStack() as opened:
         parts = assembly.assemble(
@@ -59,8 +48,6 @@ def _rank(rank: int, world: int, given: SftConfig) -> None:
         row = log.rows[-1] | log.evaluations[-1]
         del row["policy_version"]
         save_file({name: torch.tensor(value) for name, value in row.items()}, folder / "row.safetensors")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def test_two_ranks_learn_the_same_weights_as_one_and_resume_each_other(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.multiprocessing.spawn import start_processes
 
 from asyncrl.errors import CheckpointError, RunFolderError
 from asyncrl.learner import assembly
@@ -24,8 +22,8 @@ from asyncrl.learner.checkpoints import sealing
 from asyncrl.learner.parallel.place import Place
 from asyncrl.schema import Config
 from asyncrl.storage import sealed
-from tests.forked import forked_from
 from tests.learner.fed_replay import FedReplay, KeptRows, KeptWeights
+from tests.learner.rank_process import on_ranks
 
 CPU = torch.device("cpu")
 pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(300)]
@@ -35,17 +33,12 @@ pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(300)]
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """What two ranks saw in each case, by rank."""
     folder = tmp_path_factory.mktemp("machines")
-    forked_from(__name__)
-    start_processes(_rank, args=(folder,), nprocs=2, start_method="forkserver")
+    on_ranks(_rank, 2, folder, folder)
     ranks = [json.loads((folder / f"told_{rank}.json").read_text()) for rank in (0, 1)]
     return {case: [rank[case] for rank in ranks] for case in ranks[0]}
 
 
 def _rank(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=120)
-    )
     own = folder / f"machine_{rank}"
     cases = {
         "start": lambda: _start(rank, own),
@@ -62,7 +55,6 @@ def _rank(rank: int, folder: Path) -> None:
             told[case] = f"{type(error).__name__}: {error}"
         dist.barrier()
     (folder / f"told_{rank}.json").write_text(json.dumps(told))
-    dist.destroy_process_group()
 
 
 def _start(rank: int, run_dir: Path) -> None:

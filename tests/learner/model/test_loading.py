@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
-from torch.multiprocessing.spawn import start_processes
 
 from asyncrl.errors import ConfigError
 from asyncrl.learner.backends.fsdp2 import FSDP2
@@ -19,9 +16,8 @@ from asyncrl.learner.model.critic import build_critic
 from asyncrl.learner.model.packed import PackedModel
 from asyncrl.learner.model.policy import build_model
 from asyncrl.schema import Config, ModelConfig
-from tests.forked import forked_from
 from tests.learner.feed import tiny_checkpoint
-from tests.learner.rank_process import whole
+from tests.learner.rank_process import on_ranks, whole
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 CPU = torch.device("cpu")
@@ -44,17 +40,11 @@ def tensors_of(model: PackedModel) -> dict[str, torch.Tensor]:
 
 
 def build_on_two_ranks(folder: Path) -> None:
-    (folder / "store").unlink(missing_ok=True)
-    forked_from(__name__)
-    start_processes(_rank, args=(folder,), nprocs=2, start_method="forkserver")
+    on_ranks(_rank, 2, folder, folder)
 
 
 def _rank(rank: int, folder: Path) -> None:
     """Rank 1 has a folder without weights."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=300)
-    )
     backend = FSDP2(init_device_mesh("cpu", (2,)))
     for kind, (_, build) in KINDS.items():
         try:
@@ -63,8 +53,6 @@ def _rank(rank: int, folder: Path) -> None:
             (folder / f"{kind}-{rank}.txt").write_text(str(error))
         else:
             save_file(tensors_of(model), folder / f"{kind}-{rank}.safetensors")
-    dist.barrier()  # who leaves while the other is in its last collective may be ended by gloo
-    dist.destroy_process_group()
 
 
 def test_a_rank_without_weights_gets_those_of_rank_0_bit_for_bit(tmp_path: Path):
