@@ -147,7 +147,7 @@ def test_a_learner_that_is_started_again_before_its_first_checkpoint_goes_on_wit
 
     def opened(place: Place) -> Kept:
         with ExitStack() as stack:
-            return open_checkpoints(config, config.learner, place, stack, run_dir=tmp_path / "run", resume="never")
+            return open_checkpoints(config, place, stack, run_dir=tmp_path / "run", resume="never")
 
     with pytest.raises(ConfigError, match="cannot be copied there"):
         opened(first)
@@ -174,7 +174,7 @@ def test_a_fork_does_not_begin_where_the_copies_of_its_origin_lie(tmp_path: Path
         config = load_config([*REQUIRED, f"learner.copy_to=file://{tmp_path}/{bucket}", f"run.dir={tmp_path}/new"])
         told = pytest.raises(ConfigError, match="copy of another run") if refused else nullcontext()
         with ExitStack() as stack, told:
-            open_checkpoints(config, config.learner, place, stack, run_dir=tmp_path / "new", resume=str(path))
+            open_checkpoints(config, place, stack, run_dir=tmp_path / "new", resume=str(path))
 
 
 def test_a_copy_that_a_death_prevented_is_made_by_the_resume(tmp_path: Path):
