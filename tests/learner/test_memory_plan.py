@@ -419,7 +419,7 @@ def allocated(model: PolicyModel, packing: Packing) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         out = model.hidden_states(ids, positions, packing)
     assert out.requires_grad and seen.profiler is not None and seen.profiler.kineto_results is not None
-    events = seen.profiler.kineto_results.events()
+    events: Any = seen.profiler.kineto_results.events()
     return sum(event.nbytes() for event in events if event.name() == "[memory]")
 
 

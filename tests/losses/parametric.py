@@ -78,8 +78,9 @@ def surrogate(b: Batch, kind: str, cur: Array, sg: Array, s: Any) -> Array:
     if kind == "reinforce":
         return -a * cur
     edge = s.edge or ("E" if b.prox is None else "U")
-    old = b.mu if edge in ("B", "E") else b.prox
-    new, held = (b.prox, b.prox) if edge == "B" else (cur, sg)
+    prox: Any = b.prox  # given where the edge has it
+    old = b.mu if edge in ("B", "E") else prox
+    new, held = (prox, prox) if edge == "B" else (cur, sg)
     d, frozen = new - old, held - old
     level = s.level or "token"
     r, fixed = at_level(b, d, frozen, level), at_level(b, frozen, frozen, level)

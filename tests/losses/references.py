@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +34,7 @@ class Batch:
         return self.mu if self.prox is None else self.prox
 
 
-def exp(x: Array | float) -> Array | float:
+def exp(x: Any) -> Any:
     return np.exp(np.clip(x, -20.0, 20.0))
 
 

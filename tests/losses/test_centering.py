@@ -174,8 +174,9 @@ def test_the_proximal_log_probs_of_what_was_not_sampled_are_known_for_one_update
     check_loss(preset("cispo", edge="E", centering=True), 2)
     with pytest.raises(ConfigError, match=r"learner\.updates_per_batch=1"):
         check_loss(preset("tis", centering=True), 2)
+    zero = torch.zeros(1)
     with pytest.raises(ConfigError, match="needs topk in LossInputs"):
         policy_loss(
-            LossInputs(*(torch.zeros(1) for _ in range(3)), torch.ones(1, dtype=torch.bool), torch.zeros(1).long()),
+            LossInputs(zero, zero, zero, torch.ones(1, dtype=torch.bool), zero.long()),
             preset("no_correction", centering=True),
         )

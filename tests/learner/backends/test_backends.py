@@ -45,7 +45,7 @@ def test_two_ranks_with_whole_copies_learn_save_resume_and_export_what_one_rank_
         [load_file(tmp_path / run / "learned.safetensors") for run in ("one", "copies")],
     )
     assert any(name.startswith("critic.") for name in ends[1])
-    assert apart(*ends, begun) < EQUAL
+    assert apart(ends[0], ends[1], begun) < EQUAL
     rows = [load_file(tmp_path / run / "row.safetensors") for run in ("one", "copies")]
     for name in ("optim/grad_norm", "loss/total", "policy/entropy", "critic/grad_norm"):
         assert rows[1][name].item() == pytest.approx(rows[0][name].item(), abs=1e-4, rel=5e-3), name

@@ -132,8 +132,8 @@ def test_ranks_that_share_a_pack_see_its_tokens_by_rank_and_give_each_the_same_o
     order = (within * 2 + of_rank).clamp(max=tokens - 1)
     q, k, v = (torch.randn(1, 2, tokens, 8, dtype=torch.float64) for _ in range(3))
     out, _ = packed_attention(torch.nn.Identity(), q, k, v, None, packing=packing)
-    by_rank = (each[:, :, order] for each in (q, k, v))
-    found, _ = packed_attention(torch.nn.Identity(), *by_rank, None, packing=apart)
+    at_rank = [each[:, :, order] for each in (q, k, v)]
+    found, _ = packed_attention(torch.nn.Identity(), at_rank[0], at_rank[1], at_rank[2], None, packing=apart)
     torch.testing.assert_close(found[0], out[0, order], **EXACT)
 
 

@@ -21,7 +21,8 @@ def work_of(hf: Any) -> Work:
 
 
 def moe() -> Any:
-    config = Qwen3MoeConfig(
+    kind: Any = Qwen3MoeConfig  # its signature lacks head_dim
+    config = kind(
         vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24,
         decoder_sparse_step=1, tie_word_embeddings=False,

@@ -52,7 +52,7 @@ def test_chunks_of_the_backward_may_be_of_any_size(rows: int, narrowed: bool, mo
     support = Support(counts=counts, ids=ids, bits=torch.zeros(0, 7, dtype=torch.uint8)) if narrowed else None
 
     def found() -> list[torch.Tensor]:
-        chosen, _ = token_logprobs(*leaves, targets, 0.7, support)
+        chosen, _ = token_logprobs(leaves[0], leaves[1], leaves[2], targets, 0.7, support)
         return [chosen.detach(), *torch.autograd.grad((chosen * scale).sum(), leaves)]
 
     wanted = found()
@@ -134,7 +134,8 @@ def test_the_entropy_has_the_gradient_that_a_bonus_for_it_needs(narrowed: bool, 
     scale, rise = rng.standard_normal((11, 2)), 100 * rng.standard_normal(11)
     columns, values, gradients = by_hand(hidden, weight, bias, inside, targets, scale, rise)
     leaves = [torch.tensor(each, requires_grad=True) for each in arrays]
-    found, entropy = token_logprobs(*leaves, torch.tensor(targets), 0.7, support, through_entropy=True)
+    wanted = torch.tensor(targets)
+    found, entropy = token_logprobs(leaves[0], leaves[1], leaves[2], wanted, 0.7, support, through_entropy=True)
     np.testing.assert_allclose(found.detach(), columns, atol=1e-12)
     np.testing.assert_allclose(entropy.detach(), values, atol=1e-12)
     loss = (found * torch.tensor(scale)).sum() + (entropy * torch.tensor(rise)).sum()

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import AutoModelForCausalLM
 
 from asyncrl.errors import CheckpointMismatchError, ConfigError
@@ -127,7 +128,7 @@ def test_an_export_is_merged_and_the_adapter_lies_beside_it(tmp_path: Path, fami
     export_hf(policy, config.model, tmp_path / "hf", rank=0)
     ids = torch.arange(5, 30)[None]
     want = plain_peft(config, policy)(input_ids=ids).logits
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     torch.testing.assert_close(merged(input_ids=ids).logits, want, atol=1e-4, rtol=1e-4)
     head, embedding = merged.get_output_embeddings().weight, merged.get_input_embeddings().weight
     assert (head is embedding) == merged.config.tie_word_embeddings
@@ -250,7 +251,8 @@ def test_a_target_that_matches_nothing_is_refused_with_the_nearest(tmp_path: Pat
 def test_the_adapter_file_holds_what_peft_would_save(tmp_path: Path):
     config, policy = adapted(tmp_path / "model")
     export_hf(policy, config.model, tmp_path / "hf", rank=0)
-    plain_peft(config, policy).save_pretrained(str(tmp_path / "theirs"))
+    plain: Any = plain_peft(config, policy)
+    plain.save_pretrained(str(tmp_path / "theirs"))
     mine, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "theirs"))
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)

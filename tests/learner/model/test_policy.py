@@ -46,7 +46,7 @@ def test_an_export_loads_in_transformers_with_the_trained_weights(tmp_path: Path
         for parameter in model.parameters():
             parameter.add_(0.25)
     export_hf(model, ModelConfig(path=str(source)), tmp_path / "hf", rank=0)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     for name, tensor in loaded.named_parameters():
         assert torch.equal(tensor, dict(model.named_hf_parameters())[name])
     head, embedding = loaded.get_output_embeddings().weight, loaded.get_input_embeddings().weight

@@ -87,7 +87,7 @@ def test_ranks_that_compute_layers_together_have_a_critic(folder: Path):
     train_on_ranks(gae(folder, "together with a critic", tensor_parallel=2), 4)
     ends = [learned(folder, run) for run in ("gae_1", "together with a critic")]
     assert any(name.startswith("critic.") for name in ends[1])
-    assert apart(*ends, begun(folder, "gae_1")) < EQUAL
+    assert apart(ends[0], ends[1], begun(folder, "gae_1")) < EQUAL
 
 
 def test_a_critic_and_an_average_resume_on_another_number_of_ranks(folder: Path):

@@ -120,7 +120,7 @@ def by_hand(config: Config, model: PolicyModel, batch: MicroBatch) -> torch.Tens
     """The loss of the whole batch from whole rows of logits."""
     assert batch.advantages is not None and batch.topk_ids is not None and batch.topk_logprobs is not None
     hidden = model.hidden_states(batch.input_ids, batch.position_ids, batch.packing)
-    logits = model.hf.get_output_embeddings()(hidden[batch.predictors]) / TEMPERATURE
+    logits = model.head(hidden[batch.predictors]) / TEMPERATURE
     table = logits.log_softmax(-1)
     chosen = table.gather(1, batch.input_ids[batch.loss_positions][:, None])[:, 0]
     inputs = LossInputs(

@@ -39,7 +39,9 @@ def test_a_second_pass_has_the_old_policy_and_the_advantages_of_the_first(
             for name in ("proximal_logprobs", "behavior_logprobs", "advantages", "loss_mask"):
                 assert torch.equal(getattr(first, name), getattr(other, name)), name
             assert not torch.equal(first.learner_logprobs, other.learner_logprobs), "the policy has moved"
-    moved = passes[0][0].learner_logprobs - passes[0][0].proximal_logprobs
+    first = passes[0][0]
+    assert first.proximal_logprobs is not None
+    moved = first.learner_logprobs - first.proximal_logprobs
     assert moved.abs().max() < 1e-5, "before the first update the old policy is the policy"
 
 

@@ -309,7 +309,7 @@ def test_a_reference_that_differs_by_rounding_is_charged_nothing():
     plan, groups = make_step(1, groups=4)
     batches = scored(make_lease(plan, groups), 10_000)
     for apart, charged in ((1e-5, False), (1e-3, True)):
-        moved = [replace(each, ref_logprobs=each.current_logprobs + apart) for each in batches]
+        moved = [replace(each, ref_logprobs=torch.add(each.current_logprobs, apart)) for each in batches]
         measured = with_targets(plan, moved, SETTINGS["group_priced"], KL_COEF, CPU)[1].ratios
         assert (measured["kl/in_reward"][0] != 0.0) == charged
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def test_a_warm_up_that_never_gets_there_says_so() -> None:
 def test_what_is_saved_loads_as_a_model_with_its_tokenizer(tmp_path: Path) -> None:
     main(str(tmp_path / "m"), json.dumps({"max_steps": 1, "check_every": 1, "min_sampled_accuracy": 0.0}))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
     out = model.generate(**tokenizer("abc>", return_tensors="pt"), max_new_tokens=3, do_sample=False)
     assert out.shape[1] <= 4 + 3
     assert tokenizer.eos_token_id == EOS_ID == model.config.eos_token_id
