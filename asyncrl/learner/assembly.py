@@ -31,7 +31,6 @@ from asyncrl.learner.parallel.collectives import choice_of_rank_zero
 from asyncrl.learner.parallel.place import Place
 from asyncrl.learner.processes.out_of_memory import heed_note
 from asyncrl.learner.roles import Roles, build_roles
-from asyncrl.learner.settings import LearnerSettings
 from asyncrl.learner.step.accumulation import agree_on_reduction
 from asyncrl.learner.train import Training
 from asyncrl.replay.protocol import LearnerReplay
@@ -59,25 +58,20 @@ class Kept:
     resume_from: Path | None
 
 
-def open_checkpoints(
-    config: Config,
-    by: LearnerSettings,
-    place: Place,
-    opened: ExitStack,
-    *,
-    run_dir: Path,
-    resume: str,
-) -> Kept:
-    """Open the checkpoints of `run_dir` and choose the one to continue from. Collective.
+def open_checkpoints(config: Config, place: Place, opened: ExitStack, *, run_dir: Path, resume: str) -> Kept:
+    """Open the checkpoints of `run_dir`, which all ranks must share, and choose the one to continue from. Collective.
 
     Args:
         opened: on exit it waits for the running save.
         resume: the setting `resume`.
 
     Raises:
+        RunFolderError: the ranks do not share `run_dir`.
         CheckpointError, ConfigError: see `Checkpoints` and `Errands`.
     """
-    folder = run_dir / CHECKPOINT_DIR
+    refuse_unshared(run_dir, place.rank, place.device)
+    heed_note(config, run_dir, place.rank, place.device)
+    by, folder = config.learner, run_dir / CHECKPOINT_DIR
     patience = disk_patience(config)
     errands = Errands(copy_to=by.copy_to, export_every=by.export_every, within_s=by.save_timeout_s)
     checkpoints = Checkpoints(
@@ -101,6 +95,13 @@ def open_checkpoints(
             errands.begin(origin_of(run_dir))
     resume_from = choice_of_rank_zero(found, place.device)
     return Kept(checkpoints=checkpoints, restarted=restarted, resume_from=resume_from)
+
+
+def settle_how(config: Config, roles: Roles, place: Place, backend: Backend | None) -> None:
+    """Settle how the models are computed, and say so. Collective."""
+    if place.rank == 0:
+        log_of_start.info("attention: %s", said_of_attention(roles.policy, config.model))
+    agree_on_reduction(roles, config.learner, backend)
 
 
 def assemble(
@@ -127,12 +128,9 @@ def assemble(
         tokenizer: the model's, if it was read already.
 
     Raises:
-        RunFolderError: the ranks do not share `run_dir`.
-        CheckpointError, ConfigError: see `Checkpoints` and `build_roles`.
+        RunFolderError, CheckpointError, ConfigError: see `open_checkpoints` and `build_roles`.
         OwnCodeError: a user-defined loss or advantage function cannot be used.
     """
-    refuse_unshared(run_dir, place.rank, place.device)
-    heed_note(config, run_dir, place.rank, place.device)
     if place.rank == 0 and config.learner.early_groups and (why := why_not_early(config)):
         log_of_start.warning("learner.early_groups=%d does nothing in this run: %s", config.learner.early_groups, why)
     if place.rank == 0 and (why := why_never_warm(config)):
@@ -140,9 +138,7 @@ def assemble(
     try_own(config.loss, config.advantage, config.learner)
     kept = open_checkpoints(config, config.learner, place, opened, run_dir=run_dir, resume=resume)
     roles = build_roles(config, place.device, backend)
-    if place.rank == 0:
-        log_of_start.info("attention: %s", said_of_attention(roles.policy, config.model))
-    agree_on_reduction(roles, config.learner, backend)
+    settle_how(config, roles, place, backend)
     if config.learner.hook:
         roles.hook = Hook(config.learner, rank=place.rank, world=place.world)
     known = highest_version(run_dir) if place.rank == 0 else NO_VERSION

@@ -20,7 +20,7 @@ from asyncrl.config import begin_trace
 from asyncrl.learner.backends.factory import joined_ranks
 from asyncrl.learner.checkpoints.resume import Start
 from asyncrl.learner.parallel.place import Place, prepare_process
-from asyncrl.learner.processes.launcher import as_rank, to_the_end
+from asyncrl.learner.processes.launcher import as_rank
 from asyncrl.learner.processes.stop import StopRequest
 from asyncrl.plain_text import make_streams_plain
 from asyncrl.sft.assembly import assemble
@@ -37,13 +37,12 @@ from asyncrl.telemetry.metrics.printed import PrintingLog
 log = logging.getLogger("asyncrl.sft")
 
 
-def main(overrides: Sequence[str]) -> int:
-    """Run one rank to the end of training. Raises AsyncRLError: a setting or row was refused, or training failed."""
-    return to_the_end(lambda opened: work(overrides, opened))
-
-
 def work(overrides: Sequence[str], opened: ExitStack) -> None:
-    """Join the other ranks and train. Resources to be closed are added to `opened`."""
+    """Join the other ranks and train. Resources to be closed are added to `opened`.
+
+    Raises:
+        AsyncRLError: a setting or row was refused, or training failed.
+    """
     given, overrides = load_as_begun(load_sft, overrides)
     config = learner_config(given)
     place = Place.of(os.environ, given.learner.device)
@@ -85,12 +84,12 @@ def open_log(given: SftConfig, run_dir: Path, start: Start) -> PrintingLog:
     return PrintingLog.of(given, run_dir, start.step)
 
 
-def rank_main(overrides: Sequence[str]) -> int:
-    """Run `main` as a process: print an error and return exit code 1 if it fails."""
+def main(overrides: Sequence[str]) -> int:
+    """Run one rank to the end of training, as a process: print an error and return exit code 1 if it fails."""
     return as_rank(lambda opened: work(overrides, opened), "asyncrl.sft")
 
 
 if __name__ == "__main__":
     collector.wake()
     make_streams_plain()
-    sys.exit(rank_main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -10,25 +9,19 @@ from pathlib import Path
 
 from asyncrl.data.dataset import Dataset
 from asyncrl.errors import DataError, OverlongError
-from asyncrl.learner.assembly import open_checkpoints
+from asyncrl.learner.assembly import open_checkpoints, settle_how
 from asyncrl.learner.backends.base import Backend
 from asyncrl.learner.checkpoints.resume import Start
-from asyncrl.learner.checkpoints.sealing import refuse_unshared
-from asyncrl.learner.model.building import said_of_attention
 from asyncrl.learner.model.policy import build_model
 from asyncrl.learner.optimizer.update import make_optimizer
 from asyncrl.learner.parallel.place import Place
-from asyncrl.learner.processes.out_of_memory import heed_note
 from asyncrl.learner.roles import Roles
-from asyncrl.learner.step.accumulation import agree_on_reduction
 from asyncrl.sft.batches import Course, RowBatches, draws_before
 from asyncrl.sft.examples import Encoder, Example, Examples, open_encoder
 from asyncrl.sft.rows import SftRows, eval_source, train_sources
 from asyncrl.sft.settings import SftConfig, learner_config
 from asyncrl.sft.train import SftTraining, resumed
 from asyncrl.telemetry.metrics.log import MetricsLog
-
-log_of_start = logging.getLogger(__name__)
 
 
 def assemble(
@@ -48,23 +41,18 @@ def assemble(
         log: called on rank 0 alone.
 
     Raises:
-        CheckpointError, ConfigError, DataError: see `Checkpoints`, `build_model` and `SftRows`.
-        RunFolderError: the ranks do not share `run_dir`.
+        RunFolderError, CheckpointError, ConfigError, DataError: see `open_checkpoints`, `build_model` and `SftRows`.
     """
-    refuse_unshared(run_dir, place.rank, place.device)
     config, by = learner_config(given), given.learner
-    heed_note(config, run_dir, place.rank, place.device)
-    kept = open_checkpoints(config, by, place, opened, run_dir=run_dir, resume=given.resume)
+    kept = open_checkpoints(config, place, opened, run_dir=run_dir, resume=given.resume)
     encoder = open_encoder(given)
     rows = [SftRows(source, given.data) for source in train_sources(given)]
     data = Dataset(rows, given.data.order_by)
     opened.callback(data.close)
     held_out = held_out_examples(given, encoder)
     policy = build_model(config, place.device, backend)
-    if place.rank == 0:
-        log_of_start.info("attention: %s", said_of_attention(policy, config.model))
     roles = Roles(policy=policy, optimizer=make_optimizer(policy.parameters(), config.learner))
-    agree_on_reduction(roles, config.learner, backend)
+    settle_how(config, roles, place, backend)
     draw = draws_before(kept.resume_from)
     start = resumed(kept.checkpoints, roles, kept.resume_from)
     course = Course.of(len(data), by.rows_per_step, by.epochs, by.steps, step=start.step, draw=draw)

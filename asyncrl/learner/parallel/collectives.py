@@ -124,6 +124,11 @@ def sum_over_data(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return sum_over_ranks(values, device, _Data.group)
 
 
+def texts_of_data(text: str, device: torch.device) -> list[str]:
+    """`texts_of_ranks` of texts that belong to sequences, with each sequence once. Collective."""
+    return texts_of_ranks(text, device, _Data.group)
+
+
 def gather_over_data(values: torch.Tensor) -> torch.Tensor:
     """`gather_over_ranks` of values that belong to sequences, with each sequence once. Collective."""
     return gather_over_ranks(values, _Data.group)
@@ -157,6 +162,32 @@ def gather_over_ranks(values: torch.Tensor, group: dist.ProcessGroup | None = No
     return torch.cat([part[: int(one)] for part, one in zip(everyone, sizes, strict=True)])
 
 
+def summed_over(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of the ranks' `x`, without gradient. Collective."""
+    total = x.contiguous().clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+Operation = Callable[[Tensor], Tensor]
+
+
+def through(x: Tensor, there: Operation, back: Operation) -> Tensor:
+    """`there(x)`; the gradient of `x` is `back` of that of the result."""
+    return _Through.apply(x, there, back)  # pyright: ignore[reportReturnType]
+
+
+class _Through(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Operation, back: Operation) -> Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradients[0]), None, None
+
+
 Rows = Sequence[int] | None
 
 
@@ -167,18 +198,7 @@ def exchanged(rows: Tensor, group: dist.ProcessGroup, sent: Rows = None, got: Ro
     Args:
         sent, got: number of rows to, and from, each rank; None is the same number for all.
     """
-    return _Exchanged.apply(rows, group, sent, got)  # pyright: ignore[reportReturnType]
-
-
-class _Exchanged(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup, sent: Rows, got: Rows) -> Tensor:
-        ctx.group, ctx.sent, ctx.got = group, sent, got
-        return _exchange(rows, group, sent, got)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(gradients[0], ctx.group, ctx.got, ctx.sent), None, None, None
+    return through(rows, lambda x: _exchange(x, group, sent, got), lambda grad: _exchange(grad, group, got, sent))
 
 
 def _exchange(rows: Tensor, group: dist.ProcessGroup, sent: Rows, got: Rows) -> Tensor:

@@ -14,7 +14,6 @@ completions: with contiguous parts the rank that has the end would do all of its
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from asyncrl.learner.batch.packing import Blocks, Gather, Packing
-from asyncrl.learner.parallel.collectives import exchanged, sequence_group
+from asyncrl.learner.parallel.collectives import exchanged, sequence_group, summed_over, through
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +56,9 @@ class SequenceRanks:
     def told(self, values: Tensor, mine: Int[Tensor, " mine"], count: int) -> Tensor:
         """Gather [mine, ...] of all ranks into [count, ...], the same on each. Every rank computes the same loss from
         it; the gradient is that of the sum of these losses."""
+        # At each index only one rank has a value other than 0.
         whole = values.new_zeros(count, *values.shape[1:]).index_copy(0, mine, values)
-        return _Told.apply(whole, self.group)  # pyright: ignore[reportReturnType]
+        return through(whole, lambda x: summed_over(x, self.group), lambda grad: grad * self.size)
 
     def apart(self, packing: Packing) -> Packing:
         """`packing` for tokens ordered by rank, as `to_heads` leaves them, with the recorded experts of `own` only."""
@@ -106,18 +106,3 @@ class SequenceRanks:
         sent = out.flatten(1).unflatten(0, (self.size, -1))
         came = exchanged(sent, self.group)
         return came.transpose(0, 1).flatten(1).unflatten(-1, (-1, out.shape[-1]))
-
-
-class _Told(torch.autograd.Function):
-    """Sum over the ranks; at each index only one rank has a value other than 0."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.ranks = group.size()
-        total = values.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0] * ctx.ranks, None

@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,6 +30,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from asyncrl.checks.parallel import TENSOR
+from asyncrl.learner.parallel.collectives import summed_over, through
 from asyncrl.learner.parallel.sharding import dim_size
 
 BY_ROWS, BY_COLUMNS = "colwise", "rowwise"
@@ -104,13 +104,13 @@ def _forward(module: nn.Module, style: str, per_head: bool, group: dist.ProcessG
 def _by_rows(module: nn.Module, group: dist.ProcessGroup, x: Tensor) -> Tensor:
     weight, bias = (_part(module._parameters[key], Shard(0)) for key in ("weight", "bias"))
     assert weight is not None
-    return functional.linear(_Copied.apply(x, group), weight, bias)  # pyright: ignore[reportArgumentType]
+    return functional.linear(_copied(x, group), weight, bias)
 
 
 def _by_columns(module: nn.Module, group: dist.ProcessGroup, x: Tensor) -> Tensor:
     weight, bias = _part(module._parameters["weight"], Shard(1)), module._parameters["bias"]
     assert weight is not None
-    total: Tensor = _Summed.apply(functional.linear(x, weight), group)  # pyright: ignore[reportAssignmentType]
+    total = _summed(functional.linear(x, weight), group)
     return total if bias is None else total + whole(bias)
 
 
@@ -145,46 +145,18 @@ def whole(parameter: Tensor, *, per_head: bool = False) -> Tensor:
 
 def shared(x: Tensor, ranks: int) -> Tensor:
     """`x`, for a gradient that every rank computes in full and that is later summed over the `ranks`."""
-    return _Shared.apply(x, ranks)  # pyright: ignore[reportReturnType]
+    return through(x, _same, lambda grad: grad / ranks)
 
 
-class _Shared(torch.autograd.Function):
-    """Divides the gradient, which all `ranks` have and which is later summed over them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0] / ctx.ranks, None
-
-
-class _Copied(torch.autograd.Function):
+def _copied(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The input of layers that are split over the ranks: its gradient is the sum of theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        total = gradients[0].contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+    return through(x, _same, lambda grad: summed_over(grad, group))
 
 
-class _Summed(torch.autograd.Function):
+def _summed(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of the ranks' partial outputs."""
+    return through(part, lambda x: summed_over(x, group), lambda grad: grad)
 
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = part.clone()
-        dist.all_reduce(total, group=group)
-        return total
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.learner.parallel.collectives import gather_over_data
+from asyncrl.learner.parallel.collectives import texts_of_data
 from asyncrl.losses.diagnostics import LOG_RATIO_EDGES, Sums, ratio_counts, summarize
 from asyncrl.types import StepPlan, members_of
 
@@ -141,11 +141,8 @@ def over_ranks(mine: Measured, device: torch.device) -> Measured:
     names are sent with the numbers: two small all-gathers per step."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return mine
-    text = json.dumps(asdict(mine)).encode() + b"\n"  # one line per rank: JSON contains no line break
-    mine_as_bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-    everyone = gather_over_data(mine_as_bytes).cpu().numpy().tobytes().splitlines()
     together = Measured()
-    for theirs in everyone:
+    for theirs in texts_of_data(json.dumps(asdict(mine)), device):
         together.add(Measured(**json.loads(theirs)))
     return together
 
