@@ -99,19 +99,10 @@ class SftConfig:
     telemetry: SinkSettings = field(default_factory=SinkSettings)
 
 
-OURS_ALONE = ("rows_per_step", "epochs")
-"""Settings of this learner that the one of reinforcement learning does not have."""
-
-
-def learner_config(given: SftConfig, steps: int = 1) -> Config:
-    """The settings as the learner's parts read them: the shared ones, and defaults for the others.
-
-    Args:
-        steps: number of steps of the whole run, at which the schedule ends.
-    """
-    shared: dict[str, Any] = {each.name: getattr(given.learner, each.name) for each in fields(given.learner)}
-    learner: dict[str, Any] = {key: value for key, value in shared.items() if key not in OURS_ALONE}
-    learner["steps"] = steps
+def learner_config(given: SftConfig) -> Config:
+    """The settings as the learner's parts read them: the shared ones, and defaults for the others. The number of steps
+    is known once the rows are counted."""
+    learner: dict[str, Any] = {each.name: getattr(given.learner, each.name) for each in fields(LearnerSettings)}
     return Config(
         seed=given.seed,
         resume=given.resume,
@@ -122,7 +113,7 @@ def learner_config(given: SftConfig, steps: int = 1) -> Config:
         data=DataConfig(path="", max_prompt_tokens=given.data.max_tokens),
         rollout=RolloutConfig(group_size=1, max_new_tokens=0),  # no sequence shares its prompt with another
         engine=EngineConfig(device="cpu"),  # there are no engines, so every GPU can be used by a rank
-        learner=LearnerConfig(**learner),
+        learner=LearnerConfig(**learner, steps=1),
         weights=WeightsConfig(copies="none"),  # none are sent
         telemetry=TelemetryConfig(**asdict(given.telemetry)),
     )
