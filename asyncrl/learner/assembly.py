@@ -136,7 +136,7 @@ def assemble(
     if place.rank == 0 and (why := why_never_warm(config)):
         log_of_start.warning("%s", why)
     try_own(config.loss, config.advantage, config.learner)
-    kept = open_checkpoints(config, config.learner, place, opened, run_dir=run_dir, resume=resume)
+    kept = open_checkpoints(config, place, opened, run_dir=run_dir, resume=resume)
     roles = build_roles(config, place.device, backend)
     settle_how(config, roles, place, backend)
     if config.learner.hook:
