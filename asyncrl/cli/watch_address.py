@@ -25,6 +25,7 @@ from asyncrl.standstill import NAMED_S
 from asyncrl.telemetry.live.console import LiveView, PlainConsole, facts
 from asyncrl.telemetry.live.progress import by_age
 from asyncrl.telemetry.live.watching import one_line
+from asyncrl.telemetry.metrics.alarms import Alarms, Stall
 from asyncrl.telemetry.metrics.printed import clock
 from asyncrl.types import NO_VERSION
 
@@ -82,6 +83,9 @@ class AddressView(LiveView):
         self._view: View | None = None
         self._heard = now()
         self._past: deque[View] = deque()
+        self._alarms, self._stall = Alarms(), Stall()
+        self._stepped: View | None = None
+        """The first view after the last step."""
         self._said: deque[str] = deque(maxlen=SAID)
         self._silent = set[tuple[str, str]]()
 
@@ -98,6 +102,7 @@ class AddressView(LiveView):
             self._notice(before, view)
             if before is not None:
                 self._keep_pace(before, view)
+            self._notice_alarms(view)
             if self._live is None and (before is None or before.trained_steps != view.trained_steps):
                 self._console.print(one_line(self.line(view)), soft_wrap=True)
         elif self._view is not None and self._view.finished and now - self._heard > OVER_S:
@@ -125,6 +130,20 @@ class AddressView(LiveView):
             self._past.append(view)
             while len(self._past) > 2 and view.clock - self._past[0].clock > PACE_S:
                 self._past.popleft()
+
+    def _notice_alarms(self, view: View) -> None:
+        """Report the alarms that depend on what the server knows: stall, no_workers, other_code, memory and clock. The
+        others need the rows that the learner writes."""
+        raised = [] if view.finished else self._stall.silence(self._now())
+        before = self._stepped
+        if before is None or view.trained_steps != before.trained_steps:
+            self._stepped = view
+        if before is not None and view.trained_steps > before.trained_steps and view.clock > before.clock:
+            seconds = (view.clock - before.clock) / (view.trained_steps - before.trained_steps)
+            row = {**view.last, **view.now, "step": view.trained_steps, "time/step": seconds}
+            raised += [*self._stall.row(row, self._now()), *self._alarms.row(row)]
+        for each in raised:
+            self.say(str(each))
 
     def say(self, text: str) -> None:
         self._said.append(text)

@@ -108,6 +108,40 @@ def test_who_comes_goes_and_falls_silent_is_said_once() -> None:
     assert said.count("nothing new is admitted: full") == 1
 
 
+def test_alarms_that_the_server_s_numbers_show_are_said_once_and_their_end_too() -> None:
+    clock = Clock()
+    told, into = shown(clock)
+    for step in range(1, 40):
+        clock.now = 10.0 * step
+        other_code = {"replay/workers_other_code": 2.0 if 5 <= step < 8 else 0.0, "replay/workers": 2.0}
+        told.take(view(step, now=other_code, last={"machine/memory_free": 0.01 if step > 30 else 0.5}))
+    clock.now += 130.0
+    told.take(view(39))
+    told.take(view(39))
+    clock.now += 10.0
+    told.take(view(40, clock=clock.now))
+    said = [line for line in into.getvalue().splitlines() if line.startswith("alarm ")]
+    wanted = (
+        "alarm other_code at step 5: 2 rollout worker(s) run another version of your code",
+        "alarm other_code at step 18: over after 3 steps",
+        "alarm memory at step 31: a machine of the run has only 1.0% of memory free",
+        "alarm stall at step 39: no step has ended for 130 s; one usually takes 10.0 s",
+        "alarm stall at step 40: over after 140 s",
+    )
+    assert [line[: len(start)] for line, start in zip(said, wanted, strict=True)] == list(wanted)
+
+
+def test_a_finished_run_does_not_stall() -> None:
+    clock = Clock()
+    told, into = shown(clock)
+    for step in (1, 2, 3):
+        clock.now = 10.0 * step
+        told.take(view(step, finished=step == 3))
+    clock.now = 1000.0
+    told.take(view(3, finished=True))
+    assert "alarm" not in into.getvalue()
+
+
 def test_a_server_that_went_back_to_a_checkpoint_has_no_pace_below_zero() -> None:
     told, into = shown(Clock())
     for each in (view(4), view(6), view(5, clock=70.0)):
