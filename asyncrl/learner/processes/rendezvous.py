@@ -23,6 +23,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
+    RendezvousStateError,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
@@ -57,10 +58,11 @@ class BoundRendezvous(RendezvousHandler):
         self._host, self._port = host, port
         self._node, self._nodes = node, nodes
         self._run_id, self._timeout_s = run_id, timeout_s
+        self._token = uuid.uuid4().hex
         self._meeting: dist.Store | None = dist.HashStore() if nodes == 1 else None
         self._ranks: dist.TCPStore | None = None
         """Kept during its round: the store lives in this process."""
-        self._round = 0
+        self._round = -1
 
     def get_backend(self) -> str:
         return BACKEND
@@ -76,6 +78,7 @@ class BoundRendezvous(RendezvousHandler):
         Raises:
             RendezvousConnectionError: node 0 cannot listen, or does not answer.
             RendezvousTimeoutError: a node did not arrive.
+            RendezvousStateError: another process has taken the seat of this node.
         """
         deadline = time.monotonic() + self._timeout_s
         store = self._meeting = self._meeting or self._open_meeting()
@@ -122,16 +125,22 @@ class BoundRendezvous(RendezvousHandler):
 
     def _enter(self, store: dist.Store) -> None:
         """Take this node's seat in the newest round. If it is taken, by this node, whose ranks have died since, or by
-        the node that this one replaces, take it in the next round."""
+        the node that this one replaces, take it in the next round. A node that lives and was replaced must end, or both
+        would open round after round."""
         current = self._current(store)
-        if store.check([f"{_ROUND}/{current}/{self._node}"]):
+        if store.check([seat := f"{_ROUND}/{current}/{self._node}"]):
+            if current > self._round > -1 and store.get(seat).decode() != self._token:
+                raise RendezvousStateError(
+                    f"node {self._node} was started a second time, and the second one takes part. If that was not meant "
+                    "to replace this one, give each machine its own number (NODE_RANK)"
+                )
             store.compare_set(_ROUND, str(current), str(current + 1))
             current = self._current(store)
         self._round = current
         if self._node == 0:
             self._ranks, port = self._host_store(0)
             store.set(f"{_ROUND}/{current}/port", str(port))
-        store.set(self._seat(self._node), "taken")
+        store.set(self._seat(self._node), self._token)
 
     def _seat(self, node: int) -> str:
         return f"{_ROUND}/{self._round}/{node}"

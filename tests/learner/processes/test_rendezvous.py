@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousInfo,
     RendezvousParameters,
+    RendezvousStateError,
     RendezvousTimeoutError,
     c10d_rendezvous_backend,
 )
@@ -146,6 +147,19 @@ def test_a_node_that_was_started_again_takes_the_seat_of_the_dead_one_even_while
     assert [each.num_nodes_waiting() for each in (first, again, last)] == [0, 0, 0]
     # And in the middle of a run.
     assert [info.rank for info in together(node(2, 3, port), first, again)] == [2, 0, 1]
+
+
+def test_of_two_nodes_with_one_number_the_first_ends() -> None:
+    port = free_port()
+    host, first, second = node(0, 2, port), node(1, 2, port), node(1, 2, port)
+    together(host, first)
+    with ThreadPoolExecutor(2) as threads:
+        replaced = threads.submit(second.next_rendezvous)
+        until(lambda: host.num_nodes_waiting() and first.num_nodes_waiting() and seated(second))
+        with pytest.raises(RendezvousStateError, match="node 1 was started a second time"):
+            first.next_rendezvous()
+        assert [threads.submit(host.next_rendezvous).result(60).rank, replaced.result(60).rank] == [0, 1]
+    assert [each.num_nodes_waiting() for each in (host, second)] == [0, 0]
 
 
 def test_who_met_in_a_round_with_a_dead_node_follows_the_one_that_replaces_it() -> None:
