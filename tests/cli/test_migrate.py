@@ -209,6 +209,70 @@ def test_dppo_of_verl_has_no_pull_towards_the_data(tmp_path: Path, capsys: pytes
     assert (config.loss.preset, config.loss.behavior_kl) == ("dppo_tv", 0.0)
 
 
+ACTOR = "actor_rollout_ref.actor."
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ("clip_ratio_high=0.28", {"preset": "dual_clip", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}),
+        ("clip_ratio=0.1", {"clip_low": 0.2, "clip_high": 0.2}),  # there as well
+        ("clip_ratio=0.1 clip_ratio_low=null", {"clip_low": 0.1, "clip_high": 0.2}),
+        ("policy_loss.loss_mode=cispo clip_ratio_high=0.28", {"ratio_floor": 0.8, "ratio_cap": 1.28}),
+        (
+            "policy_loss.loss_mode=dppo_kl clip_ratio_low=0.05 clip_ratio_c=20",
+            {"divergence_low": 0.05, "divergence_high": 0.2, "ratio_cap": 20.0},
+        ),
+        ("policy_loss.loss_mode=dppo_tv", {"divergence_low": 0.2, "ratio_cap": 3.0}),
+        # Not by tokens, which is the default of its `loss_agg_mode`.
+        ("policy_loss.loss_mode=gspo", {"clip_low": 0.2, "aggregation": "seq_mean_token_mean"}),
+        ("policy_loss.loss_mode=sapo tau_neg=1.2", {"tau_neg": 1.2, "aggregation": "seq_mean_token_mean"}),
+        ("loss_agg_mode=seq-mean-token-sum-norm loss_scale_factor=2048", {"constant_length": 2048.0}),
+    ],
+)
+def test_a_loss_of_verl_is_bounded_and_aggregated_as_it_is_there(
+    given: str, ours: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """docs/losses.md has the same pairs, compared number by number."""
+    needed = ("model.path=m", "data.path=d", "reward.function=r.py:f", "rollout.group_size=8")
+    config, _ = migrated("verl", [ACTOR + word for word in given.split()], tmp_path, capsys, *needed)
+    loss = resolve(config.loss)
+    assert {name: getattr(loss, name) for name in ours} == ours
+
+
+def test_what_changes_a_run_of_verl_and_has_no_equivalent_is_named_with_a_way_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needed = ("model.path=m", "data.path=d", "rollout.group_size=8")
+    given = {
+        "algorithm.rollout_correction.rollout_is=token": "loss=tis",
+        "reward.reward_manager.name=dapo": "reward=dapo",
+        "reward.reward_kwargs.overlong_buffer_cfg.len=512": "overlong",
+        "actor_rollout_ref.rollout.repetition_penalty=1.1": "not the policy",
+        "actor_rollout_ref.rollout.mode=async": "always asynchronous",
+        "async_training.staleness_threshold=0.5": "replay.max_staleness",
+        "trainer.v1.sampler.max_off_policy_threshold=8": "replay.max_staleness",
+        "data.train_max_samples=100": "data.where",
+        "actor_rollout_ref.model.target_modules=.*_proj": "model.lora_targets",
+    }
+    more = ["reward.custom_reward_function.path=mine.py", "reward.custom_reward_function.reward_kwargs.bonus=0.5"]
+    more += ["actor_rollout_ref.rollout.engine_kwargs.vllm.max_logprobs=2", "actor_rollout_ref.model.lora_rank=8"]
+    config, text = migrated("verl", [*given, *more], tmp_path, capsys, *needed)
+    assert (config.reward.function, config.reward.args) == ("mine.py:compute_score", {"bonus": 0.5})
+    assert config.engine.vllm == {"max_logprobs": 2}
+    for key, why in given.items():
+        assert any(line.startswith(f"# no equivalent: {key}: ") and why in line for line in text.splitlines()), key
+    config, _ = migrated("verl", ["reward.reward_model.enable=true", "reward.reward_model.model_path=rm"],
+                         tmp_path, capsys, *needed)  # fmt: skip
+    assert config.reward.model == "rm"
+
+
+def test_the_cap_of_cispo_is_what_trl_calls_epsilon_high(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    needed = ("model.path=m", "data.path=d", "reward.function=r.py:f")
+    config, _ = migrated("trl", ["loss_type=cispo", "epsilon_high=5.0"], tmp_path, capsys, *needed)
+    assert resolve(config.loss).ratio_cap == 5.0
+
+
 def test_how_an_evaluation_of_verl_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     needed = ("model.path=m", "data.path=d", "reward.function=r.py:f")
     asked = [f"actor_rollout_ref.rollout.val_kwargs.{each}" for each in ("n=4", "temperature=0.6", "top_p=0.95")]

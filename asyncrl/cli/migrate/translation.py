@@ -14,6 +14,7 @@ from asyncrl.errors import ConfigError
 
 REQUIRED = ("model.path", "data.path", "reward.function")
 REWARDED = ("reward.function", "reward.functions", "reward")
+PENALISED = "a penalised distribution is not the policy. Penalise repetition in the reward"
 EMPTY = (None, "", [], {}, "null")
 
 
@@ -139,6 +140,15 @@ def warm_up(made: Translation, theirs: str, share: str, steps: str) -> None:
         made.put("learner.warmup_steps", round(part * whole), share, steps)
     elif part:
         made.refuse(share, "give steps: learner.warmup_steps")
+
+
+def lora_targets(made: Translation, theirs: str) -> None:
+    """Translate which layers get adapters; all linear layers are ours without a setting."""
+    targets = made.take(theirs)
+    if isinstance(targets, list):
+        made.put("model.lora_targets", targets, theirs)
+    elif targets not in (None, "all-linear"):
+        made.refuse(theirs, "give a list of the ends of names: model.lora_targets=[q_proj,v_proj]")
 
 
 def loggers(made: Translation, theirs: str, always: Sequence[str]) -> None:

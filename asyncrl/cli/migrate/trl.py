@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from asyncrl.cli.migrate.translation import Translation, cut, loggers, place, truncation, warm_up
+from asyncrl.cli.migrate.translation import (
+    PENALISED,
+    Translation,
+    cut,
+    loggers,
+    lora_targets,
+    place,
+    truncation,
+    warm_up,
+)
 
 DEFAULTS = {
     "learning_rate": 1e-6,
@@ -52,7 +61,6 @@ MOVED = {
 LOSSES = {"grpo": "grpo", "dr_grpo": "dr_grpo", "dapo": "dapo", "bnpo": "dapo", "cispo": "cispo", "sapo": "sapo"}
 SCALES = {"group": "group", "True": "group", "true": "group", "batch": "batch", "none": "none", "False": "none"}
 SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
-PENALISED = "a penalised distribution is not the policy. Penalise repetition in the reward"
 REASONS = {
     "model_init_kwargs": "set model.dtype. Code that comes with a checkpoint is never run",
     "trust_remote_code": "asyncrl never runs code that comes with a checkpoint",
@@ -135,9 +143,7 @@ def _model(made: Translation) -> None:
     if made.take("use_peft"):
         made.put("model.lora_rank", made.take("lora_r") or 16, "use_peft", "lora_r")
         made.put("model.lora_alpha", made.take("lora_alpha") or 32, "lora_alpha")
-        targets = made.take("lora_target_modules")
-        if isinstance(targets, list):
-            made.put("model.lora_targets", targets, "lora_target_modules")
+        lora_targets(made, "lora_target_modules")
         made.refuse(
             "lora_dropout",
             "adapters have no dropout, because with it the engine's log-probs would differ from the learner's",
@@ -189,7 +195,8 @@ def _loss(made: Translation) -> None:
         loss = "dapo"
     made.put("loss", loss, "loss_type", "importance_sampling_level")
     if loss == "cispo":
-        made.put("loss.ratio_cap", 1.0 + (high if high is not None else low or 0.0), "epsilon_high")
+        # Their `epsilon_high` is the cap itself here, and not its distance from 1.
+        made.put("loss.ratio_cap", low if high is None else high, "epsilon" if high is None else "epsilon_high")
     elif loss == "sapo":
         made.move("sapo_temperature_pos", "loss.tau_pos")
         made.move("sapo_temperature_neg", "loss.tau_neg")

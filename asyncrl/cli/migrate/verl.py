@@ -6,7 +6,18 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from asyncrl.cli.migrate.translation import OFF, Translation, cut, loggers, place, truncation, warm_up
+from asyncrl.cli.migrate.translation import (
+    OFF,
+    PENALISED,
+    Translation,
+    cut,
+    loggers,
+    lora_targets,
+    place,
+    truncation,
+    warm_up,
+)
+from asyncrl.cli.migrate.verl_loss import translate_loss
 
 DEFAULTS = {
     "data.prompt_key": "prompt",
@@ -24,6 +35,8 @@ DEFAULTS = {
     "actor_rollout_ref.actor.ppo_mini_batch_size": 256,
     "actor_rollout_ref.actor.ppo_epochs": 1,
     "actor_rollout_ref.actor.clip_ratio": 0.2,
+    "actor_rollout_ref.actor.clip_ratio_low": 0.2,
+    "actor_rollout_ref.actor.clip_ratio_high": 0.2,
     "actor_rollout_ref.actor.clip_ratio_c": 3.0,
     "actor_rollout_ref.actor.loss_agg_mode": "token-mean",
     "actor_rollout_ref.actor.policy_loss.loss_mode": "vanilla",
@@ -42,7 +55,6 @@ DEFAULTS = {
     "critic.optim.lr": 1e-5,
     "critic.cliprange_value": 0.5,
     "actor_rollout_ref.model.enable_gradient_checkpointing": True,
-    "custom_reward_function.name": "compute_score",
     "trainer.total_epochs": 30,
 }
 """verl's defaults that differ from ours, or that a translation reads."""
@@ -73,25 +85,11 @@ ESTIMATORS = {
     "opo": "opo",
 }
 """verl's estimators -> files of configs/advantage/. `grpo` depends on another setting as well."""
-LOSSES = {
-    "vanilla": "dual_clip",
-    "gspo": "gspo",
-    "geo_mean": "gmpo",
-    "cispo": "cispo",
-    "sapo": "sapo",
-    "gpg": "reinforce",
-    "dppo_tv": "dppo_tv",
-    "dppo_kl": "dppo_kl",
-}
-CLIPPED = ("dual_clip", "gspo", "gmpo")
-AGGREGATIONS = {
-    "token-mean": "token_mean",
-    "seq-mean-token-sum": "seq_mean_token_sum",
-    "seq-mean-token-mean": "seq_mean_token_mean",
-    "seq-mean-token-sum-norm": "constant",
-}
-KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 SCHEDULES = ("constant", "linear", "cosine")
+AHEAD = (
+    "rollouts always run beside the learner; replay.max_staleness, pipeline_depth and stale_policy say how far ahead "
+    "(docs/staleness.md)"
+)
 GPUS = "here GPUs train or generate: divide them between learner.ranks and rollout.workers * engine.tensor_parallel"
 REASONS = {
     "*trust_remote_code": "asyncrl never runs code that comes with a checkpoint",
@@ -100,11 +98,15 @@ REASONS = {
     "trainer.val_before_train": "with eval.path the first and the last weights are always evaluated",
     "trainer.project_name": "Weights & Biases reads WANDB_PROJECT",
     "trainer.default_local_dir": "checkpoints are in the run folder (run.dir), with its journal and metrics",
+    "trainer.v1.*": AHEAD,
+    "async_training.*": AHEAD,
+    "rollout.*": AHEAD,
     "trainer.*": "it configures verl's own training loop",
     "data.val_batch_size": "a worker evaluates eval.chunk rows together",
     "data.reward_fn_key": "the reward function gets the column data_source",
     "data.custom_cls.*": "write a class with __len__ and __getitem__: data.path=file.py:Name (docs/data.md)",
     "data.sampler.*": "use data.order_by, data.curriculum, data.mixture and data.where (docs/data.md)",
+    "data.*_max_samples": "cut the file, or use data.where and eval.rows",
     "data.apply_chat_template_kwargs*": "model.chat.KEY=VALUE",
     "data.*": "rows are read when they are drawn (docs/data.md)",
     "*fsdp_config.*": "FSDP2 shards parameters, gradients and optimizer over all ranks; see learner.offload",
@@ -120,10 +122,21 @@ REASONS = {
     "actor_rollout_ref.rollout.multi_turn.*": "for several turns and tools choose an environment: environment.name",
     "actor_rollout_ref.rollout.agent.*": "for agents choose an environment: environment.name",
     "actor_rollout_ref.rollout.val_kwargs.*": "only translated with eval.path and do_sample: eval.samples and others",
+    "actor_rollout_ref.rollout.mode": "rollouts are always asynchronous",
+    "actor_rollout_ref.rollout.calculate_log_probs": "the engine's log-probs are always recorded",
+    "actor_rollout_ref.rollout.*_penalty": PENALISED,
+    "actor_rollout_ref.rollout.free_cache_engine": "engines are separate processes and keep their memory",
+    "actor_rollout_ref.rollout.load_format": "an engine gets its weights from the learner",
+    "actor_rollout_ref.rollout.ignore_eos": "a completion ends with the EOS",
     "actor_rollout_ref.rollout.*": "engine.vllm.NAME=VALUE passes any argument to vLLM by its own name",
     "actor_rollout_ref.hybrid_engine": "learner and engines are always separate processes",
     "critic.*": "the critic is trained with the settings of the policy: learner.*",
+    "algorithm.rollout_*": "loss=tis, seq_tis, icepop, mis and geo_rs are such corrections (docs/losses.md)",
+    "*overlong_buffer*": "this changes the reward: reward=dapo, or the function overlong (docs/rewards.md)",
+    "*reward_manager*": "one function, or reward.functions, makes the reward; reward=dapo is that of verl's dapo",
+    "*max_resp_len": "rollout.max_new_tokens",
     "reward_model.*": "rewards run in separate processes; see reward.*",
+    "reward.*": "rewards run in separate processes; see reward.* (docs/rewards.md)",
     "ray_kwargs.*": "use ray.address, or export Ray's own variables",
     "ray_init.*": "use ray.address, or export Ray's own variables",
 }
@@ -132,7 +145,9 @@ REASONS = {
 
 def translate(given: dict[str, object]) -> Translation:
     made = Translation({key.lstrip("+"): value for key, value in given.items()}, DEFAULTS, "verl")
-    made.apply(MOVED, (_data, _model, _batches, _loss, _advantage, _rollout, _evaluation, _rewards, _trainer), REASONS)
+    made.apply(
+        MOVED, (_data, _model, _batches, translate_loss, _advantage, _rollout, _evaluation, _rewards, _trainer), REASONS
+    )
     made.notes.append(
         "verl waits for its rollouts; here they run ahead by at most replay.max_staleness versions. replay: "
         "sync waits as verl does"
@@ -160,12 +175,10 @@ def _data(made: Translation) -> None:
 def _model(made: Translation) -> None:
     prefix = "actor_rollout_ref.model"
     made.move(f"{prefix}.path", "model.path", place)
-    targets = made.take(f"{prefix}.target_modules")
     if made.take(f"{prefix}.lora_rank"):
         made.move(f"{prefix}.lora_rank", "model.lora_rank")
         made.move(f"{prefix}.lora_alpha", "model.lora_alpha")
-        if isinstance(targets, list):
-            made.put("model.lora_targets", targets, f"{prefix}.target_modules")
+        lora_targets(made, f"{prefix}.target_modules")
 
 
 def _batches(made: Translation) -> None:
@@ -211,49 +224,6 @@ def _schedule(made: Translation, optim: str) -> None:
     falls = key and made.take(f"{optim}.{key}") != "constant"
     if made.take(f"{optim}.min_lr_ratio") is not None and falls:
         made.move(f"{optim}.min_lr_ratio", "learner.min_lr_ratio")
-
-
-def _loss(made: Translation) -> None:
-    actor = "actor_rollout_ref.actor"
-    mode = made.take(f"{actor}.policy_loss.loss_mode")
-    loss = LOSSES.get(str(mode))
-    if loss is None:
-        made.refuse(f"{actor}.policy_loss.loss_mode", "the closest is a clip: `asyncrl settings loss` has all losses")
-        loss = "dual_clip"
-    made.put("loss", loss, f"{actor}.policy_loss.loss_mode")
-    if loss == "dppo_tv":
-        made.put("loss.behavior_kl", 0.0, f"{actor}.policy_loss.loss_mode")  # only here does it pull towards the data
-    clip = made.take(f"{actor}.clip_ratio")
-    for side in ("low", "high"):
-        theirs = f"{actor}.clip_ratio_{side}"
-        bound = made.take(theirs)
-        if loss not in CLIPPED:
-            made.refuse(theirs, f"loss={loss} has no such clip")
-        elif bound is not None or loss == "dual_clip":
-            named = theirs if bound is not None else f"{actor}.clip_ratio"
-            made.put(f"loss.clip_{side}", clip if bound is None else bound, named)
-    if loss == "dual_clip":
-        made.move(f"{actor}.clip_ratio_c", "loss.dual_clip")
-    how = AGGREGATIONS.get(str(made.take(f"{actor}.loss_agg_mode")))
-    if how is None:
-        made.refuse(f"{actor}.loss_agg_mode", "loss.aggregation is one of token_mean, seq_mean_token_mean, ...")
-    else:
-        made.put("loss.aggregation", how, f"{actor}.loss_agg_mode")
-    if how == "constant":
-        made.put("loss.constant_length", float(made.count("data.max_response_length")), "data.max_response_length")
-    if made.take(f"{actor}.entropy_coeff"):
-        made.move(f"{actor}.entropy_coeff", "loss.entropy_coef")
-    if not made.take(f"{actor}.use_kl_loss"):
-        made.refuse(f"{actor}.kl_loss_coef", "actor.use_kl_loss is off")
-        made.refuse(f"{actor}.kl_loss_type", "actor.use_kl_loss is off")
-        return
-    made.move(f"{actor}.kl_loss_coef", "loss.kl_coef")
-    kind = str(made.take(f"{actor}.kl_loss_type"))
-    ours = KL.get(kind.removesuffix("+"), "") + ("+" if kind.endswith("+") else "")
-    if ours in ("k1", "k2", "k3", "abs", "k1+", "k3+"):
-        made.put("loss.kl", ours, f"{actor}.kl_loss_type")
-    else:
-        made.refuse(f"{actor}.kl_loss_type", "loss.kl is one of k1, k2, k3, abs, k1+, k3+")
 
 
 def _advantage(made: Translation) -> None:
@@ -306,6 +276,8 @@ def _rollout(made: Translation) -> None:
         made.move(f"{prefix}.max_num_seqs", "engine.max_sequences")
         for same in ("gpu_memory_utilization", "enforce_eager", "max_num_batched_tokens", "enable_chunked_prefill"):
             made.move(f"{prefix}.{same}", f"engine.vllm.{same}")
+        for theirs in [key for key in made.given if key.startswith(f"{prefix}.engine_kwargs.vllm.")]:
+            made.move(theirs, f"engine.vllm.{theirs.rpartition('.')[2]}")
 
 
 def _evaluation(made: Translation) -> None:
@@ -321,10 +293,7 @@ def _evaluation(made: Translation) -> None:
             made.put(f"eval.{ours}", value, f"{prefix}.{theirs}")
 
 
-REWARD_KWARGS = "custom_reward_function.reward_kwargs."
-
-
-def _reward_args(made: Translation, given: Sequence[str]) -> dict[str, Any]:
+def _reward_args(made: Translation, given: Sequence[str], prefix: str) -> dict[str, Any]:
     """Return the arguments of the reward function, with nested mappings restored; empty values are passed as well."""
     args: dict[str, Any] = {}
     for key in given:
@@ -333,7 +302,7 @@ def _reward_args(made: Translation, given: Sequence[str]) -> dict[str, Any]:
             made.refuse(key, "it refers to another setting of verl. Give its value in reward.args")
             continue
         made.take(key)
-        *above, name = key.removeprefix(REWARD_KWARGS).split(".")
+        *above, name = key.removeprefix(prefix).split(".")
         inner = args
         for each in above:
             inner = inner.setdefault(each, {})
@@ -342,22 +311,31 @@ def _reward_args(made: Translation, given: Sequence[str]) -> dict[str, Any]:
 
 
 def _rewards(made: Translation) -> None:
-    path = made.take("custom_reward_function.path")
-    name = made.take("custom_reward_function.name")
+    """Newer versions of verl have the settings of rewards under `reward`; the older names still work there."""
+    newer = any(key.startswith("reward.custom_reward_function.") for key in made.given)
+    own = f"{'reward.' * newer}custom_reward_function"
+    path, name = made.take(f"{own}.path"), made.take(f"{own}.name") or "compute_score"
     if path is not None:
-        theirs = ("custom_reward_function.path", "custom_reward_function.name")
+        theirs = (f"{own}.path", *([f"{own}.name"] if f"{own}.name" in made.given else []))
         made.put("reward.function", f"{place(path)}:{name}", *theirs)
-        given = [key for key in made.given if key.startswith(REWARD_KWARGS)]
-        args = _reward_args(made, given)
+        prefix = f"{own}.reward_kwargs."
+        given = [key for key in made.given if key.startswith(prefix)]
+        args = _reward_args(made, given, prefix)
         if args:
             made.put("reward.args", args, *(key for key in given if key not in made.left))
-    if made.take("reward_model.enable") and made.take("reward_model.model.path") is not None:
-        if path is None:
-            made.put("reward", "model", "reward_model.enable")
-            made.move("reward_model.model.path", "reward.model", place)
-        else:
-            made.refuse("reward_model.enable", "there is only one reward, that of custom_reward_function")
-    elif path is None:
+    for on, model in (
+        ("reward_model.enable", "reward_model.model.path"),
+        ("reward.reward_model.enable", "reward.reward_model.model_path"),
+    ):
+        if not (made.take(on) and made.take(model) is not None):
+            continue
+        if path is not None:
+            made.refuse(on, f"there is only one reward, that of {own}")
+            return
+        made.put("reward", "model", on)
+        made.move(model, "reward.model", place)
+        return
+    if path is None:
         made.notes.append(
             "verl scores by data_source where no function is given; give reward.function=FILE.py:compute_score, or a "
             "reward of configs/reward/"
