@@ -131,7 +131,7 @@ class BoundRendezvous(RendezvousHandler):
         if store.check([seat := f"{_ROUND}/{current}/{self._node}"]):
             if current > self._round > -1 and store.get(seat).decode() != self._token:
                 raise RendezvousStateError(
-                    f"node {self._node} was started a second time, and the second one takes part. If that was not meant "
+                    f"node {self._node} was started a second time, and the second takes part. If that was not meant "
                     "to replace this one, give each machine its own number (NODE_RANK)"
                 )
             store.compare_set(_ROUND, str(current), str(current + 1))
