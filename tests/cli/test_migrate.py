@@ -267,6 +267,27 @@ def test_what_changes_a_run_of_verl_and_has_no_equivalent_is_named_with_a_way_ou
     assert config.reward.model == "rm"
 
 
+def test_what_newer_versions_of_trl_say_otherwise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    needed = ("model.path=m", "data.path=d", "reward.function=r.py:f")
+    theirs = tmp_path / "args.yaml"
+    theirs.write_text(
+        "warmup_steps: 0.03\nmax_steps: 200\nlr_scheduler_type: cosine_with_min_lr\noptim: adamw_8bit\nbeta: 0.01\n"
+        "lr_scheduler_kwargs: {min_lr_rate: 0.1}\nuse_bias_correction_kl: true\ncast_lm_head_to_fp32: true\n"
+        "gradient_checkpointing_kwargs: {use_reentrant: false}\ndtype: bfloat16\n"
+    )
+    config, text = migrated("trl", [str(theirs)], tmp_path, capsys, *needed)
+    assert (config.learner.warmup_steps, config.learner.schedule, config.learner.min_lr_ratio) == (6, "cosine", 0.1)
+    assert (config.learner.optimizer, config.model.fp32_head, resolve(config.loss).kl) == (
+        "adamw_8bit",
+        True,
+        "ratio_k3",
+    )
+    assert "gradient_checkpointing_kwargs.use_reentrant=False: model.activation_checkpointing\n" in text
+    assert "dtype=bfloat16: model.dtype is that of the computation" in text
+    _, text = migrated("trl", ["warmup_steps=0.03"], tmp_path, capsys, *needed)
+    assert "# no equivalent: warmup_steps=0.03: give steps: learner.warmup_steps" in text
+
+
 def test_the_cap_of_cispo_is_what_trl_calls_epsilon_high(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     needed = ("model.path=m", "data.path=d", "reward.function=r.py:f")
     config, _ = migrated("trl", ["loss_type=cispo", "epsilon_high=5.0"], tmp_path, capsys, *needed)

@@ -132,8 +132,11 @@ def truncation(made: Translation, theirs: Mapping[str, str]) -> bool:
 
 
 def warm_up(made: Translation, theirs: str, share: str, steps: str) -> None:
-    """Translate the warm-up, which they give as a number of steps or as a share of all `steps`."""
+    """Translate the warm-up, which they give as a number of steps or as a share of all `steps`; TRL takes a share below
+    1 for the number, too."""
     given, part, whole = made.number(theirs), made.number(share), made.number(steps)
+    if given is not None and 0 < given < 1:
+        share, part, given = theirs, given, None
     if given is not None and given > 0:
         made.put("learner.warmup_steps", int(given), theirs)
     elif part and whole is not None and whole > 0:

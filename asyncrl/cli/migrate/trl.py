@@ -54,18 +54,26 @@ MOVED = {
     "max_completion_length": "rollout.max_new_tokens",
     "temperature": "rollout.temperature",
     "gradient_checkpointing": "model.activation_checkpointing",
+    "cast_lm_head_to_fp32": "model.fp32_head",
     "shuffle_dataset": "data.shuffle",
     "seed": "seed",
     "save_total_limit": "learner.keep_checkpoints",
 }
 LOSSES = {"grpo": "grpo", "dr_grpo": "dr_grpo", "dapo": "dapo", "bnpo": "dapo", "cispo": "cispo", "sapo": "sapo"}
 SCALES = {"group": "group", "True": "group", "true": "group", "batch": "batch", "none": "none", "False": "none"}
-SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
+SCHEDULES = {
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+}
+OPTIMIZERS = {"adamw_8bit": "adamw_8bit", "adamw_bnb_8bit": "adamw_8bit", "paged_adamw_8bit": "adamw_8bit"}
 REASONS = {
-    "model_init_kwargs": "set model.dtype. Code that comes with a checkpoint is never run",
+    "model_init_kwargs*": "set model.dtype. Code that comes with a checkpoint is never run",
     "trust_remote_code": "asyncrl never runs code that comes with a checkpoint",
-    "generation_kwargs": "sampling has only rollout.temperature, top_p, top_k and min_p",
-    "chat_template_kwargs": "model.chat.KEY=VALUE",
+    "generation_kwargs*": "sampling has only rollout.temperature, top_p, top_k and min_p",
+    "chat_template_kwargs*": "model.chat.KEY=VALUE",
     "vllm_importance_sampling*": "every loss corrects with the engine's recorded log-probs: `asyncrl settings loss`",
     "vllm_gpu_memory_utilization": "only translated together with use_vllm: engine.vllm.gpu_memory_utilization",
     "vllm_*": "rollout workers have their own engines; engine.vllm.NAME=VALUE passes any argument to vLLM",
@@ -93,12 +101,17 @@ REASONS = {
     "deepspeed": "the learner always uses FSDP2",
     "fsdp*": "FSDP2 shards over all ranks; set learner.ranks",
     "ds3_*": "the learner always uses FSDP2",
-    "optim": "AdamW",
+    "optim": "learner.optimizer: AdamW unless you set it",
+    "lr_scheduler_kwargs*": "learner.min_lr_ratio",
+    "*dtype": "model.dtype is that of the computation; the learner keeps its weights in float32",
+    "attn_implementation": "the model and the device determine the kernel (docs/models.md)",
+    "save_strategy": "learner.save_every",
+    "lora_*": "only translated together with use_peft",
     "dataloader_*": "rows are read when they are drawn",
     "push_to_hub": "the model is exported to run.dir/hf; upload it yourself",
     "hub_*": "the model is exported to run.dir/hf; upload it yourself",
     "use_liger_kernel": "the extra `cuda` installs its kernels",
-    "gradient_checkpointing_kwargs": "model.activation_checkpointing",
+    "gradient_checkpointing_kwargs*": "model.activation_checkpointing",
     "max_tool_calling_iterations": "for several turns and tools choose an environment: environment.name",
     "use_transformers_paged": "engine=transformers does its own batching",
     "cache_implementation": "engine=transformers has its own cache",
@@ -176,6 +189,13 @@ def _schedule(made: Translation) -> None:
         made.put("learner.schedule", SCHEDULES[name], "lr_scheduler_type")
     else:
         made.refuse("lr_scheduler_type", f"learner.schedule is one of {', '.join(sorted(set(SCHEDULES.values())))}")
+    rate, least = made.number("lr_scheduler_kwargs.min_lr_rate"), made.number("lr_scheduler_kwargs.min_lr")
+    if name == "cosine_with_min_lr" and (rate or least):
+        share = rate or (least or 0.0) / (made.number("learning_rate") or 1.0)
+        made.put("learner.min_lr_ratio", share, f"lr_scheduler_kwargs.min_lr{'_rate' * bool(rate)}")
+    if (optimizer := OPTIMIZERS.get(str(made.given.get("optim")))) is not None:
+        made.take("optim")
+        made.put("learner.optimizer", optimizer, "optim")
     steps = made.number("max_steps")
     if steps is not None and steps > 0:
         made.put("learner.steps", int(steps), "max_steps")
@@ -208,6 +228,8 @@ def _loss(made: Translation) -> None:
         made.put("loss.aggregation", "token_mean", "loss_type")
     if made.take("beta"):
         made.move("beta", "loss.kl_coef")
+        if made.take("use_bias_correction_kl"):
+            made.put("loss.kl", "ratio_k3", "use_bias_correction_kl")
 
 
 def _advantage(made: Translation) -> None:
