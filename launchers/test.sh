@@ -3,7 +3,7 @@
 #
 #   bash launchers/test.sh                    all of it
 #   bash launchers/test.sh --long             only the tests that the first leaves out because they are long
-#   bash launchers/test.sh -m "not slow"      arguments are passed to pytest, which then runs once
+#   bash launchers/test.sh -m "not slow"      arguments, also those after --long, are passed to pytest, which then runs once
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launchers/install.sh
@@ -15,7 +15,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYRIGHT_PYTHON_IGNORE_WARNINGS=1
 echo "== ruff"
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
-[ "$*" != "--long" ] || set -- -m "long and not gpu"
+[ "${1:-}" != --long ] || set -- -m "long and not gpu" "${@:2}"
 if [ $# -gt 0 ]; then
     echo "== pyright"
     "$PYTHON" -m pyright --pythonpath "$PYTHON"

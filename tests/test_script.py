@@ -74,12 +74,12 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def script(checkout: Path, failing: int, alone: str) -> tuple[int, list[str], list[str]]:
+def script(checkout: Path, failing: int, alone: str, *arguments: str) -> tuple[int, list[str], list[str]]:
     """Its exit status, what it said, and the commands of its Python."""
     given = {"FAILING": str(failing), "ALONE": alone, "SPOKEN": str(checkout / "spoken")}
     plugins = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "pytest_cov.plugin"}
     done = subprocess.run(
-        ["bash", str(checkout / "launchers" / "test.sh")],
+        ["bash", str(checkout / "launchers" / "test.sh"), *arguments],
         env={"PATH": os.environ["PATH"], "HOME": str(checkout), **given, **plugins},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -117,6 +117,12 @@ def test_what_fails_again_or_with_many_or_ends_pytest_fails_the_script(
     assert status == 1 and said[said.index(FAILED) + 1 :][: len(told)] == told and FLAKY not in said, said
     assert any("--lf" in each for each in commands) == (alone == "fails")
     assert not any("-m slow" in each for each in commands), "the longer half is left out"
+
+
+def test_the_long_ones_can_be_chosen_from(checkout: Path) -> None:
+    status, _, commands = script(checkout, 0, "passes", "--long", "tests/integration", "-x")
+    assert status == 0
+    assert [each for each in commands if "pytest" in each] == ["-m pytest -m long and not gpu tests/integration -x"]
 
 
 def test_processes_of_the_fast_part_start_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
