@@ -27,7 +27,7 @@ from asyncrl.storage.checkpoints import begin_branch, newest_proven
 from asyncrl.telemetry.folder.resumed import resumed_lines
 from asyncrl.telemetry.folder.run_folder import begin_settings, origin_of, prepare_run_folder
 from asyncrl.telemetry.reports import curves
-from tests.cli.fake_roles import FINE, roles
+from tests.cli.fake_roles import FINE, FOREVER, roles
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -83,15 +83,18 @@ def test_a_damaged_checkpoint_is_judged_before_it_is_said_from_which_a_run_goes_
     assert "resumed from" not in capsys.readouterr().out
 
 
-def test_a_run_whose_folder_was_taken_away_says_so_and_not_how_to_go_on_without_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("first", ["learner", "replay"])
+def test_a_run_whose_folder_was_taken_away_says_so_and_makes_no_new_one_in_its_place(
+    first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The replay server is otherwise restarted."""
     config = load_config([*REQUIRED, f"run.dir={tmp_path / 'run'}"])
     away = f"import os; os.rename({str(tmp_path / 'run')!r}, {str(tmp_path / 'elsewhere')!r}); raise SystemExit(1)"
-    monkeypatch.setattr(local, "local_commands", lambda *_: roles(learner=away))
+    monkeypatch.setattr(local, "local_commands", lambda *_: roles(**{"learner": FOREVER, first: away}))
     assert local._run(config, [], ["asyncrl", "local"]) == 1
     said = capsys.readouterr().out
     assert f"run.dir={tmp_path / 'run'} was moved, deleted or recreated" in said and "Continue with" not in said
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_resume_that_changes_settings_reads_its_checkpoint_once_before_the_learner(

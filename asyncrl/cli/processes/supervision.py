@@ -65,7 +65,7 @@ def supervise(
         for command in commands:
             supervisor.start(command.role, command.arguments, command.environment, command.enforced)
         while (supervisor.roles["learner"].code is None or supervisor.failed()) and not supervisor.signal:
-            if supervisor.failed() and not restarted(supervisor, commands, left, view):
+            if supervisor.failed() and not restarted(supervisor, commands, folder, left, view):
                 break
             watch(supervisor, view, notices)
             for line in (*starting.news(), *pool.news()):
@@ -139,12 +139,16 @@ def save_first(supervisor: Supervisor, folder: Path, view: RunView, notices: Not
     return learner.code == 0
 
 
-def restarted(supervisor: Supervisor, commands: Sequence[Command], left: dict[bool, Restarts], view: RunView) -> bool:
+def restarted(
+    supervisor: Supervisor, commands: Sequence[Command], folder: Path, left: dict[bool, Restarts], view: RunView
+) -> bool:
     """Restart the failed roles if a restart can help for all of them.
 
     Args:
         left: remaining restarts of roles with a journal (True), and of the others (False).
     """
+    if not (folder / LOG_DIR).is_dir():
+        return False  # the folder was moved or deleted; a new one in its place would be in the way of its return
     failed = supervisor.failed()
     for role in failed:
         journal = _has_journal(role.name)
