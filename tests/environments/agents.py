@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from typing import Any
 
@@ -162,7 +163,7 @@ async def fails(base_url: str, api_key: str, model: str, row: dict[str, Any], ho
         raise KeyError("a bug")
     if how == "engine":
         await client.chat.completions.create(model=model, messages=[{"role": "user", "content": "break"}])
-    return {"number": "much", "answer": {"answer": 3}, "list": [1]}[how]
+    return {"number": "much", "answer": {"answer": 3}, "part": {"answer": "4", "cost": math.nan}, "list": [1]}[how]
 
 
 def exits(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> None:

@@ -331,7 +331,7 @@ async def test_what_is_given_up_before_it_was_sent_is_not_generated() -> None:
     assert asked == [1] and other.result() == "answer 0"
 
 
-@pytest.mark.parametrize("how", ["raises", "engine", "number", "answer", "list"])
+@pytest.mark.parametrize("how", ["raises", "engine", "number", "answer", "part", "list"])
 async def test_what_fails_is_one_member(agent: Make, how: str) -> None:
     class Breaking(Scripted):
         async def generate(self, request: Any) -> list[Completion]:
@@ -345,6 +345,7 @@ async def test_what_fails_is_one_member(agent: Make, how: str) -> None:
         "engine": "no token",
         "number": "without a reply",
         "answer": "the agent's answer must be a text; got 3",
+        "part": "the agent['cost'] returned nan",
         "list": r"returned [1]",
     }
     if how == "number":

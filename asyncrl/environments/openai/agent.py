@@ -10,6 +10,7 @@ from typing import Any
 from asyncrl.environments.own_thread import on_own_thread
 from asyncrl.errors import ConfigError, EpisodeError
 from asyncrl.own_code import load_function
+from asyncrl.rewards.score import to_score
 
 SETTING = "environment.args.agent"
 GIVEN = ("base_url", "api_key", "model", "row")
@@ -43,7 +44,7 @@ def find_agent(spec: str, args: Mapping[str, Any]) -> Agent:
 
 
 async def run_agent(agent: Agent, given: Mapping[str, Any]) -> Outcome:
-    """Call the agent. Raises what the agent raises, and EpisodeError for an invalid outcome."""
+    """Call the agent. Raises what the agent raises, and EpisodeError or RewardError for an invalid outcome."""
     if inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(type(agent).__call__):
         said = await agent(**given)
     else:
@@ -55,7 +56,7 @@ async def run_agent(agent: Agent, given: Mapping[str, Any]) -> Outcome:
 
 
 def outcome_of(said: Any) -> Outcome:
-    """Read an agent's result. Raises EpisodeError if it is invalid."""
+    """Read an agent's result. Raises EpisodeError if it is invalid, or RewardError for a number that is not finite."""
     if said is None:
         return Outcome()
     if isinstance(said, str):
@@ -67,5 +68,4 @@ def outcome_of(said: Any) -> Outcome:
     answer = said.get("answer")
     if "answer" in said and not isinstance(answer, str):
         raise EpisodeError(f"the agent's answer must be a text; got {answer!r:.80}")
-    numbers = {str(name): float(value) for name, value in said.items() if isinstance(value, int | float)}
-    return Outcome(answer=answer, parts=numbers)
+    return Outcome(answer=answer, parts=to_score({**said, "score": 0.0}, "the agent").parts)
