@@ -232,6 +232,7 @@ def train_again(config: Config, journal: Path, place: Place, backend: Backend, o
         journal,
         history,
         max_staleness=config.replay.max_staleness,
+        samples=config.telemetry.samples_per_step,
         updates=config.learner.updates_per_batch,
         early=early_groups(config),
     )

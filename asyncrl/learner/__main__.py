@@ -71,7 +71,13 @@ def work(overrides: Sequence[str], opened: ExitStack) -> None:
 
 def run(config: Config, place: Place, backend: Backend, opened: ExitStack, overrides: Sequence[str]) -> None:
     """Create the parts and train."""
-    replay = LearnerClient(config.replay.address, rank=place.rank, run_digest=run_digest(config), config=config.replay)
+    replay = LearnerClient(
+        config.replay.address,
+        rank=place.rank,
+        run_digest=run_digest(config),
+        config=config.replay,
+        samples=config.telemetry.samples_per_step,
+    )
     opened.callback(replay.close)
     run_dir = Path(config.run.dir).resolve()
     if place.rank == 0:

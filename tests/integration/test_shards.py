@@ -45,7 +45,7 @@ def test_shards_killed_in_the_middle_of_a_run_lose_no_group(start_local: StartLo
     assert books.balances and books.trained == STEPS * 8 and books.finished, books
 
     history = read_surviving(journal)
-    replay = RetainedReplay(journal, history, max_staleness=4)
+    replay = RetainedReplay(journal, history, max_staleness=4, samples=4)
     for step in range(STEPS):
         lease = replay.lease(step=step, rank=0, world=1, wait_s=0)
         tokens = sum(np.count_nonzero(one.loss_mask) for one in lease.trajectories.values())

@@ -14,10 +14,10 @@ from tests.replay.helpers import close_all, settings
 class Run:
     """A learner client of a server, and clients of workers as they are asked for."""
 
-    def __init__(self, config, admission=None) -> None:
+    def __init__(self, config, admission=None, **learner) -> None:
         self.config = config
         self.admission = admission or settings()
-        self.learner = LearnerClient(config.address, rank=0, run_digest="d", config=config)
+        self.learner = LearnerClient(config.address, rank=0, run_digest="d", config=config, **learner)
         self.clients: list = [self.learner]
 
     def worker(self, name: str = "w", **options) -> RolloutClient:

@@ -206,7 +206,7 @@ def test_extras_are_in_the_journal_for_a_recovery_and_a_rerun(tmp_path: Path) ->
         assert isinstance(entry.payload, StoredGroup) and entry.header is not None
         assert all(map(same_trajectory, made.trajectories, entry.payload.trajectories(entry.header.trajectories)))
     log.close()
-    replay = RetainedReplay(tmp_path, read_surviving(tmp_path), max_staleness=2)
+    replay = RetainedReplay(tmp_path, read_surviving(tmp_path), max_staleness=2, samples=4)
     lease = replay.lease(step=0, rank=0, world=1, wait_s=0)
     replay.close()
     for (place, member), one in lease.trajectories.items():

@@ -16,7 +16,6 @@ from asyncrl.errors import JournalError, ReplayError
 from asyncrl.evaluation.orders import EvalSummary
 from asyncrl.replay.codec.columns import decode
 from asyncrl.replay.codec.group import StoredGroup, group_of, join_texts
-from asyncrl.replay.codec.lease import SAMPLE_GROUPS
 from asyncrl.replay.core.batches.balance import shard_step
 from asyncrl.replay.core.durable import events as ev
 from asyncrl.replay.core.durable.siblings import joined
@@ -110,12 +109,16 @@ def read_surviving(journal: Path) -> History:
 
 class RetainedReplay:
     """`LearnerReplay` over a history. `max_staleness` may differ from the run's: a smaller one masks more tokens, a
-    larger one fewer; groups that the run dropped stay dropped."""
+    larger one fewer; groups that the run dropped stay dropped.
+
+    Args:
+        samples: number of whole groups with texts that rank 0 gets with a lease, for `samples.jsonl`.
+    """
 
     def __init__(
-        self, journal: Path, history: History, *, max_staleness: int, updates: int = 1, early: int = 0
+        self, journal: Path, history: History, *, max_staleness: int, samples: int, updates: int = 1, early: int = 0
     ) -> None:
-        self._split = updates, early
+        self._split, self._samples = (updates, early), samples
         self._disk = FolderDisk(journal, locked=False)
         self._shards = ShardArchive(journal)
         self._history, self._bound = history, max_staleness
@@ -140,7 +143,7 @@ class RetainedReplay:
         """
         plan, stored = self._read(step)
         plan = replace(plan, shards=shard_step(plan, world, *self._split))
-        samples = range(min(SAMPLE_GROUPS, len(stored))) if rank == 0 else ()
+        samples = range(min(self._samples, len(stored))) if rank == 0 else ()
         wanted = {g for g, _ in plan.shards[rank]}
         decoded = {g: [each for part in stored[g] for each in part.whole()] for g in wanted}
         return Lease(

@@ -41,6 +41,9 @@ from asyncrl.replay.protocol import (
 )
 from asyncrl.types import Assignment, DropReason, StepPlan, TrajectoryGroup
 
+MOST_SAMPLE_GROUPS = 4096
+"""Limit of the server on the whole groups of one lease."""
+
 
 class WorkerRendezvous:
     """Blocking `watch` and `served` for the weight subscriber's thread."""
@@ -156,11 +159,17 @@ class RolloutClient:
 
 
 class LearnerClient:
-    """`LearnerReplay` over ZeroMQ; blocking, safe to call from several threads."""
+    """`LearnerReplay` over ZeroMQ; blocking, safe to call from several threads.
 
-    def __init__(self, address: str, *, rank: int, run_digest: str, config: ReplayConfig) -> None:
+    Args:
+        samples: number of whole groups with texts that rank 0 gets with a lease, for `samples.jsonl`.
+    """
+
+    def __init__(
+        self, address: str, *, rank: int, run_digest: str, config: ReplayConfig, samples: int = SAMPLE_GROUPS
+    ) -> None:
         self.address = address
-        self._samples = SAMPLE_GROUPS if rank == 0 else 0
+        self._samples = min(samples, MOST_SAMPLE_GROUPS) if rank == 0 else 0
         self._told: set[int] = set()
         """Evaluation jobs whose results were returned. A server that restarts before it knows of the delivery repeats
         them."""

@@ -49,6 +49,21 @@ def test_groups_travel_from_workers_to_the_learner_and_steps_are_committed(run) 
     assert [member.worker for member in run.learner.members()] == ["w"]
 
 
+@pytest.mark.parametrize(("wanted", "given"), [(0, 0), (1, 1), (1_000_000, 2)])
+def test_rank_0_gets_as_many_whole_groups_as_it_wants_samples(wanted: int, given: int) -> None:
+    config = replay_config()
+    with running_server(config, settings()), contextlib.closing(Run(config, samples=wanted)) as run:
+        version = run.start()
+        client = run.worker()
+
+        async def work() -> None:
+            for order in await ready(client):
+                await client.insert(group(order, [version] * 3))
+
+        asyncio.run(work())
+        assert len(run.learner.lease(step=0, rank=0, world=1, wait_s=30).samples) == given
+
+
 def test_members_that_come_one_by_one_reach_every_rank_as_groups() -> None:
     config, admission = replay_config(), settings(by_sample=True, group_size=3)
     with running_server(config, admission), contextlib.closing(Run(config, admission)) as run:
