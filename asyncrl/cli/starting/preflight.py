@@ -30,9 +30,11 @@ from asyncrl.drawing.curriculum import too_many
 from asyncrl.environments.probe import check_environment
 from asyncrl.environments.registry import find_environment, is_of_the_user
 from asyncrl.errors import ConfigError, DataError, EpisodeError, RewardError
+from asyncrl.evaluation.table import OF_SOURCE
 from asyncrl.own_code import try_in_process
 from asyncrl.rewards.several import uncovered
 from asyncrl.rewards.trial import refuse_unscored, try_reward
+from asyncrl.rollout.groups.evaluated import told_apart
 from asyncrl.schema import Config, EnvironmentConfig
 from asyncrl.telemetry.folder.resumed import load_as_begun
 from asyncrl.telemetry.folder.run_folder import changes_in, refuse_used_folder
@@ -99,6 +101,8 @@ def look_ahead(config: Config) -> Preflight:
         of = f" of {each.title}" if len(train) > 1 else ""
         lines.append(f"the first{of}, {each.tokens[0]} tokens: {each.first_prompt[:PROMPT_SHOWN]!r}{ending}")
     pairs = list(zip(sets, evaluated, strict=True))
+    for each, survey in pairs:
+        refuse_unknown_source(config.learner.keep_best, each, survey)
     for given, surveys in ((config, train), *((each.config, [survey]) for each, survey in pairs)):
         _refuse_foreign_rows(given.environment, surveys)
     said = _reward_lines(config, train, [survey for each, survey in pairs if each.config.reward == config.reward])
@@ -115,6 +119,21 @@ def refuse_unmeasured(keep_best: str) -> None:
     if keep_best and not keep_best.startswith("eval/") and metric_of(keep_best) is None:
         hint = nearest(keep_best, [metric.name for metric in METRICS])
         raise ConfigError(f"learner.keep_best={keep_best} is not a metric.{hint} `asyncrl metrics` lists them")
+
+
+def refuse_unknown_source(keep_best: str, given: EvalSet, found: Survey) -> None:
+    """Raises ConfigError: it is the mean of a `data_source` that no row of the set has, so no checkpoint would ever be
+    the best. Not known for a set of which only the first rows are evaluated."""
+    place = f"eval/{given.name}/"
+    if not (keep_best.startswith(place) and keep_best.endswith(OF_SOURCE)) or found.rows > given.config.eval.rows:
+        return
+    measured = [f"{place}{name}{OF_SOURCE}" for name in told_apart(found.data_sources, 0)]
+    if keep_best not in measured:
+        known = ", ".join(measured) or f"none: its rows have {len(found.data_sources)} different `data_source`"
+        raise ConfigError(
+            f"learner.keep_best={keep_best}: the means by data_source of {given.name} are {known}."
+            f"{nearest(keep_best, measured)}"
+        )
 
 
 def refuse_unbatched(config: Config) -> None:

@@ -192,6 +192,25 @@ def test_a_reward_that_can_never_work_is_refused(
     assert all(part in said for part in says)
 
 
+def test_a_best_checkpoint_by_a_data_source_that_no_row_has_is_refused(
+    task: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"prompt": [{"role": "user", "content": "hi"}], "answer": "1", "data_source": name} for name in ("a b", "c")
+    ]
+    write_rows(Path("held.jsonl"), *rows)
+    given = [*task, "eval.path=held.jsonl", "eval.every=5", "learner.save_every=5"]
+    said = refused([*given, "learner.keep_best=eval/heldout/a_d/mean"], capsys)
+    assert "the means by data_source of heldout are eval/heldout/a_b/mean, eval/heldout/c/mean." in said
+    assert "Did you mean `eval/heldout/a_b/mean`?" in said
+    for known in ("a_b", "c"):
+        assert main(["local", *given, f"learner.keep_best=eval/heldout/{known}/mean", "--dry-run"]) == 0
+    assert main(["local", *given, "learner.keep_best=eval/heldout/x/mean", "eval.rows=1", "--dry-run"]) == 0
+    write_rows(Path("held.jsonl"), rows[0])
+    said = refused([*given, "learner.keep_best=eval/heldout/a_b/mean"], capsys)
+    assert "are none: its rows have 1 different `data_source`" in said
+
+
 def test_an_alarm_or_metric_that_there_is_not_is_refused_with_those_there_are(
     task: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
