@@ -11,6 +11,7 @@ from asyncrl.environments.base import Episodes
 from asyncrl.errors import EpisodeError, GenerationError, RewardError, WireError
 from asyncrl.replay.codec import headers, wire
 from asyncrl.replay.codec.group import group_header
+from asyncrl.rewards.score import LARGEST
 from asyncrl.types import Prompt, Trajectory, TrajectoryGroup, turns_in
 
 FAILURES = (GenerationError, RewardError, EpisodeError)
@@ -81,6 +82,9 @@ def trajectory_fault(trajectory: object, prompt: NDArray[np.int32] | None, vocab
         return (
             f"turn_rewards must be a tuple, empty or with one number per turn ({turns_in(trajectory.loss_mask)} here)"
         )
+    given = [each for each in (trajectory.reward, *earned) if isinstance(each, int | float)]
+    if largest := max((each for each in given if abs(each) > LARGEST), key=abs, default=0):
+        return f"a reward is {largest:g}. The learner computes in float32: it must be at most {LARGEST:g} in size"
     if not isinstance(trajectory.extras, Mapping) or not isinstance(trajectory.rewards, Mapping):
         return "extras and rewards must be dictionaries"
     if not all(isinstance(name, str) for name in trajectory.rewards):
