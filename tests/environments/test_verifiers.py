@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("verifiers.v1", reason="needs the extra `verifiers`")
 
 from asyncrl.environments.probe import check_environment
-from asyncrl.environments.verifiers import host
+from asyncrl.environments.verifiers import host, hosted
 from asyncrl.environments.verifiers.environment import Verifiers
 from asyncrl.environments.verifiers.host import Host, built
 from asyncrl.environments.verifiers.hosted import Hosted
@@ -119,6 +119,39 @@ async def test_what_is_no_answer_fails_the_episodes_that_wait(said: bytes, times
     with pytest.raises(EpisodeError, match="the process of verifiers ended"):
         await asyncio.wait_for(hosted.run({}), 60.0)
     await hosted.close()
+
+
+SLOW = """import json, pathlib, sys, time
+with pathlib.Path(__file__).with_name("starts").open("a") as file:
+    file.write("x")
+while not pathlib.Path(__file__).with_name("go").exists():
+    time.sleep(0.01)
+print(json.dumps({"ready": True}), flush=True)
+for line in sys.stdin:
+    print(json.dumps({"id": json.loads(line)["id"], "score": 1.0, "parts": {}}), flush=True)
+"""
+
+
+async def test_a_start_goes_on_when_the_episode_that_began_it_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ended with it, a process that starts more slowly than an episode may take would never be there."""
+    (tmp_path / "slow_host.py").write_text(SLOW)
+    monkeypatch.setattr(hosted, "MODULE", "slow_host")
+    process = Hosted({}, str(tmp_path))
+    try:
+        first = asyncio.create_task(process.run({}))
+        async with asyncio.timeout(60):
+            while not (tmp_path / "starts").exists():
+                await asyncio.sleep(0.01)
+        first.cancel()
+        await asyncio.wait([first])
+        (tmp_path / "go").touch()
+        said = await asyncio.wait_for(process.run({}), 60)
+        assert first.cancelled() and said["score"] == 1.0
+        assert (tmp_path / "starts").read_text() == "x"
+    finally:
+        await process.close()
 
 
 def test_rows_are_the_tasks_with_what_they_ask(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ class Hosted:
 
     def __init__(self, settings: Mapping[str, Any], path: str) -> None:
         self._settings, self._path = json.dumps(dict(settings)), path
-        self._starting = asyncio.Lock()
+        self._starting: asyncio.Task[None] | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
         self._open: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -72,29 +72,33 @@ class Hosted:
         return said
 
     async def _started(self) -> None:
+        """Start it once for all episodes that need it. It goes on for the next ones if these are given up: ended with
+        them, a process that starts more slowly than `environment.timeout_s` would never be there."""
+        if self._reading is not None and not self._reading.done():
+            return
+        if self._starting is None or self._starting.done():
+            self._starting = asyncio.create_task(self._start())
+        await asyncio.shield(self._starting)
+
+    async def _start(self) -> None:
         """waits for: the process's first line; unblocked by: that, its end, or START_S."""
-        async with self._starting:
-            if self._reading is not None and not self._reading.done():
-                return
-            arguments = (sys.executable, "-m", MODULE, self._settings)
-            pipe = asyncio.subprocess.PIPE
-            self._process = await asyncio.create_subprocess_exec(
-                *arguments, stdin=pipe, stdout=pipe, env=surroundings(self._path), limit=LINE_BYTES
-            )
-            assert self._process.stdout is not None
-            try:
-                async with asyncio.timeout(START_S):
-                    line = await self._process.stdout.readline()
-            except BaseException as error:  # also if the episode is given up meanwhile: nobody else would end it
-                self._process.kill()
-                if isinstance(error, TimeoutError):
-                    raise EpisodeError(f"verifiers did not start within {START_S:g} s") from None
-                raise
-            said = json.loads(line) if line else {}
-            if "ready" not in said:
-                code = await self._process.wait()
-                raise EpisodeError(str(said.get("refused") or f"verifiers ended ({describe_exit(code)})"))
-            self._reading = asyncio.create_task(self._read(self._process))
+        arguments = (sys.executable, "-m", MODULE, self._settings)
+        pipe = asyncio.subprocess.PIPE
+        self._process = await asyncio.create_subprocess_exec(
+            *arguments, stdin=pipe, stdout=pipe, env=surroundings(self._path), limit=LINE_BYTES
+        )
+        assert self._process.stdout is not None
+        try:
+            async with asyncio.timeout(START_S):
+                line = await self._process.stdout.readline()
+        except TimeoutError:
+            self._process.kill()
+            raise EpisodeError(f"verifiers did not start within {START_S:g} s") from None
+        said = json.loads(line) if line else {}
+        if "ready" not in said:
+            code = await self._process.wait()
+            raise EpisodeError(str(said.get("refused") or f"verifiers ended ({describe_exit(code)})"))
+        self._reading = asyncio.create_task(self._read(self._process))
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         """consumes: answers; waits for: the next; unblocked by: it, or the end of the process."""
@@ -121,6 +125,9 @@ class Hosted:
 
     async def close(self) -> None:
         """waits for: the process to end; unblocked by: its end, or STOP_S."""
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.wait([self._starting])
         process, self._process = self._process, None
         if process is None:
             return
