@@ -219,7 +219,9 @@ async def test_a_retriever_that_is_down_fails_episodes_by_name_and_too_many_end_
     assert watch.stats()["rewards_failed_environment"] == 2
 
 
-@pytest.mark.parametrize("said", [{"result": []}, {"results": 1}, ["x"], {"result": [["x"]]}])
+@pytest.mark.parametrize(
+    "said", [{"result": []}, {"results": 1}, ["x"], {"result": [["x"]]}, {"result": [[{"document": {"body": "x"}}]]}]
+)
 async def test_an_answer_that_is_none_is_a_failure_and_no_passage(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     search = Search(url="http://127.0.0.1:1/retrieve")
 

@@ -42,10 +42,14 @@ class Retriever(OneTool):
             raise EpisodeError(str(error)) from error
         try:
             (results,) = said["result"]
-            passages = [passage(each.get("document", each)) for each in results]
+            documents = [each.get("document", each) for each in results]
+            if not all(isinstance(one.get("contents", one.get("text")), str) for one in documents):
+                raise ValueError("a passage has neither `contents` nor `text`")  # the policy would read nothing
+            passages = [passage(one) for one in documents]
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise EpisodeError(
-                f"the retriever at {self._asking.url} did not answer with a list of passages: {said!r:.200}"
+                f"the retriever at {self._asking.url} did not answer with a list of passages, each with `contents`, or "
+                f"`title` and `text`: {said!r:.200}"
             ) from error
         told = [f"[{place}] " + "\n".join(filter(None, one)) for place, one in enumerate(passages[: self._topk], 1)]
         return "\n".join(told) or "[nothing was found]"
