@@ -3,7 +3,7 @@ several ranks?
 
     python -m benchmarks.balance [--batches 1000] [--prompt 1024]
 
-Splits batches of groups of log-normal completions with `asyncrl.replay.core.batches.balance`, as the replay server
+Splits batches of groups of log-normal completions with `asyncrl.balance`, as the replay server
 does. `packed`: computed tokens over the tokens of the single trajectories, with a prompt counted once per rank and
 group. `over_bound`: cost of the fullest rank over a lower bound of any split (an even share of the whole with no prompt
 twice, or the costliest trajectory). `by_trajectory`: the same for a split of single trajectories, longest first, each
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from asyncrl.replay.core.batches.balance import balance, cost, lower_bound
+from asyncrl.balance import balance, cost, lower_bound
 from asyncrl.types import TrajectoryHeader
 from benchmarks.parts.answer import answer, parse
 

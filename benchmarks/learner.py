@@ -44,6 +44,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
+from asyncrl.balance import shard_step
 from asyncrl.cli.quickstart import prepare
 from asyncrl.config import load_config
 from asyncrl.data.byte_tokenizer import VOCAB_SIZE
@@ -57,7 +58,6 @@ from asyncrl.learner.parallel.place import Place
 from asyncrl.learner.roles import Roles, build_roles
 from asyncrl.learner.step.step import train_step
 from asyncrl.learner.warmup.base_model import build_model
-from asyncrl.replay.core.batches.balance import shard_step
 from asyncrl.replay.protocol import Lease
 from asyncrl.schema import Config
 from asyncrl.types import NO_VERSION, GroupHeader, StepPlan, Trajectory, TrajectoryHeader

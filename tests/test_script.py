@@ -59,6 +59,7 @@ def checkout(tmp_path: Path) -> Path:
         "tests/replay/test_covered.py": TESTS,
         "tests/autotune/none.py": "",
         "tests/chaos/none.py": "",
+        "tests/test_balance.py": "",
         ".venv/bin/python": PYTHON,
         ".venv/bin/lint-imports": "#!/bin/sh\n",
     }

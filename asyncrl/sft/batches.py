@@ -15,9 +15,9 @@ import msgpack
 import numpy as np
 import xxhash
 
+from asyncrl.balance import shard_step
 from asyncrl.drawing.order import DrawOrder
 from asyncrl.errors import CheckpointDamagedError, CheckpointMismatchError, OverlongError
-from asyncrl.replay.core.batches.balance import shard_step
 from asyncrl.replay.protocol import Lease
 from asyncrl.sft.examples import Example, Examples
 from asyncrl.storage.checkpoints import REPLAY_FILE, SUPERVISED

@@ -23,6 +23,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
+from asyncrl.balance import shard_step
 from asyncrl.checks.evaluations import eval_sets
 from asyncrl.engines.base import Engine
 from asyncrl.engines.factory import make_engine
@@ -34,7 +35,6 @@ from asyncrl.learner.train import train
 from asyncrl.replay.codec.extras import plain_extras
 from asyncrl.replay.codec.group import group_header
 from asyncrl.replay.core.admission import AdmissionSettings
-from asyncrl.replay.core.batches.balance import shard_step
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.protocol import Lease, Member, Restored, TrainedReply
 from asyncrl.rollout.groups.episode import EpisodeRunner

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from asyncrl.balance import shard_step
 from asyncrl.learner.parallel.place import Place
 from asyncrl.replay.config import ReplayConfig
-from asyncrl.replay.core.batches.balance import shard_step
 from asyncrl.replay.protocol import Lease
 from asyncrl.schema import Config, DataConfig, LearnerConfig, ModelConfig, RolloutConfig, RunConfig
 from asyncrl.types import NO_VERSION, StepPlan, Trajectory, TrajectoryGroup

@@ -21,7 +21,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.learner.batch.micro_batch import MicroBatch, pack
 from asyncrl.learner.model.layout import Layout
 from asyncrl.learner.model.policy import PolicyModel, build_model
-from asyncrl.replay.codec.recorded import routed_tokens
+from asyncrl.recorded import routed_tokens
 from asyncrl.routers import gates_of
 from asyncrl.schema import Config, DataConfig, ModelConfig, RolloutConfig, RunConfig
 from asyncrl.types import ROUTED_EXPERTS, Routers, TrajectoryGroup

@@ -20,7 +20,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from asyncrl.replay.core.batches.balance import shard_step
+from asyncrl.balance import shard_step
 from asyncrl.replay.protocol import Lease
 from asyncrl.types import (
     GREEDY_REWARD,

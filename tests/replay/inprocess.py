@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from asyncrl.balance import EARLY, UPDATES, begin_step, shard_step
 from asyncrl.errors import NoProgress
 from asyncrl.evaluation.orders import EvalResult, EvalSummary
 from asyncrl.replay.codec.extras import plain_extras
 from asyncrl.replay.codec.group import group_header
 from asyncrl.replay.codec.wire import extra_size
 from asyncrl.replay.core.admission import AdmissionSettings
-from asyncrl.replay.core.batches.balance import EARLY, UPDATES, begin_step, shard_step
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.core.requests.rollouts import UnknownPeer
 from asyncrl.replay.protocol import Acquired, Board, DroppedSample, InsertReply, Lease, Member, Restored, TrainedReply

@@ -12,8 +12,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from asyncrl.balance import minibatches, parts_of
 from asyncrl.losses.inputs import Denominators
-from asyncrl.replay.core.batches.balance import minibatches, parts_of
 from asyncrl.schema import LearnerConfig
 from asyncrl.types import StepPlan
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import EpisodeError
 from asyncrl.learner.batch.plan import Member
-from asyncrl.replay.codec.recorded import reference_fault, routing_fault, topk_fault
+from asyncrl.recorded import reference_fault, routing_fault, topk_fault
 from asyncrl.types import REF_LOGPROBS, ROUTED_EXPERTS, TOPK_IDS, TOPK_LOGPROBS, Routers, StepPlan, Trajectory
 
 OWN_CHOICE = -1

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asyncrl.errors import LedgerError
 from asyncrl.learner.batch.packing import sent
-from asyncrl.replay.codec.recorded import SUPPORT, support_fault
+from asyncrl.recorded import SUPPORT, support_fault
 from asyncrl.types import SUPPORT_BITS, SUPPORT_COUNTS, SUPPORT_IDS, Trajectory
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from asyncrl.balance import EARLY, UPDATES
 from asyncrl.errors import CheckpointError, CheckpointMismatchError
 from asyncrl.learner.checkpoints.checkpoint import Checkpoints
 from asyncrl.learner.roles import Roles
+from asyncrl.recorded import FROM_ROLLOUT, REFERENCE, ROUTERS, row_of_routers
 from asyncrl.replay.audit.ledger_file import LEDGER_FILE
-from asyncrl.replay.codec.recorded import FROM_ROLLOUT, REFERENCE, ROUTERS, row_of_routers
-from asyncrl.replay.core.batches.balance import EARLY, UPDATES
 from asyncrl.replay.protocol import LearnerReplay
 from asyncrl.storage.checkpoints import CHECKPOINT_DIR, SUPERVISED, finished, position_of
 from asyncrl.storage.lines import read_lines, row_of, tail

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from asyncrl.balance import shard_step
 from asyncrl.errors import JournalError, ReplayError
 from asyncrl.evaluation.orders import EvalSummary
 from asyncrl.replay.codec.columns import decode
 from asyncrl.replay.codec.group import StoredGroup, group_of, join_texts
-from asyncrl.replay.core.batches.balance import shard_step
 from asyncrl.replay.core.durable import events as ev
 from asyncrl.replay.core.durable.siblings import joined
 from asyncrl.replay.core.durable.state import plan_of

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import WireError
+from asyncrl.recorded import is_checked, recorded_fault
 from asyncrl.replay.codec import wire
 from asyncrl.replay.codec.columns import Columns, Frame, Frames, columns_of, decode, join, own_sizes, sizes_of
 from asyncrl.replay.codec.extras import decode_extras, describe_extras, join_extras, rows_of, side_frames_of
-from asyncrl.replay.codec.recorded import is_checked, recorded_fault
 from asyncrl.types import MAX_LOGPROB, GroupHeader, Routers, Trajectory, TrajectoryGroup, TrajectoryHeader, turns_in
 
 MAX_VOCABULARY = 1 << 31

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from asyncrl.balance import EARLY, UPDATES, begin_step, shard_step
 from asyncrl.replay.codec import headers, wire
 from asyncrl.replay.codec.columns import Frame
-from asyncrl.replay.core.batches.balance import EARLY, UPDATES, begin_step, shard_step
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.server.payloads import Payloads
 from asyncrl.replay.server.sessions import Answer, Reply, Session, now_or_later, while_it_moves

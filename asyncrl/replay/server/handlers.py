@@ -12,10 +12,10 @@ from typing import Any
 
 from asyncrl.errors import WireError
 from asyncrl.evaluation.orders import EvalResult
+from asyncrl.recorded import FROM_ROLLOUT, REFERENCE, announced_routers, require_reference
 from asyncrl.replay.codec import headers, messages, wire
 from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.codec.group import MAX_VOCABULARY
-from asyncrl.replay.codec.recorded import FROM_ROLLOUT, REFERENCE, announced_routers, require_reference
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.protocol import Acquired
 from asyncrl.replay.server.batches import Batches, announced

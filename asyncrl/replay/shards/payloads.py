@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.errors import FencedError, LedgerError, NoProgress, WireError
+from asyncrl.recorded import ROUTERS, announced_routers, row_of_routers
 from asyncrl.replay.codec import wire
 from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.codec.group import Elsewhere, shard_of
 from asyncrl.replay.codec.messages import Count, Name, encode_record
-from asyncrl.replay.codec.recorded import ROUTERS, announced_routers, row_of_routers
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.core.durable.ledger import Entry, GroupState
 from asyncrl.replay.server.handlers import Handlers

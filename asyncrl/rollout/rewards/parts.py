@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from asyncrl.environments.base import Episodes
 from asyncrl.errors import EpisodeError, RewardError
-from asyncrl.replay.codec.recorded import reference_fault, routing_fault, support_fault, topk_fault
+from asyncrl.recorded import reference_fault, routing_fault, support_fault, topk_fault
 from asyncrl.schema import AdvantageConfig
 from asyncrl.types import GREEDY_REWARD, SamplingParams, Trajectory, turns_in
 

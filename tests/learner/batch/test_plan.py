@@ -5,9 +5,9 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.balance import begin_step, minibatches, shard_step
 from asyncrl.learner.batch.plan import Budget, micro_batches, plan_minibatches
 from asyncrl.learner.step.metrics import plan_metrics
-from asyncrl.replay.core.batches.balance import begin_step, minibatches, shard_step
 from asyncrl.schema import LearnerConfig
 from asyncrl.types import GroupHeader, StepPlan, TrajectoryHeader
 

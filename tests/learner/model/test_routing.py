@@ -29,8 +29,8 @@ from asyncrl.learner.step.scoring import unrouted
 from asyncrl.learner.step.step import train_step
 from asyncrl.losses.config import resolve
 from asyncrl.losses.settings import LossConfig
+from asyncrl.recorded import routed_tokens, routing_fault
 from asyncrl.replay.codec.group import check_stored, encode_group, split_frames
-from asyncrl.replay.codec.recorded import routed_tokens, routing_fault
 from asyncrl.replay.protocol import Lease
 from asyncrl.routers import Recorder, routers_of
 from asyncrl.types import (

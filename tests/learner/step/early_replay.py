@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
-from asyncrl.replay.core.batches.balance import begin_step, shard_step
+from asyncrl.balance import begin_step, shard_step
 from asyncrl.replay.protocol import Lease
 from asyncrl.types import StepPlan, TrajectoryGroup
 from tests.learner.fed_replay import FedReplay

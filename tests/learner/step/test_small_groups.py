@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.balance import shard_step
 from asyncrl.learner.batch.micro_batch import pack
 from asyncrl.learner.batch.plan import Budget, plan_minibatches
 from asyncrl.learner.step.targets import with_targets
-from asyncrl.replay.core.batches.balance import shard_step
 from asyncrl.schema import AdvantageConfig
 from asyncrl.types import StepPlan
 from tests.learner.feed import header_of, make_group, make_lease

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.balance import shard_step
 from asyncrl.errors import RewardError
 from asyncrl.learner.batch.micro_batch import MicroBatch, pack
 from asyncrl.learner.batch.plan import Budget, Member, plan_minibatches
 from asyncrl.learner.step.targets import with_targets
-from asyncrl.replay.core.batches.balance import shard_step
 from asyncrl.replay.protocol import Lease
 from asyncrl.schema import AdvantageConfig
 from asyncrl.types import GREEDY_REWARD, Trajectory

@@ -18,10 +18,10 @@ from asyncrl.environments.transcript import Transcript
 from asyncrl.learner.batch.micro_batch import MicroBatch, pack
 from asyncrl.learner.model.policy import PolicyModel, build_model
 from asyncrl.learner.step.scoring import score
+from asyncrl.recorded import SUPPORT, support_fault
 from asyncrl.replay.codec.columns import join
 from asyncrl.replay.codec.extras import join_extras
 from asyncrl.replay.codec.group import StoredGroup, group_header
-from asyncrl.replay.codec.recorded import SUPPORT, support_fault
 from asyncrl.replay.protocol import Lease
 from asyncrl.schema import Config, ModelConfig, RolloutConfig
 from asyncrl.types import Completion, SamplingParams, StepPlan, Trajectory, TrajectoryGroup

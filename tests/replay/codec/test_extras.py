@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from asyncrl import types
+from asyncrl import recorded, types
 from asyncrl.errors import WireError
-from asyncrl.replay.codec import headers, recorded, wire
+from asyncrl.replay.codec import headers, wire
 from asyncrl.replay.codec.columns import LARGE_ARRAY
 from asyncrl.replay.codec.group import check_stored, encode_group, split_frames
 from asyncrl.replay.codec.lease import Unpacking, pack_places

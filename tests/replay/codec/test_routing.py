@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import EpisodeError, WireError
+from asyncrl.recorded import ROUTERS, announced_routers, routed_tokens, routing_fault, row_of_routers
 from asyncrl.replay.codec.group import encode_group
-from asyncrl.replay.codec.recorded import ROUTERS, announced_routers, routed_tokens, routing_fault, row_of_routers
 from asyncrl.rollout.rewards.parts import RewardParts
 from asyncrl.schema import AdvantageConfig
 from asyncrl.types import ROUTED_EXPERTS, DropReason, Routers, SamplingParams, Trajectory

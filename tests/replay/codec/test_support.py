@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import WireError
+from asyncrl.recorded import SUPPORT
 from asyncrl.replay.codec.group import encode_group
-from asyncrl.replay.codec.recorded import SUPPORT
 from asyncrl.types import SUPPORT_BITS, SUPPORT_COUNTS, SUPPORT_IDS
 from tests.replay.helpers import group
 from tests.replay.server.test_fuzz import Door

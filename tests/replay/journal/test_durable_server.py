@@ -11,12 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from asyncrl.balance import UPDATES, shard_step
 from asyncrl.errors import FencedError, NoProgress
 from asyncrl.evaluation.orders import EvalAssignment, EvalResult, EvalSummary
 from asyncrl.replay import serving
 from asyncrl.replay.client import connection
 from asyncrl.replay.client.client import RolloutClient
-from asyncrl.replay.core.batches.balance import UPDATES, shard_step
 from asyncrl.replay.journal.durable import recover
 from asyncrl.types import NO_VERSION
 from tests.replay.cluster import begin, fill

@@ -9,13 +9,13 @@ from concurrent.futures import Future
 
 import pytest
 
+from asyncrl.balance import EARLY
 from asyncrl.errors import ConfigError, NoProgress, WireError
 from asyncrl.evaluation.orders import EvalResult
 from asyncrl.replay import serving
 from asyncrl.replay.client.client import decode_lease
 from asyncrl.replay.client.requests import Response
 from asyncrl.replay.codec import wire
-from asyncrl.replay.core.batches.balance import EARLY
 from asyncrl.replay.core.live.metrics import RolloutRates
 from asyncrl.replay.core.live.workers import Workers
 from asyncrl.replay.server.router import router

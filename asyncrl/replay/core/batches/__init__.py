@@ -1,1 +1,1 @@
-"""Choose the groups of a step, their order, and the learner rank that trains each. Pure: nothing is recorded here."""
+"""Choose the groups of a step, and their order. Pure: nothing is recorded here."""

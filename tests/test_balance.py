@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.replay.core.batches.balance import (
+from asyncrl.balance import (
     EQUAL_AT,
     _piece,
     _split,
