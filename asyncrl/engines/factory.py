@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import logging
+from pathlib import Path
 
 import torch
 
 from asyncrl.checks.dtypes import with_dtypes
-from asyncrl.checks.servers import SERVERS
+from asyncrl.checks.servers import SERVERS, refused
 from asyncrl.engines.base import Engine
 from asyncrl.engines.fake import FakeEngine
 from asyncrl.engines.hf.engine import TransformersEngine
 from asyncrl.engines.hf.runner import ModelRunner
-from asyncrl.engines.server.factory import make_server_engine
+from asyncrl.engines.server.engine import ServerEngine
+from asyncrl.engines.server.look import links_to
+from asyncrl.engines.server.sglang_link import SglangLink
+from asyncrl.engines.server.sglang_servers import SglangServers
+from asyncrl.engines.server.vllm_link import VllmLink
+from asyncrl.engines.server.vllm_servers import VllmServers
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Config
 
@@ -67,3 +74,16 @@ def make_engine(config: Config) -> Engine:
     )
     recompute = config.weights.on_update == "recompute"
     return TransformersEngine(runner, threads=engine.threads, recompute=recompute)
+
+
+def make_server_engine(config: Config) -> ServerEngine:
+    """Raises ConfigError: an address that may not be used, or a server that does not support what the config asks
+    for."""
+    why = next(refused(config.engine), "")
+    if why:
+        raise ConfigError(why)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs a line for every request
+    if config.engine.name == "sglang":
+        mine = hashlib.sha256(" ".join(sorted(config.engine.urls)).encode()).hexdigest()[:12]
+        return SglangServers(config, links_to(config, SglangLink), Path(config.run.dir).absolute() / "sglang" / mine)
+    return VllmServers(config, links_to(config, VllmLink))

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 
 from asyncrl.engines.base import GenerateRequest
@@ -146,12 +147,13 @@ class VllmEngine:
         Raises:
             GenerationError: a sequence does not fit the engine.
         """
+        return self._loop.call(self._score(sequences), 10 * self._timeout_s)
 
-        async def score() -> list[NDArray[np.float32]]:
-            names = [f"score.{next(self._numbers)}" for _ in sequences]
-            return list(await asyncio.gather(*map(self._client.score, sequences, names)))
-
-        return self._loop.call(score(), 10 * self._timeout_s)
+    async def _score(
+        self, sequences: Sequence[NDArray[np.int32]], adapter: LoRARequest | None = None
+    ) -> list[NDArray[np.float32]]:
+        names = [f"score.{next(self._numbers)}" for _ in sequences]
+        return list(await asyncio.gather(*map(self._client.score, sequences, names, [adapter] * len(names))))
 
     def stats(self) -> dict[str, float]:
         meter, queue = self._meter, self._queue

@@ -74,20 +74,14 @@ class VllmLoraEngine(VllmEngine):
         """Request id -> sibling that is with vLLM, and its adapter."""
         super().__init__(args, model, timeout_s=timeout_s)
 
-    def score(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
-        async def score() -> list[NDArray[np.float32]]:
-            adapter = self._book.acquire()
-            try:
-                names = [f"score.{next(self._numbers)}" for _ in sequences]
-                scored = (
-                    self._client.score(ids, name, _request_of(adapter))
-                    for ids, name in zip(sequences, names, strict=True)
-                )
-                return list(await asyncio.gather(*scored))
-            finally:
-                self._book.release(adapter)
-
-        return self._loop.call(score(), 10 * self._timeout_s)
+    async def _score(
+        self, sequences: Sequence[NDArray[np.int32]], adapter: LoRARequest | None = None
+    ) -> list[NDArray[np.float32]]:
+        newest = self._book.acquire()
+        try:
+            return await super()._score(sequences, _request_of(newest))
+        finally:
+            self._book.release(newest)
 
     def stats(self) -> dict[str, float]:
         return super().stats() | {"adapters": float(self._book.held)}

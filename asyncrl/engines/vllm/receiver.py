@@ -86,8 +86,7 @@ class VllmReceiver:
 
     def join(self, seat: Seat) -> None:
         if self._seat is None or self._seat.manifest != seat.manifest:
-            manifest = Manifest.from_wire(seat.manifest)
-            self._shapes = manifest.views([buffer.to("meta") for buffer in manifest.allocate("meta")])
+            self._shapes = Manifest.from_wire(seat.manifest).shapes()
         self._seat = seat
         self._call("init_weight_transfer_engine", {"seat": asdict(seat)})
         # The workers bound forming the group by timeout_s, and connecting to the store before it as well.

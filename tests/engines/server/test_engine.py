@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from transformers import AutoConfig, Qwen3Config
 
+from asyncrl.engines.factory import make_server_engine
 from asyncrl.engines.server import engine as server_engine
-from asyncrl.engines.server.factory import make_server_engine
 from asyncrl.engines.server.look import look_at_servers
 from asyncrl.engines.server.receiver import StagedInServers
 from asyncrl.engines.server.vllm_servers import VllmServers
@@ -32,7 +32,7 @@ MODEL = Qwen3Config(
 )  # fmt: skip
 PROMPT = np.arange(1, 9, dtype=np.int32)
 WAIT_S = 60.0
-SEAT = Seat(host="127.0.0.1", port=1, backend="gloo", epoch=1, rank=1, world=5, timeout_s=WAIT_S, manifest=[])
+SEAT = Seat(host="127.0.0.1", port=1, backend="sockets", epoch=1, rank=1, world=5, timeout_s=WAIT_S, manifest=[])
 
 
 @pytest.fixture

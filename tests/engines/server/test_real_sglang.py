@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from asyncrl.engines.factory import make_server_engine
 from asyncrl.engines.server import engine as server_engine
 from asyncrl.engines.server import sglang_servers
-from asyncrl.engines.server.factory import make_server_engine
 from asyncrl.engines.server.sglang_servers import SglangServers
 from asyncrl.types import NO_VERSION
 from tests.vllm.live import TooLateError, in_time, when_tokens_flow

@@ -14,10 +14,10 @@ import torch
 from transformers import AutoConfig
 
 from asyncrl.checks.servers import too_short
+from asyncrl.engines.factory import make_server_engine
 from asyncrl.engines.server import engine as server_engine
 from asyncrl.engines.server import sglang_servers
 from asyncrl.engines.server.answers import Answer, ServerGoneError
-from asyncrl.engines.server.factory import make_server_engine
 from asyncrl.engines.server.link import Load
 from asyncrl.engines.server.sglang_link import SglangFacts, SglangLink, problems
 from asyncrl.engines.server.sglang_servers import SglangServers
