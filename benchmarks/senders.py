@@ -103,7 +103,7 @@ def publisher_of(way: str, board: Any, rank: int, world: int) -> BackgroundPubli
 
 def learner(boards: dict[str, Any], found: Any, rank: int, args: argparse.Namespace, folder: str) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", args.ranks)  # pyright: ignore[reportPrivateImportUsage]
+    store = dist.FileStore(f"{folder}/store", args.ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=args.ranks)
     net, receivers = model(args.parameters, args.ranks), args.engines * args.processes
     named = [(name, parameter.detach()) for name, parameter in net.named_parameters()]

@@ -45,7 +45,7 @@ def take_first(begun: Ahead) -> None:
             command = args if self._stdout is None and self._stderr is None else ()
             return begun.take(self.local_rank_id, command, env) or super()._popen(args, env)
 
-    handlers.SubprocessHandler = Handler  # pyright: ignore[reportPrivateImportUsage]
+    handlers.SubprocessHandler = Handler
 
 
 class HearingAgent(LocalElasticAgent):
@@ -83,7 +83,7 @@ def unfinished(group: WorkerGroup) -> dict[int, ProcessFailure]:
 def hear_ranks() -> None:
     for number in (ADVANCED, ENDED):
         signal.signal(number, lambda number, _: HearingAgent.heard.add(number))
-    api.LocalElasticAgent = HearingAgent  # pyright: ignore[reportPrivateImportUsage]
+    api.LocalElasticAgent = HearingAgent
 
 
 def by_address(arguments: Sequence[str]) -> list[str]:
@@ -101,10 +101,8 @@ def by_address(arguments: Sequence[str]) -> list[str]:
 
 
 def host_by_address() -> None:
-    by_name = c10d_rendezvous_backend._matches_machine_hostname  # pyright: ignore[reportPrivateImportUsage]
-    c10d_rendezvous_backend._matches_machine_hostname = (  # pyright: ignore[reportPrivateImportUsage]
-        lambda host: is_own(host) or by_name(host)
-    )
+    by_name = c10d_rendezvous_backend._matches_machine_hostname
+    c10d_rendezvous_backend._matches_machine_hostname = lambda host: is_own(host) or by_name(host)
 
 
 def ending_of(failure: ProcessFailure) -> str:

@@ -149,11 +149,11 @@ def engine_process(board: Any, worker: str, incarnation: str, config: Config) ->
 
     def score(sequences: Any) -> list[np.ndarray]:
         trap.at("prove")
-        return engine.score(sequences)
+        return engine.score(sequences)  # pyright: ignore[reportAttributeAccessIssue]
 
     def load(version: int, tensors: Any) -> None:
         trap.at("before load")
-        engine.load_weights(version, tensors)
+        engine.load_weights(version, tensors)  # pyright: ignore[reportAttributeAccessIssue]
         trap.at("after load")
 
     board.join(worker, incarnation)
@@ -172,7 +172,7 @@ def engine_process(board: Any, worker: str, incarnation: str, config: Config) ->
             for injection, fired in board.notes(f"arm/{worker}/{incarnation}")[orders:]:
                 orders += 1
                 if injection.who == "core":
-                    engine.call_workers("asyncrl_arm", injection.action, injection.phase, fired)
+                    engine.call_workers("asyncrl_arm", injection.action, injection.phase, fired)  # pyright: ignore[reportAttributeAccessIssue]
                 else:
                     trap.arm(injection.action, injection.phase, Path(fired).touch)
                 board.note("armed", injection.name)
@@ -181,7 +181,7 @@ def engine_process(board: Any, worker: str, incarnation: str, config: Config) ->
         board.note("ended", (worker, incarnation, f"{type(error).__name__}: {error}"))
     finally:
         subscriber.close()
-        asyncio.run(engine.close())
+        asyncio.run(engine.close())  # pyright: ignore[reportAttributeAccessIssue]
         os._exit(0)  # the witness may wait for an engine that no longer answers
 
 

@@ -107,4 +107,4 @@ def live_engine(config: Config, proven: bool = False) -> Iterator[Live]:
             yield Live(engine, board, subscriber)
         finally:
             subscriber.close()
-            asyncio.run(engine.close())
+            asyncio.run(engine.close())  # pyright: ignore[reportAttributeAccessIssue]

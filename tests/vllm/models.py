@@ -39,7 +39,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **SHAPE | {"num_key_value_heads": 1, "vocab_size": VOCABULARY + 1}, head_dim=32, tie_word_embeddings=False
     ),
     "qwen3_moe": Qwen3MoeConfig(
-        **SHAPE, head_dim=32, tie_word_embeddings=False, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True,
+        **SHAPE, head_dim=32, tie_word_embeddings=False, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True,  # pyright: ignore[reportCallIssue]
         moe_intermediate_size=64, decoder_sparse_step=1, mlp_only_layers=[],
     ),
 }  # fmt: skip
@@ -57,7 +57,7 @@ def make_model(name: str, seed: int = 0) -> torch.nn.Module:
 
 def engine_config(folder: Path, name: str, seed: int = 0, **engine: object) -> Config:
     """Return the config of an engine that serves `make_model(name, seed)`, which is saved in `folder`."""
-    make_model(name, seed).save_pretrained(folder)
+    make_model(name, seed).save_pretrained(folder)  # pyright: ignore[reportCallIssue]
     config = Config()
     config.model.path = str(folder)
     config.engine.name, config.engine.max_sequences, config.engine.kv_cache_mb = "vllm", 64, 64

@@ -103,8 +103,8 @@ def test_with_weights_slices_never_its_processes_are_asked_for_no_parts(tmp_path
     config = engine_config(tmp_path, "qwen3_tied", tensor_parallel=2)
     config.weights.slices = slices
     engine = make_engine(config)
-    assert bool(engine.receiver()._tensors) == (slices == "auto")
-    engine._loop.close()
+    assert bool(engine.receiver()._tensors) == (slices == "auto")  # pyright: ignore[reportAttributeAccessIssue]
+    engine._loop.close()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def engine_processes() -> list[psutil.Process]:
@@ -123,7 +123,7 @@ def test_files_are_served_exactly_and_a_killed_engine_fails_its_requests_calls_a
     engine = make_engine(config)
     publisher = make_publisher(config, board, tmp_path, 0, next(models[0].parameters()).device)
     subscriber = make_subscriber(
-        config, WorkerRendezvous(board, "w"), "w", "1", engine.load_weights, engine.receiver()
+        config, WorkerRendezvous(board, "w"), "w", "1", engine.load_weights, engine.receiver()  # pyright: ignore[reportAttributeAccessIssue]
     )  # fmt: skip
 
     def update(version: int) -> None:
@@ -138,7 +138,7 @@ def test_files_are_served_exactly_and_a_killed_engine_fails_its_requests_calls_a
                 await asyncio.sleep(0.002)
         (victim,) = engine_processes()
         os.kill(victim.pid, signal.SIGSTOP)
-        called = asyncio.create_task(asyncio.to_thread(engine.call_workers, "asyncrl_load", timeout_s=300.0))
+        called = asyncio.create_task(asyncio.to_thread(engine.call_workers, "asyncrl_load", timeout_s=300.0))  # pyright: ignore[reportAttributeAccessIssue]
         await asyncio.sleep(1.0)
         os.kill(victim.pid, signal.SIGKILL)
         for waits in (running, called):
@@ -161,7 +161,7 @@ def test_files_are_served_exactly_and_a_killed_engine_fails_its_requests_calls_a
     finally:
         publisher.close()
         subscriber.close()
-        engine._close()
+        engine._close()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def ended_by_its_text(engine, model) -> None:

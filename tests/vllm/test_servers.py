@@ -28,7 +28,7 @@ MODELS = {seed: make_model("qwen3_tied", seed) for seed in (1, 2)}
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     folder = tmp_path_factory.mktemp("model")
-    make_model("qwen3_tied").save_pretrained(folder)
+    make_model("qwen3_tied").save_pretrained(folder)  # pyright: ignore[reportCallIssue]
     with VllmServer(folder, tmp_path_factory.mktemp("server") / "log").running() as server:
         yield server
 

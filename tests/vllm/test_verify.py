@@ -23,7 +23,7 @@ def test_a_run_has_a_row_of_vllm_with_its_differences_and_exit_code_0_and_no_soc
     tmp_path, capsys, monkeypatch
 ):
     """In one dtype: an engine that differs, or fails, is exit code 1 whichever it is; see tests/cli/test_verify.py."""
-    make_model("qwen3_tied").save_pretrained(tmp_path / "run" / "hf")
+    make_model("qwen3_tied").save_pretrained(tmp_path / "run" / "hf")  # pyright: ignore[reportCallIssue]
     config = load_config(["model.path=gone", "data.path=d.jsonl", "reward.function=r.py:f"])
     (tmp_path / "run" / "config.yaml").write_text(to_yaml(config_to_dict(config)))
     monkeypatch.setattr(verify, "DTYPES", {"float32": torch.float32})

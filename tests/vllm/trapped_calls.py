@@ -44,8 +44,8 @@ class CoreTrap(Trap):
             self.at("mid load")  # every layer is loaded, and vLLM's post-processing has not run yet
             whole(model)
 
-        WeightGroup.broadcast, staging.Staging.receive = trapped_broadcast, trapped_receive
-        vllm_transfer.TransferEngine._join, Fingerprint.update = trapped_join, trapped_hash
+        WeightGroup.broadcast, staging.Staging.receive = trapped_broadcast, trapped_receive  # pyright: ignore[reportAttributeAccessIssue]
+        vllm_transfer.TransferEngine._join, Fingerprint.update = trapped_join, trapped_hash  # pyright: ignore[reportAttributeAccessIssue]
         vllm_transfer.check_all_loaded = trapped_whole
 
 

@@ -38,7 +38,7 @@ def version(number: int) -> list[torch.Tensor]:
 
 def make() -> tuple[Staging, FeedingGroup]:
     staging, group = Staging(), FeedingGroup()
-    staging._manifest, staging._buffers, staging._groups = MANIFEST, MANIFEST.allocate(), [group]
+    staging._manifest, staging._buffers, staging._groups = MANIFEST, MANIFEST.allocate(), [group]  # pyright: ignore[reportAttributeAccessIssue]
     staging._views = MANIFEST.views(staging._buffers)
     return staging, group
 

@@ -98,7 +98,7 @@ class Trap:
                 trap.at(f"block {number}")
                 yield block
 
-        fetching.HttpSource.blocks = counted
+        fetching.HttpSource.blocks = counted  # pyright: ignore[reportAttributeAccessIssue]
 
     def files(self) -> None:
         """Set the trap in the sending of files over HTTP."""
@@ -108,7 +108,7 @@ class Trap:
             answers.connection = InTwo(answers.connection, trap)
             send(answers, path)
 
-        server._Answers._send = in_two
+        server._Answers._send = in_two  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class InTwo:

@@ -6,9 +6,6 @@ round to round together, and the ranks of every round have a store of their own,
 dead ranks. A single node needs no store for itself, only one for its ranks.
 """
 
-# torch documents its stores at `torch.distributed` but does not list them in `__all__`.
-# pyright: reportPrivateImportUsage=false
-
 from __future__ import annotations
 
 import logging

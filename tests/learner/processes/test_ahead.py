@@ -56,9 +56,9 @@ def test_threads_that_torchrun_would_set_are_left_to_it() -> None:
 
 @pytest.fixture
 def torchruns_handler() -> Iterator[None]:
-    own = handlers.SubprocessHandler  # pyright: ignore[reportPrivateImportUsage]
+    own = handlers.SubprocessHandler
     yield
-    handlers.SubprocessHandler = own  # pyright: ignore[reportPrivateImportUsage]
+    handlers.SubprocessHandler = own
 
 
 def start(rank: int, command: Sequence[str], output: str | None = None) -> Any:

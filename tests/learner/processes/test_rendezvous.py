@@ -1,8 +1,6 @@
 """The rendezvous that listens on one address: rounds of nodes, restarts of ranks, nothing on other interfaces."""
 
 # torch's stores and what of its rendezvous is replaced are not in its `__all__`.
-# pyright: reportPrivateImportUsage=false
-
 from __future__ import annotations
 
 import contextlib
