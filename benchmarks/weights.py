@@ -4,14 +4,14 @@
     python -m benchmarks.weights --copies none
     python -m benchmarks.weights --parameters --members 1 8 64 512
 
-One learner process sends to receivers in processes of their own, by gloo on loopback. Every round measures, one after
-another: the bare broadcast, in pieces as the group sends them; the copy into a snapshot alone; AdamW's step alone;
-updates of an idle learner, two with fingerprints and two without, in symmetric order; two updates while the learner
-has nothing to compute and steps at once (`stepping_`: AdamW takes cores from the update); and one update while the
-learner computes forward and backward as the loop does, for at least `--compute` times the copy, before its step
-(`busy_`). An update sends what is copied already while the rest is being copied; `beyond_gather` is how much longer it
-takes than the copy alone. `cpu_s` are the seconds of all processes: divided by the cores, they are the least that an
-update can take. Ratios are medians over rounds of what was measured in one round.
+One learner process sends to receivers in processes of their own, on loopback. Every round measures, one after another:
+the bare broadcast, in pieces, by gloo and (`bare_sockets`) over the sockets that the updates use; the copy into a
+snapshot alone; AdamW's step alone; updates of an idle learner, two with fingerprints and two without, in symmetric
+order; two updates while the learner has nothing to compute and steps at once (`stepping_`: AdamW takes cores from the
+update); and one update while the learner computes forward and backward as the loop does, for at least `--compute` times
+the copy, before its step (`busy_`). An update sends what is copied already while the rest is being copied;
+`beyond_gather` is how much longer it takes than the copy alone. `cpu_s` are the seconds of all processes: divided by
+the cores, they are the least that an update can take. Ratios are medians over rounds of what was measured in one round.
 
 What the learner loses to an update is measured in two ways. `learner_stall` is how long it waits (in `publish`, and in
 the step for the copy). `learner_delay` is how much longer `publish` and the step take together than the step alone; it
@@ -109,16 +109,28 @@ def receiver(board: Any, on: Any, worker: str, parameters: int) -> None:
     subscriber.close()
 
 
+BARE = {"bare_broadcast": "gloo", "bare_sockets": "sockets"}  # name -> backend
+
+
+def bare_groups(store: Any, rank: int, world: int) -> dict[str, WeightGroup]:
+    def group(name: str) -> WeightGroup:
+        link = Link(backend=BARE[name], host="127.0.0.1", timeout_s=PATIENCE_S)
+        return WeightGroup(store, link, epoch=0, rank=rank, world=world, name=name)
+
+    return {name: group(name) for name in BARE}
+
+
+def broadcast(group: WeightGroup, buffer: torch.Tensor) -> None:
+    for piece in group.pieces(buffer):
+        group.wait(group.broadcast(piece))
+
+
 def bare_receiver(port: int, rank: int, world: int, nbytes: int, rounds: int) -> None:
     torch.set_num_threads(1)
-    store = connect_store("127.0.0.1", port, TIMEOUT_S)
-    group = WeightGroup(
-        store, Link(backend="gloo", host="127.0.0.1", timeout_s=PATIENCE_S), epoch=0, rank=rank, world=world
-    )
+    groups = bare_groups(connect_store("127.0.0.1", port, TIMEOUT_S), rank, world)
     buffer = torch.zeros(nbytes, dtype=torch.uint8)
-    for _ in range(rounds):
-        for piece in group.pieces(buffer):
-            group.wait(group.broadcast(piece))
+    for name in [*BARE, *reversed(BARE)] * rounds:
+        broadcast(groups[name], buffer)
 
 
 def cpu_of(pids: Iterable[int | None]) -> float:
@@ -128,28 +140,25 @@ def cpu_of(pids: Iterable[int | None]) -> float:
 
 
 class BareBroadcast:
-    """Broadcasts the same bytes between as many processes, and does nothing else."""
+    """Broadcasts the same bytes between as many processes, and does nothing else: in each round by every backend in
+    turn, and then in reverse."""
 
     def __init__(self, nbytes: int, receivers: int, rounds: int) -> None:
         self._store, port = host_store("127.0.0.1", TIMEOUT_S)
-        context = multiprocessing.get_context("spawn")
-        world = receivers + 1
+        context, world = multiprocessing.get_context("spawn"), receivers + 1
         self._pids: list[int | None] = []
         for rank in range(1, world):
             args = (port, rank, world, nbytes, rounds)
             process = context.Process(target=bare_receiver, args=args, daemon=True)
             process.start()
             self._pids.append(process.pid)
-        self._group = WeightGroup(
-            self._store, Link(backend="gloo", host="127.0.0.1", timeout_s=PATIENCE_S), epoch=0, rank=0, world=world
-        )
+        self._groups = bare_groups(self._store, 0, world)
         self._buffer = torch.zeros(nbytes, dtype=torch.uint8)
 
-    def seconds(self) -> tuple[float, float]:
+    def seconds(self, name: str) -> tuple[float, float]:
         """Return the seconds of one broadcast, and the CPU seconds of all processes."""
         started, cpu = time.perf_counter(), cpu_of(self._pids)
-        for piece in self._group.pieces(self._buffer):
-            self._group.wait(self._group.broadcast(piece))
+        broadcast(self._groups[name], self._buffer)
         seconds = time.perf_counter() - started
         time.sleep(0.001 + seconds / 10)  # until the receivers have it too
         return seconds, cpu_of(self._pids) - cpu
@@ -294,7 +303,7 @@ def means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def one_round(learner: Learner, bare: BareBroadcast, on: Any, compute: float) -> dict[str, float]:
     """Measure everything once. What is compared is measured in symmetric order."""
-    before, before_cpu = bare.seconds()
+    before = {name: bare.seconds(name) for name in BARE}
     alone = learner.copy_alone()
     updates: dict[bool, list[dict[str, float]]] = {True: [], False: []}
     for hashed in (True, False, False, True):
@@ -305,17 +314,19 @@ def one_round(learner: Learner, bare: BareBroadcast, on: Any, compute: float) ->
     stepping = means([learner.update(), learner.update()])
     busy = learner.update(compute * alone)
     alone = (alone + learner.copy_alone()) / 2
-    after, after_cpu = bare.seconds()
-    row = {"bare_broadcast_s": (before + after) / 2, "bare_cpu_s": (before_cpu + after_cpu) / 2}
-    row["gather_alone_s"] = alone
+    row = {"gather_alone_s": alone}
+    for name in reversed(BARE):
+        both = zip(before[name], bare.seconds(name), strict=True)
+        row[f"{name}_s"], row[f"{name}_cpu_s"] = map(statistics.mean, both)
     row |= {name: idle[name] for name in ("gather_s", "wire_s", "engine_stall_s", "update_s", "cpu_s")}
     row |= {f"busy_{name}": busy[name] for name in ("learner_stall_s", "compute_s", "gather_s", "update_s")}
     row |= {f"stepping_{name}": stepping[name] for name in STEPPING}
     row["fingerprints_s"] = idle["update_s"] - plain["update_s"]
     row["fingerprints_learner_cpu_s"] = idle["learner_cpu_s"] - plain["learner_cpu_s"]
     return row | {
-        "cpu_over_bare": row["cpu_s"] / row["bare_cpu_s"],
+        "cpu_over_bare": row["cpu_s"] / row["bare_broadcast_cpu_s"],
         "update_over_bare": row["update_s"] / row["bare_broadcast_s"],
+        "update_over_bare_sockets": row["update_s"] / row["bare_sockets_s"],
         "beyond_gather_over_bare": (row["update_s"] - alone) / row["bare_broadcast_s"],
         "engine_stall_over_update": idle["engine_stall_s"] / idle["update_s"],
         "learner_stall_over_update": busy["learner_stall_s"] / busy["update_s"],
@@ -334,7 +345,7 @@ def measure(parameters: int, receivers: int, rounds: int, bucket: int, compute: 
     with BoardManager() as manager:
         board = manager.Board()  # pyright: ignore
         learner = Learner(board, parameters, receivers, bucket, copies)
-        bare = BareBroadcast(learner.nbytes, receivers, 2 * (rounds + 1))
+        bare = BareBroadcast(learner.nbytes, receivers, rounds + 1)
         others = [
             context.Process(target=receiver, args=(board, on, f"w{i}", parameters), daemon=True)
             for i in range(receivers)
@@ -368,13 +379,12 @@ def main() -> None:
     parser.add_argument("--compute", type=float, default=1.5, help="forward and backward, as a multiple of the copy")
     args = parse(parser, SMOKE)
     torch.set_num_threads(1)
-    load = os.getloadavg()[0]
+    load, idle = os.getloadavg()[0], 0.1 if args.smoke else IDLE_S
     results = [
         measure(parameters, args.receivers, args.rounds, args.bucket_mb << 20, args.compute, args.copies)
         for parameters in args.parameters
     ]
-    idle_s = 0.1 if args.smoke else IDLE_S
-    control = [rounded(control_cost(members, 4 * args.rounds, idle_s)) for members in args.members]
+    control = [rounded(control_cost(members, 4 * args.rounds, idle)) for members in args.members]
     found = {
         "copies": args.copies,
         "receivers": args.receivers,

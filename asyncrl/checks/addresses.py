@@ -105,16 +105,20 @@ def is_own(host: str) -> bool:
 
 def interface_of(address: str) -> str:
     """Return the network interface of this machine whose first address this is; empty if there is none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # the interface has no IPv4 address
-                found = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(found[20:24]) == address:
-                    return name
+    for _, name in socket.if_nameindex():
+        if address_of(name) == address:
+            return name
     with suppress(OSError), open("/proc/net/if_inet6") as known:
         for digits, *_, name in map(str.split, known):
             if ":" in address and int(digits, 16) == int(ipaddress.ip_address(address.partition("%")[0])):
                 return name
+    return ""
+
+
+def address_of(interface: str) -> str:
+    """Return the first IPv4 address of a network interface of this machine; empty if it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        return socket.inet_ntoa(fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", interface.encode()))[20:24])
     return ""
 
 

@@ -56,7 +56,7 @@ def _more_than_there_are(config: Config, role: str, gpus: int) -> Iterator[str]:
     if role in ("local", "learner") and config.weights.backend == "nccl" and on_cpu:
         yield (
             f"weights.backend=nccl needs a learner on GPUs: learner.device={config.learner.device}, and this machine "
-            f"has {gpus}. Set weights.backend=gloo"
+            f"has {gpus}. Set weights.backend=sockets"
         )
 
 

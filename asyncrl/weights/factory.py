@@ -177,14 +177,15 @@ def backend_of(config: Config, device: torch.device) -> str:
     chosen, mode = config.weights.backend, config.placement.mode
     if chosen == "nccl" and device.type != "cuda":
         raise ConfigError(
-            f"weights.backend=nccl needs a learner on GPUs, but this one computes on {device}. Use weights.backend=gloo"
+            f"weights.backend=nccl needs a learner on GPUs, but this one computes on {device}. Use "
+            "weights.backend=sockets"
         )
     if chosen == "ipc" and device.type == "cuda" and config.engine.device == "cpu":
         raise ConfigError(
             "weights.backend=ipc needs GPU memory that the engines can open, but they see no GPU. Use "
-            "weights.backend=gloo"
+            "weights.backend=sockets"
         )
     if chosen != "auto":
         return chosen
     own = mode == "dedicated" or (mode == "auto" and device.type == "cuda" and torch.cuda.device_count() > 1)
-    return "nccl" if device.type == "cuda" and own and config.engine.device != "cpu" else "gloo"
+    return "nccl" if device.type == "cuda" and own and config.engine.device != "cpu" else "sockets"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+ON_DEVICE = ("nccl", "ipc")
+"""Values of `weights.backend` that send out of the memory of the learner's device; the others out of host memory."""
+
 
 @dataclass(kw_only=True, slots=True)
 class WeightsConfig:
     transport: str = "broadcast"
-    """How weights reach the workers: `broadcast` (gloo on CPUs, nccl between GPUs), `files` (in the run folder, which
+    """How weights reach the workers: `broadcast` (sockets, or nccl between GPUs), `files` (in the run folder, which
     all must share), or `pull` (over HTTP, or from `weights.url`, so that no common network is needed)."""
     host: str = "127.0.0.1"
     """Address at which workers reach the learner's weight store, or the server of `pull`. On several machines: that of
@@ -17,12 +20,12 @@ class WeightsConfig:
     """Port of the weight store or server; 0 takes any that is free. With a firewall between learner and workers, set
     one that it lets through."""
     backend: str = "auto"
-    """Backend of the broadcast: `nccl` (GPUs on both sides, none of them shared), `gloo` (anything), `ipc` (engines on
-    the learner's machine copy from its memory), or `auto`: nccl where learner and engines have GPUs of their own, else
-    gloo."""
+    """Backend of the broadcast: `sockets` or `gloo` (anything), `nccl` (GPUs on both sides, none of them shared), `ipc`
+    (engines on the learner's machine copy from its memory), or `auto`: nccl where learner and engines have GPUs of
+    their own, else sockets."""
     interface: str = ""
     """Network interface for the weights (`eth1`; with gloo several, by commas). Empty: that of `GLOO_SOCKET_IFNAME` or
-    `NCCL_SOCKET_IFNAME`, else (gloo) the one that leads to `weights.host`."""
+    `NCCL_SOCKET_IFNAME`, else (without nccl) the one that leads to `weights.host`."""
     wire_dtype: str = "auto"
     """Dtype in which weights are sent; `auto` is bfloat16 if the learner computes in it on a GPU, else float32."""
     bucket_mb: int = 64

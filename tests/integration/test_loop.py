@@ -1,4 +1,4 @@
-"""The whole loop with real processes: torchrun FSDP2 ranks, Ray workers, the replay server, gloo broadcasts."""
+"""The whole loop with real processes: torchrun FSDP2 ranks, Ray workers, the replay server, broadcasts."""
 
 from __future__ import annotations
 

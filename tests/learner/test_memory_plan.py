@@ -63,7 +63,7 @@ from asyncrl.schema import (
 from asyncrl.weights.delta import DeltaChoice
 from asyncrl.weights.factory import backend_of
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher
-from asyncrl.weights.settings import WeightsConfig
+from asyncrl.weights.settings import ON_DEVICE, WeightsConfig
 from tests.learner.feed import make_lease, make_step, tiny_model
 
 WIDTHS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -303,6 +303,7 @@ def test_the_copies_that_a_sender_holds_are_those_of_the_plan(delta: str, kept: 
         ({"backend": "ipc"}, 1, True),
         ({}, 2, True),
         ({"backend": "gloo"}, 2, False),
+        ({"backend": "sockets"}, 2, False),
         ({"transport": "files"}, 2, False),
     ],
 )
@@ -312,7 +313,7 @@ def test_copies_lie_on_the_gpu_that_nobody_shares_or_whose_memory_engines_open(w
     assert copies_on_gpu(config, gpus, "local") == there
     if gpus:  # what the learner that is started so does
         told = replace(config, placement=PlacementConfig(mode="colocated" if placement.shared else "dedicated"))
-        on_device = weights.get("transport") is None and backend_of(told, torch.device("cuda")) != "gloo"
+        on_device = weights.get("transport") is None and backend_of(told, torch.device("cuda")) in ON_DEVICE
         assert on_device == there
 
 

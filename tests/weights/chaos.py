@@ -112,7 +112,7 @@ def context_of(device: str, module: str) -> Any:
 class Cluster:
     def __init__(self, board: Any, kind: Kind, limit_s: float, device: str = "cpu") -> None:
         self.board, self._limit_s, self._device = board, limit_s, device
-        self._delta, self._backend = "always" if kind.delta else "never", "ipc" if kind.ipc else "gloo"
+        self._delta, self._backend = "always" if kind.delta else "never", "ipc" if kind.ipc else "sockets"
         self._in_place, self._ranks = kind.in_place, 2 if kind.shared else 1
         self._folder = tempfile.mkdtemp() if kind.pull else ""
         self._context = context_of(device, "tests.weights.chaos_processes")

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from asyncrl.errors import WeightsError
-from asyncrl.weights.broadcast import protocol, staging, together
+from asyncrl.weights.broadcast import door, protocol, staging, together
 from asyncrl.weights.broadcast import publisher as broadcast_publisher
 from asyncrl.weights.broadcast import subscriber as broadcast_subscriber
 from asyncrl.weights.broadcast.publisher import BroadcastSender
@@ -122,7 +122,7 @@ def worker_process(
         trap.at("fingerprint")
         hashed(fingerprint, piece)
 
-    Fingerprint.update = update
+    Fingerprint.update = update  # pyright: ignore[reportAttributeAccessIssue]
     engine = Engine(board, worker, trap, device)
     board.join(worker, incarnation)
     proof = Proof(score=engine.score, engine_dtype="float32", verify_every=1)
@@ -157,7 +157,7 @@ def sender_of(board: Any, rank: int, ranks: int, delta: str, backend: str, trap:
         board.note("meeting", folder)
         return FilesSender(board, Path(folder), delta=delta, shelf=shelf)
     if rank == 0:
-        broadcast_publisher.post = trap.post
+        broadcast_publisher.post = door.post = trap.post
         broadcast_publisher.WeightGroup = trap.group()
         sender = BroadcastSender(
             board,

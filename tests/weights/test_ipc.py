@@ -172,7 +172,7 @@ def test_a_worker_on_another_machine_is_refused_in_a_sentence(monkeypatch):
         WorkerRendezvous(board, "w"), lambda *_: None, worker="w", incarnation="1", timeout_s=TIMEOUT_S
     )
     subscriber._thread.join(TIMEOUT_S)
-    with pytest.raises(ConfigError, match=r"not on the learner's machine.*weights\.backend=gloo"):
+    with pytest.raises(ConfigError, match=r"not on the learner's machine.*weights\.backend=sockets"):
         subscriber.check()
     subscriber.close()
     sender.close()

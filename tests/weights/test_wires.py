@@ -14,7 +14,7 @@ from asyncrl.checks.addresses import OF_THE_RANKS, unknown_interfaces
 from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.weights.broadcast import wires
 from asyncrl.weights.broadcast.group import WeightGroup, host_store, publisher_store
-from asyncrl.weights.broadcast.wires import Link, gloo_devices
+from asyncrl.weights.broadcast.wires import Link, places_to_listen
 from tests.waiting import until
 
 GPU = torch.device("cuda", 0)
@@ -208,27 +208,29 @@ def test_gloo_listens_on_the_interface_that_is_named_or_leads_to_the_publisher(
 ):
     monkeypatch.setattr(wires, "own_address", lambda towards: towards.replace("0.6", "0.7").replace(":6", ":7"))
     monkeypatch.setattr(wires, "interface_of", {"10.0.0.7": "eth0", "fd00::7": "eth0"}.__getitem__)
-    assert gloo_devices(interface, host, {"GLOO_SOCKET_IFNAME": environment} if environment else {}) == found
+    monkeypatch.setattr(wires, "unknown_interfaces", lambda given: [])
+    assert places_to_listen(interface, host, {"GLOO_SOCKET_IFNAME": environment} if environment else {}) == found
     if environment:  # the ranks may meet on another network than the one that leads to the workers
         ours = {"GLOO_SOCKET_IFNAME": environment, OF_THE_RANKS: environment}
-        assert gloo_devices(interface, host, ours) == gloo_devices(interface, host, {})
+        assert places_to_listen(interface, host, ours) == places_to_listen(interface, host, {})
 
 
-def test_gloo_takes_a_named_interface():
+@pytest.mark.parametrize("backend", ["sockets", "gloo"])
+def test_a_named_interface_is_taken(backend: str):
     store, _ = host_store("127.0.0.1", ENOUGH_S)
-    group = WeightGroup(
-        store, Link(backend="gloo", host="127.0.0.1", timeout_s=ENOUGH_S, interface="lo"), epoch=1, rank=0, world=1
-    )
+    link = Link(backend=backend, host="127.0.0.1", timeout_s=ENOUGH_S, interface="lo")
+    group = WeightGroup(store, link, epoch=1, rank=0, world=1)
     send(group)
     group.abort()
 
 
-def test_an_interface_that_is_not_there_is_refused_where_it_is_used_and_nccls_own_language_is_not():
+@pytest.mark.parametrize("backend", ["sockets", "gloo"])
+def test_an_interface_that_is_not_there_is_refused_where_it_is_used_and_nccls_own_language_is_not(backend: str):
     store, _ = host_store("127.0.0.1", ENOUGH_S)
     with pytest.raises(ConfigError, match=r"names eth77, which is not a network interface of .* It has lo"):
         WeightGroup(
             store,
-            Link(backend="gloo", host="127.0.0.1", timeout_s=SHORT_S, interface="eth77"),
+            Link(backend=backend, host="127.0.0.1", timeout_s=SHORT_S, interface="eth77"),
             epoch=1,
             rank=0,
             world=2,

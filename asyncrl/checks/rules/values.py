@@ -46,7 +46,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "weights.copies": ("two", "none"),
     "weights.slices": ("auto", "never"),
     "weights.delta": ("never", "always", "auto"),
-    "weights.backend": ("auto", "nccl", "gloo", "ipc"),
+    "weights.backend": ("auto", "sockets", "nccl", "gloo", "ipc"),
     "placement.mode": MODES,
     "weights.on_update": ("keep", "recompute"),
     "weights.wire_dtype": DTYPES,

@@ -27,6 +27,7 @@ from asyncrl.learner.memory_plan import (
 from asyncrl.losses.config import required_inputs
 from asyncrl.rollout.worker.concurrency import sequences_per_engine
 from asyncrl.schema import Config
+from asyncrl.weights.settings import ON_DEVICE
 
 BYTES = {"float32": 4, "bfloat16": 2}
 OF_TRAINED = ("master weights", "gradients", "Adam moments")
@@ -143,7 +144,7 @@ def copies_on_gpu(config: Config, gpus: int, command: str) -> bool:
     if not learner or weights.transport != "broadcast":
         return False
     if weights.backend != "auto":
-        return weights.backend != "gloo"
+        return weights.backend in ON_DEVICE
     if placement:
         return bool(placement.engines) and not placement.shared
     return config.engine.device != "cpu" and (mode == "dedicated" or (mode == "auto" and gpus > 1))

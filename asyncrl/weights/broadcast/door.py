@@ -1,9 +1,6 @@
 """Candidates for the publisher's group: which workers are live, which of them said hello or never came, and the answers
 to them."""
 
-# torch documents its stores at `torch.distributed` but does not list them in `__all__`.
-# pyright: reportPrivateImportUsage=false
-
 from __future__ import annotations
 
 import logging

@@ -4,9 +4,6 @@ One store per publisher, bound to one address. Every epoch of the group has its 
 again with other members while a broken one is still being torn down.
 """
 
-# torch documents its stores at `torch.distributed` but does not list them in `__all__`.
-# pyright: reportPrivateImportUsage=false
-
 from __future__ import annotations
 
 import socket

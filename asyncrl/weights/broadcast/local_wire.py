@@ -7,9 +7,6 @@
 Each end watches the processes of the others: a death is noticed at once, a silence after the deadline of the group.
 """
 
-# torch documents its stores at `torch.distributed` but does not list them in `__all__`.
-# pyright: reportPrivateImportUsage=false
-
 from __future__ import annotations
 
 import os
@@ -114,7 +111,7 @@ class LocalWire:
                 raise RuntimeError("a piece was not copied in time: a member is silent or too slow")
 
 
-OTHER_MACHINE = "weights.backend=ipc is for processes of one machine. Set weights.backend=gloo, or nccl"
+OTHER_MACHINE = "weights.backend=ipc is for processes of one machine. Set weights.backend=sockets, or nccl"
 
 
 def _process(pid: int, rank: int) -> int:

@@ -20,9 +20,6 @@ those waits short. The publisher, of which there is one, polls; so do the first 
 not know each other yet.
 """
 
-# torch documents its stores at `torch.distributed` but does not list them in `__all__`.
-# pyright: reportPrivateImportUsage=false
-
 from __future__ import annotations
 
 import threading
@@ -36,9 +33,9 @@ import torch.distributed as dist
 
 from asyncrl.errors import WeightsError
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of this protocol, on the board and in every hello. 2: several senders, a group for each. 3: fingerprints of
-leaves. 4: parts of tensors. A peer with another version is refused with a message, at both ends."""
+leaves. 4: parts of tensors. 5: sockets. A peer with another version is refused with a message, at both ends."""
 POLL_S = 0.003
 """Longest pause between two polls of the publisher, in seconds."""
 _FIRST_POLL_S, _LAST_POLL_S, _POLL_SHARE = 0.0003, 0.1, 0.05

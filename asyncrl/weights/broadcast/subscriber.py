@@ -4,9 +4,6 @@ Consumes the events of one epoch; waits for the publisher's store, and checks th
 taken over; unblocked by both. Until a version is verified and loaded, the engine serves the old one.
 """
 
-# torch documents its stores at `torch.distributed` but does not list them in `__all__`.
-# pyright: reportPrivateImportUsage=false
-
 from __future__ import annotations
 
 import logging

@@ -7,9 +7,6 @@ Orders are a numbered sequence in the publisher's store (`order/k`), so a rank t
 one publisher: they join one group per sender, and get the fingerprints only once all have sent.
 """
 
-# torch documents its stores at `torch.distributed` but does not list them in `__all__`.
-# pyright: reportPrivateImportUsage=false
-
 from __future__ import annotations
 
 import logging

@@ -1,13 +1,11 @@
-"""The communicators under a `WeightGroup`: gloo, nccl and shared memory behind one interface, with bounded waits.
+"""The communicators under a `WeightGroup`: sockets, gloo, nccl and shared memory behind one interface, with bounded
+waits.
 
 Any nccl call may hang: while a communicator forms (a dead member has not connected), or while an operation is queued,
 queried or aborted. So each communicator has one thread that makes all its calls in the order of the requests, and a
 requester waits for that thread until its deadline. A thread that hangs then is abandoned with its communicator, and the
 epoch is over: another member of the group cannot block this process.
 """
-
-# torch documents its stores at `torch.distributed` but does not list them in `__all__`.
-# pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 
@@ -30,6 +28,7 @@ import torch.distributed as dist
 
 from asyncrl.checks.addresses import (
     OF_THE_RANKS,
+    address_of,
     interface_of,
     interfaces_here,
     is_loopback,
@@ -38,6 +37,8 @@ from asyncrl.checks.addresses import (
 )
 from asyncrl.errors import ConfigError
 from asyncrl.weights.broadcast.local_wire import LocalWire
+from asyncrl.weights.broadcast.stream_wire import StreamWire
+from asyncrl.weights.settings import ON_DEVICE
 
 log = logging.getLogger(__name__)
 Done = TypeVar("Done")
@@ -62,8 +63,8 @@ class Link:
     """Host of the publisher's store, which binds it."""
     timeout_s: float
     """Timeout in seconds of the store, the groups and the acknowledgements."""
-    backend: str = "gloo"
-    """`gloo`, `nccl` or `ipc`; subscribers learn it from the board."""
+    backend: str = "sockets"
+    """`sockets`, `gloo`, `nccl` or `ipc`; subscribers learn it from the board."""
     interface: str = ""
     """`weights.interface` of this end: names of network interfaces, separated by commas; empty lets the backend find
     one."""
@@ -73,7 +74,7 @@ class Link:
     @property
     def place(self) -> torch.device | str:
         """Device that the backend sends from, and receives into."""
-        return self.device if self.device is not None and self.backend != "gloo" else "cpu"
+        return self.device if self.device is not None and self.backend in ON_DEVICE else "cpu"
 
 
 class Wire(Protocol):
@@ -103,14 +104,22 @@ def open_wire(store: dist.Store, link: Link, rank: int, world: int) -> Wire:
     """
     if link.backend == "ipc":
         return LocalWire(store, rank, world, link.timeout_s)
+    if link.backend == "sockets":
+        where = places_to_listen(link.interface, link.host, os.environ)[0]
+        listen = where.get("hostname") or address_of(where["interface"])
+        return StreamWire(store, rank, world, link.timeout_s, listen)
     return (GlooWire if link.backend == "gloo" else NcclWire)(store, link, rank, world)
 
 
-def gloo_devices(interface: str, host: str, environment: Mapping[str, str]) -> list[dict[str, str]]:
+def places_to_listen(interface: str, host: str, environment: Mapping[str, str]) -> list[dict[str, str]]:
     """Return where gloo listens: on the named interfaces, otherwise on the one that leads to `host`, and on no other.
+    With `sockets` it is the first of them.
 
     GLOO_SOCKET_IFNAME is ignored where it cannot be meant: with a publisher on loopback it would expose traffic that
     stays on this machine to the network; and the value set for the learner's own ranks is not the user's choice.
+
+    Raises:
+        ConfigError: there is no such interface.
     """
     towards = own_address(host)
     named = environment.get("GLOO_SOCKET_IFNAME", "")
@@ -119,20 +128,14 @@ def gloo_devices(interface: str, host: str, environment: Mapping[str, str]) -> l
     names = [name for name in (interface or named).split(",") if name]
     if not names:
         return [{"hostname": towards}]
-    # gloo takes the IPv4 address of a named interface, at which a member without a name for its own cannot reach it.
-    of_host = interface_of(towards) if ":" in towards else ""
-    return [{"hostname": towards} if name == of_host else {"interface": name} for name in names]
-
-
-def _gloo_device(where: Mapping[str, str]) -> Any:
-    """Create the device. Raises ConfigError: there is no such interface."""
-    missing = unknown_interfaces(where.get("interface", ""))
-    if missing:
+    if missing := unknown_interfaces(",".join(names)):
         raise ConfigError(
             f"weights.interface (or GLOO_SOCKET_IFNAME) names {missing[0]}, which is not a network interface of "
             f"{socket.gethostname()}. It has {interfaces_here()}. Name one of those, or leave it empty"
         )
-    return dist.ProcessGroupGloo.create_device(**where)
+    # gloo takes the IPv4 address of a named interface, at which a member without a name for its own cannot reach it.
+    of_host = interface_of(towards) if ":" in towards else ""
+    return [{"hostname": towards} if name == of_host else {"interface": name} for name in names]
 
 
 class GlooWire:
@@ -144,7 +147,8 @@ class GlooWire:
         options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._timeout = timedelta(seconds=link.timeout_s)  # pyright: ignore[reportAttributeAccessIssue]
         options._devices = [  # pyright: ignore[reportAttributeAccessIssue]
-            _gloo_device(where) for where in gloo_devices(link.interface, link.host, os.environ)
+            dist.ProcessGroupGloo.create_device(**where)
+            for where in places_to_listen(link.interface, link.host, os.environ)
         ]
         self._group = dist.ProcessGroupGloo(store, rank, world, options)
 

@@ -132,7 +132,7 @@ def _fill(bucket: Bucket, whole: dict[str, torch.Tensor], buffer: torch.Tensor) 
     done = 0
     for end, targets, sources in _blocks(bucket, whole, buffer):
         # One call, so that the interpreter lock is passed on once a block.
-        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_copy_(targets, sources)
         yield end, memory[done:end]
         done = end
     yield len(buffer), memory[done:]

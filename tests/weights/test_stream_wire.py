@@ -1,0 +1,169 @@
+"""The wire of sockets: members in threads; `tests.weights.chaos` kills processes during an update."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from asyncrl.weights.broadcast import stream_wire
+from asyncrl.weights.broadcast.protocol import fetch, wait_key
+from asyncrl.weights.broadcast.stream_wire import StreamWire
+
+HOST, WAIT_S, SHORT_S = "127.0.0.1", 60.0, 0.3
+MUCH = 64 << 20
+"""Bytes that no socket holds."""
+
+
+@contextmanager
+def chain(world: int, listen: str = HOST) -> Iterator[list[StreamWire]]:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(world) as threads:
+        found = [threads.submit(StreamWire, store, rank, world, WAIT_S, listen) for rank in range(world)]
+    wires = [each.result() for each in found]
+    try:
+        yield wires
+    finally:
+        for wire in wires:
+            wire.abort()
+
+
+def through(wire: StreamWire, buffer: torch.Tensor, wait_s: float = WAIT_S) -> torch.Tensor:
+    for piece in buffer.split(wire.piece_bytes):
+        wire.wait(wire.broadcast(piece, wait_s), wait_s)
+    return buffer
+
+
+def at_once(calls: list[Callable[[], torch.Tensor]]) -> list[torch.Tensor | BaseException | None]:
+    with ThreadPoolExecutor(len(calls)) as threads:
+        works = [threads.submit(call) for call in calls]
+    return [work.exception() or work.result() for work in works]
+
+
+def numbers(nbytes: int) -> torch.Tensor:
+    return torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)
+
+
+@pytest.mark.parametrize("near", [True, False])
+@pytest.mark.parametrize("listen", [HOST, "::1"])
+def test_every_member_of_a_chain_gets_the_bytes(monkeypatch: pytest.MonkeyPatch, near: bool, listen: str):
+    if not near:  # as from another network namespace
+        monkeypatch.setattr(stream_wire, "_connect_near", lambda name: None)
+    sent = numbers((9 << 20) + 17)
+    with chain(4, listen) as wires:
+        families = {end.family for wire in wires for end in (wire._before, wire._next) if end is not None}
+        assert (socket.AF_UNIX in families) == near and len(families) == 1
+        for _ in range(2):
+            got = at_once([lambda wire=wire: through(wire, torch.zeros_like(sent)) for wire in wires[1:]]
+                          + [lambda: through(wires[0], sent)])  # fmt: skip
+            assert all(isinstance(each, torch.Tensor) and torch.equal(each, sent) for each in got)
+
+
+def test_a_member_that_leaves_ends_the_transfer_for_all_at_once():
+    with chain(4) as wires:
+        started = time.monotonic()
+
+        def leave() -> torch.Tensor:
+            through(wires[2], torch.zeros(1 << 20, dtype=torch.uint8))
+            wires[2].abort()
+            return torch.zeros(0)
+
+        def other(wire: StreamWire) -> torch.Tensor:
+            try:
+                return through(wire, torch.zeros(MUCH, dtype=torch.uint8))
+            finally:
+                wire.abort()  # as its member does
+
+        errors = at_once([leave, *(lambda wire=wires[rank]: other(wire) for rank in (0, 1, 3))])
+        assert all(isinstance(each, RuntimeError) for each in errors[1:]), errors
+        assert time.monotonic() - started < WAIT_S / 2
+
+
+@pytest.mark.parametrize("near", [True, False])
+@pytest.mark.parametrize("silent", [0, 1, 2])
+def test_a_silent_member_is_waited_for_until_the_deadline(monkeypatch: pytest.MonkeyPatch, silent: int, near: bool):
+    if not near:
+        monkeypatch.setattr(stream_wire, "_connect_near", lambda name: None)
+    with chain(3) as wires:
+        waiting = [wire for rank, wire in enumerate(wires) if rank != silent]
+        started = time.monotonic()
+        errors = at_once([lambda wire=wire: through(wire, torch.zeros(MUCH, dtype=torch.uint8), SHORT_S)
+                          for wire in waiting])  # fmt: skip
+        assert all("a member is silent or too slow" in str(each) for each in errors), errors
+        assert SHORT_S <= time.monotonic() - started < WAIT_S / 2
+
+
+def test_leaving_wakes_a_thread_that_waits_without_limit_for_bytes():
+    with chain(2) as (_, wire), ThreadPoolExecutor(1) as threads:
+        work = threads.submit(through, wire, torch.zeros(10, dtype=torch.uint8), 3600.0)
+        time.sleep(0.05)
+        wire.abort()
+        assert isinstance(work.exception(WAIT_S), RuntimeError)
+
+
+def test_a_group_forms_for_nobody_if_one_member_does_not_come():
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as threads:
+        errors = [threads.submit(StreamWire, store, rank, 4, SHORT_S, HOST) for rank in range(3)]
+        for rank, error in enumerate(errors):
+            assert f"rank {rank} of 4 did not find its neighbours" in str(error.exception(WAIT_S))
+
+
+def test_members_that_wait_for_others_to_join_end_when_the_first_one_leaves():
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as threads:
+        waiting = [threads.submit(StreamWire, store, rank, 4, WAIT_S, HOST) for rank in (1, 2)]
+        first = threads.submit(StreamWire, store, 0, 4, SHORT_S, HOST)
+        assert first.exception(WAIT_S) is not None
+        started = time.monotonic()
+        assert all(isinstance(each.exception(WAIT_S), RuntimeError) for each in waiting)
+        assert time.monotonic() - started < WAIT_S / 2
+
+
+def test_a_stranger_takes_nobodys_place(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(stream_wire, "_STRANGER_S", SHORT_S)
+    monkeypatch.setattr(stream_wire, "_connect_near", lambda name: None)  # it comes by the same way, after them
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(StreamWire, store, 0, 2, WAIT_S, HOST)
+        assert wait_key(store, "entrance/0", WAIT_S)
+        host, port, *_ = fetch(store, "entrance/0")
+        mute, guessing = (socket.create_connection((host, port)) for _ in range(2))
+        guessing.sendall(b"0" * 32)
+        second = threads.submit(StreamWire, store, 1, 2, WAIT_S, HOST)
+        sender, receiver = first.result(WAIT_S), second.result(WAIT_S)
+    for stranger in (mute, guessing):
+        with suppress(ConnectionResetError):  # closed with bytes that nobody read
+            assert stranger.recv(1) == b""
+        stranger.close()
+    for wire in (sender, receiver):
+        wire.abort()
+
+
+def test_bytes_that_drip_do_not_move_the_deadline():
+    ours, theirs = socket.socketpair()
+    stop = threading.Event()
+
+    def drip() -> None:
+        while not stop.wait(SHORT_S / 10):
+            theirs.send(b"x")
+
+    dripping = threading.Thread(target=drip)
+    dripping.start()
+    started = time.monotonic()
+    try:
+        with pytest.raises(RuntimeError, match="a member is silent or too slow"):
+            stream_wire._receive(ours, memoryview(bytearray(1 << 20)), started + 2 * SHORT_S)
+    finally:
+        stop.set()
+        dripping.join()
+        ours.close()
+        theirs.close()
+    assert time.monotonic() - started < WAIT_S / 2
