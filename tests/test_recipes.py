@@ -16,6 +16,9 @@ VARIANTS = sorted(file.stem for file in config_dir().glob("experiment/smoke/*.ya
 SLOW = {"verifiers", "reasoning_gym_mix"}
 """Planning these imports their packages; making rows of the second, too."""
 
+KINDS = {"classifier": {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "reward"}}}
+"""What the configs of the models say beside their type."""
+
 NAMED = {"verifiers": ["environment.args.taskset=numbers_v1", "model.renderer=default"]}
 """Settings that a recipe leaves to the user, beside its files."""
 
@@ -35,7 +38,7 @@ def fake_models(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) ->
     folder = tmp_path / "models"
     for name in ("model", "caller", "teacher", "classifier"):
         save_byte_tokenizer(folder / name)
-        (folder / name / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+        (folder / name / "config.json").write_text(json.dumps({"model_type": "qwen2"} | KINDS.get(name, {})))
         (folder / name / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     monkeypatch.setattr(smoke, "prepared_models", lambda: folder)
     return folder

@@ -97,7 +97,10 @@ def test_the_learner_s_launcher_takes_the_rendezvous_that_listens_on_one_address
     assert "--rdzv-endpoint=10.0.0.6:29400 --rdzv-conf=rank=1" in several and "--rdzv-backend=bound" in several
     unnumbered = launched(NNODES="2", RDZV_ENDPOINT="10.0.0.6:29400")
     assert unnumbered.returncode == 2 and "NODE_RANK" in unnumbered.stderr
-    elastic = launched(NNODES="1:4", RDZV_ENDPOINT="10.0.0.6:29400", RDZV_BACKEND="c10d")
+    c10d = {"NNODES": "1:4", "RDZV_ENDPOINT": "10.0.0.6:29400", "RDZV_BACKEND": "c10d"}
+    unnamed = launched(**c10d)
+    assert unnamed.returncode == 2 and "RUN_ID" in unnamed.stderr
+    elastic = launched(**c10d, RUN_ID="mine")
     assert "--rdzv-backend=c10d" in elastic.stdout
     # A machine that leaves is a restart of all: after four of them, in all its life, such a run ended.
     assert "--max-restarts=20 " in elastic.stdout and "--max-restarts=3 " in several

@@ -43,13 +43,14 @@ def test_members_for_which_an_epoch_formed_join_the_next_one_where_it_did_not_fo
     ]
     try:
         publisher.publish(0, [("w", WEIGHT)])
+        # One of them may come too late for the second epoch, and have the version of the third.
         until(
-            lambda: publisher.stats()["weights/sent_version"] == 0,
+            lambda: publisher.stats().get("weights/engines") == 2,
             "they wait in the epoch that was given up",
             within_s=WAIT_S,
         )
-        assert publisher.stats()["weights/engines"] == 2
-        assert sender._epoch == 2
+        assert publisher.stats()["weights/sent_version"] == 0
+        assert sender._epoch >= 2
     finally:
         publisher.close()
         for member in members:
