@@ -103,7 +103,7 @@ def test_rows_and_rewards_of_verl_and_of_trl_train_as_they_are(
     verl, trl = (module_of(tmp_path / name) for name in ("verl_reward.py", "trl_rewards.py"))
     samples = run.rows("samples")
     measured = run.rows()
-    assert len(samples) == 32 and [row["step"] for row in measured] == [1, 2]
+    assert len(samples) == 2 * 32 and [row["step"] for row in measured] == [1, 2]
     assert {"rewards/verl/acc", "rewards/form", "rewards/judge"} <= {name for row in measured for name in row}
     for row in samples:
         text, parts = row["completion"], row["rewards"]
