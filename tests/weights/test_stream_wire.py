@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 
 import pytest
 import torch
@@ -64,6 +67,22 @@ def test_every_member_of_a_chain_gets_the_bytes(monkeypatch: pytest.MonkeyPatch,
             got = at_once([lambda wire=wire: through(wire, torch.zeros_like(sent)) for wire in wires[1:]]
                           + [lambda: through(wires[0], sent)])  # fmt: skip
             assert all(isinstance(each, torch.Tensor) and torch.equal(each, sent) for each in got)
+
+
+def test_a_process_with_a_thousand_open_files_joins():
+    """As rank 0 of hundreds of engines, whose store has a connection to each."""
+    needed, (soft, hard) = 1200, resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 2 * needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(2 * needed, hard), hard))
+    with ExitStack() as opened:
+        for _ in range(needed):
+            opened.enter_context(open(os.devnull))
+        with chain(3) as wires:
+            sent, got = numbers(1000), torch.zeros(1000, dtype=torch.uint8)
+            outcomes = at_once(
+                [lambda: through(wires[0], sent), *[partial(through, wire, got.clone()) for wire in wires[1:]]]
+            )
+            assert all(isinstance(outcome, torch.Tensor) and torch.equal(outcome, sent) for outcome in outcomes)
 
 
 def test_a_member_that_leaves_ends_the_transfer_for_all_at_once():

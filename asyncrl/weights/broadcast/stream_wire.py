@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
-import select
+import selectors
 import socket
 import struct
 import time
@@ -122,13 +122,15 @@ class _Entrance:
 def _ready(ends: Sequence[socket.socket], before: socket.socket | None, deadline: float) -> Sequence[socket.socket]:
     """Wait until something can be read from one of `ends`. Raises RuntimeError: not by `deadline`, or the member
     `before`, which says nothing until all have joined, has left."""
-    watched = [*ends, *([before] if before is not None else [])]
-    ready = select.select(watched, [], [], max(deadline - time.monotonic(), 0.0))[0]
+    with selectors.DefaultSelector() as selector:  # select() itself refuses descriptors from 1024 on
+        for end in (*ends, *([before] if before is not None else [])):
+            selector.register(end, selectors.EVENT_READ)
+        ready = [key.fileobj for key, _ in selector.select(max(deadline - time.monotonic(), 0.0))]
     if not ready:
         raise RuntimeError("the next one did not come in time")
     if before in ready:
         raise RuntimeError("the one before has left")
-    return ready
+    return [end for end in ends if end in ready]
 
 
 def _connect(where: Sequence[Any], deadline: float) -> socket.socket:
