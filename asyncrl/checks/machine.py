@@ -113,7 +113,7 @@ def _missing_code(key: str, spec: str) -> Iterator[str]:
 
 def _missing_of_rewards(config: Config) -> Iterator[str]:
     for term in reward_terms(config.reward):
-        key = f"reward.functions.{term.name}" if term.name else "reward"
+        key = term.room
         yield from _missing_code(f"{key}.function", term.function)
         if term.function == MODEL_REWARD:
             yield from missing_model(f"{key}.model", term.model)

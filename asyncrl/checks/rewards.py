@@ -63,6 +63,16 @@ class RewardTerm:
     model: str = ""
 
     @property
+    def room(self) -> str:
+        """The setting under which those of this term are."""
+        return f"reward.functions.{self.name}" if self.name else "reward"
+
+    @property
+    def said(self) -> str:
+        """In words: its name, if it has one, and its function."""
+        return f"{self.name}: {self.function}" if self.name else self.function
+
+    @property
     def remote(self) -> bool:
         """Whether it calls another service, so that it must not be tried before the start."""
         return self.function in REMOTE

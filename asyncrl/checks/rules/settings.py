@@ -114,7 +114,7 @@ def reward_is_whole(config: Config) -> Problems:
         yield str(error)
         return
     for term in terms:
-        key = f"reward.functions.{term.name}" if term.name else "reward"
+        key = term.room
         if term.function == MODEL_REWARD and not term.model:
             of = term.name or "reward=model"
             yield f"{of} needs a model. Set {key}.model=PATH, a classifier with one output"

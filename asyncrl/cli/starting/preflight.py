@@ -269,12 +269,11 @@ def _reward_lines(config: Config, found: Sequence[Survey], beside: Sequence[Surv
 
 
 def _untried(term: RewardTerm, found: Sequence[Survey]) -> list[str]:
-    of = f"{term.name}: {term.function}" if term.name else term.function
-    if term.function == MODEL_REWARD:
-        return look_at_reward_model(term, [row for each in found for row in each.first_rows])
     if term.model:
-        return [f"{of} of {term.model}: not loaded before the start"]
-    return [f"{of}: not called before the start, because it needs its server"] if term.remote else []
+        rows = [row for each in found for row in each.first_rows]
+        seen = look_at_reward_model(term, rows) if term.function == MODEL_REWARD else []
+        return [f"{term.said} of {term.model}: not loaded before the start", *seen]
+    return [f"{term.said}: not called before the start, because it needs its server"] if term.remote else []
 
 
 def refuse_uncovered(terms: Sequence[RewardTerm], found: Sequence[Survey]) -> None:

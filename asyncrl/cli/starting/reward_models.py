@@ -19,7 +19,7 @@ LABELS = 2
 
 
 def look_at_reward_model(term: RewardTerm, rows: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
-    """Return lines about it.
+    """Return what it cannot read, in at most one line.
 
     Args:
         rows: (file and line, row) of the first rows of each source.
@@ -27,12 +27,10 @@ def look_at_reward_model(term: RewardTerm, rows: Sequence[tuple[str, dict[str, A
     Raises:
         ConfigError: its output is not one number, or it can read none of `rows`.
     """
-    key = f"reward.functions.{term.name}.model" if term.name else "reward.model"
-    named = f"{term.name}: {term.function}" if term.name else term.function
-    lines = [f"{named} of {term.model}: not loaded before the start"]
+    key = f"{term.room}.model"
     folder, settings = described_in(term.model, key), model_settings(term.model)
     if folder is None or not settings:
-        return lines
+        return []
     if why := not_one_number(settings.get("architectures") or (), _labels(settings)):
         raise ConfigError(f"{key}={term.model} {why}")
     try:
@@ -40,15 +38,13 @@ def look_at_reward_model(term: RewardTerm, rows: Sequence[tuple[str, dict[str, A
     except ValueError as error:
         raise ConfigError(f"{key}={term.model}: {error}") from error
     if tokenizer is None:
-        return lines
+        return []
     vocabulary = of_its_decoder(settings).get("vocab_size")
     faults = [(where, _fault(tokenizer, row["prompt"], vocabulary)) for where, row in rows if term.covers(row)]
     failed = [f"{where}: {fault}" for where, fault in faults if fault]
     if failed and len(failed) == len(faults):
         raise ConfigError(f"{key}={term.model} can read none of the first rows. {failed[0]}")
-    return lines + [
-        f"{key}={term.model} cannot read {len(failed)} of {len(faults)} rows; {each}" for each in failed[:1]
-    ]
+    return [f"{key}={term.model} cannot read {len(failed)} of {len(faults)} rows; {each}" for each in failed[:1]]
 
 
 def _labels(settings: dict[str, Any]) -> int:
@@ -64,9 +60,10 @@ def _fault(tokenizer: LocalTokenizer, prompt: Any, vocabulary: int | None) -> st
     if ids is None:
         return "the prompt is a conversation, but its tokenizer has no chat template. Save one with the tokenizer"
     pad = tokenizer.vocabulary().get(tokenizer.special.get("pad_token", ""), 0)
-    if vocabulary is not None and max([*ids, pad]) >= vocabulary:
+    largest = max([*ids, pad])
+    if vocabulary is not None and largest >= vocabulary:
         return (
-            f"its tokenizer gives token id {max([*ids, pad])}, but the model has {vocabulary} tokens: the tokenizer is "
+            f"its tokenizer gives token id {largest}, but the model has {vocabulary} tokens: the tokenizer is "
             "another model's. Save the model's own beside it"
         )
     return ""
