@@ -53,7 +53,7 @@ class WorkerRendezvous:
 
     def watch(self, revision: int, wait_s: float) -> Board:
         """Return the board once its revision differs from `revision`, or unchanged after `wait_s` seconds."""
-        return messages.decode_record(Board, self._connection.request("watch", [revision, float(wait_s)]).result().body)
+        return _board(self._connection.request("watch", [revision, float(wait_s)]).result().body)
 
     def served(self, policy_version: int, fingerprint: str) -> None:
         self._connection.request("served", [policy_version, fingerprint]).result()
@@ -150,7 +150,7 @@ class RolloutClient:
 
     async def watch(self, *, revision: int, wait_s: float) -> Board:
         response = await self._futures.of(self._connection.request("watch", [revision, float(wait_s)]))
-        return messages.decode_record(Board, response.body)
+        return _board(response.body)
 
     async def close(self) -> None:
         if self._shards is not None:
@@ -233,7 +233,7 @@ class LearnerClient:
         return list(messages.decode_records(Member, self._ask("members")))
 
     def watch(self, *, revision: int, wait_s: float) -> Board:
-        return messages.decode_record(Board, self._ask("watch", [revision, float(wait_s)]))
+        return _board(self._ask("watch", [revision, float(wait_s)]))
 
     def finish(self) -> None:
         self._ask("finish")
@@ -269,6 +269,12 @@ class Viewer:
 
     def close(self) -> None:
         self._connection.close()
+
+
+def _board(body: Any) -> Board:
+    board = messages.decode_record(Board, body)
+    wire.integer(board.revision, "revision", 0, wire.MAX_ID)
+    return board
 
 
 def decode_lease(response: Response, rank: int, shards: ShardLinks | None = None) -> Lease:

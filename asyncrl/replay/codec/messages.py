@@ -22,8 +22,8 @@ Check = Callable[[Any, str], Any]
 
 MOST_CHARACTERS = 2048
 """Limit on the characters of a prompt, a completion or a reason."""
-MAX_ENTRIES = 65536
-"""Limit on the entries of a map."""
+MAX_NUMBERS, MAX_ENTRIES = 65536, 1024
+"""Limits on the entries of a map of numbers, and of any other."""
 
 
 def boolean(value: Any, name: str) -> bool:
@@ -34,6 +34,7 @@ def boolean(value: Any, name: str) -> bool:
 
 Name = Annotated[str, lambda value, name: wire.text(value, name, wire.MAX_NAME)]
 Count = Annotated[int, lambda value, name: wire.integer(value, name, 0, wire.MAX_ID)]
+Version = Annotated[int, lambda value, name: wire.integer(value, name, -1, wire.MAX_VERSION)]
 _PLAIN: dict[Any, Check] = {
     int: lambda value, name: wire.integer(value, name, -1, wire.MAX_ID),
     float: wire.number,
@@ -88,8 +89,9 @@ def _check_of(hint: Any) -> Check:
     if origin is tuple:
         limit = MOST_SAMPLES if arguments[0] is Sample else wire.MAX_FRAMES
         return lambda value, name: tuple(each(item, name) for item in wire.sequence(value, name, limit=limit))
+    most = MAX_NUMBERS if arguments[1] is float else MAX_ENTRIES
     return lambda value, name: {
-        key: each(item, f"{name}[{key!r}]") for key, item in wire.mapping(value, name, MAX_ENTRIES).items()
+        key: each(item, f"{name}[{key!r}]") for key, item in wire.mapping(value, name, most).items()
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from asyncrl.errors import AsyncRLError, FencedError, NoProgress, ReplayError, WireError
 from asyncrl.replay.codec import wire
 from asyncrl.replay.codec.columns import Frame
-from asyncrl.replay.codec.messages import Count, Name, decode_record
+from asyncrl.replay.codec.messages import Count, Name, Version, decode_record
 from asyncrl.replay.codec.wire import Envelope
 
 ROLES = ("worker", "learner", "shard", "viewer")
@@ -33,7 +33,7 @@ class Hello:
     name: Name
     digest: Name
     """Digest of its settings, see `run_digest`."""
-    served: int
+    served: Version
     """Newest policy version that a worker serves."""
     boot: Name
     """Identifies the server's memory that the peer worked with before; empty the first time."""

@@ -18,7 +18,7 @@ from asyncrl.replay.client.connection import Connection
 from asyncrl.replay.client.requests import Response
 from asyncrl.replay.codec import headers, wire
 from asyncrl.replay.codec.columns import Frame
-from asyncrl.replay.codec.group import StoredGroup, check_stored, shard_of, split_frames
+from asyncrl.replay.codec.group import MAX_VOCABULARY, StoredGroup, check_stored, shard_of, split_frames
 from asyncrl.replay.codec.lease import pack_places
 from asyncrl.replay.codec.messages import decode_record
 from asyncrl.replay.config import ReplayConfig
@@ -65,7 +65,11 @@ class PlannerLink:
 
 def heard(response: Response) -> Collected:
     """Decode the planner's answer. Raises WireError."""
-    return decode_record(Collected, response.body)
+    found = decode_record(Collected, response.body)
+    wire.integer(found.vocabulary, "vocabulary", 0, MAX_VOCABULARY)
+    for position in found.free:
+        wire.integer(position, "position", 0, KEYS_ASKED)
+    return found
 
 
 @dataclass(slots=True)
