@@ -32,9 +32,14 @@ OF_SCORES = ("attn_logit_softcapping",)
 """Fields of models that change attention scores in a way that packed attention does not implement."""
 SINKS = ("gpt_oss", "mimo_v2_flash")
 """Model types with a learned sink in every attention."""
-COMPUTED_TOGETHER = ("llama", "mistral", "qwen2", "qwen3")
+COMPUTED_TOGETHER = (
+    *("apertus", "cohere2", "ernie4_5", "exaone4", "gemma3_text", "glm4", "gpt_neox", "granite", "llama", "mistral"),
+    *("olmo2", "olmo3", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2"),
+)
 """Model types whose layers several ranks may compute together, as tested in `tests/learner/parallel/test_parallel.py`.
 """
+FUSED_LAYERS = ("gate_up_proj", "qkv_proj")
+"""Layers that are several in one matrix: ranks that compute together hold parts of it, and gather it to compute."""
 
 SHARED = (
     *(

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from asyncrl.checks.architecture import BLOCK, of_its_decoder
+from asyncrl.checks.architecture import BLOCK, FUSED_LAYERS, of_its_decoder
 
 MASTER = 4
 """Bytes per element of a trained weight, of its gradient and usually of each of AdamW's two moments."""
@@ -79,9 +79,9 @@ def held(
     return Held(weights=width * numbers, gradients=MASTER * numbers, optimizer=state)
 
 
-BY_COLUMNS = ("o_proj", "down_proj")
+BY_COLUMNS = ("o_proj", "down_proj", "c_proj", "dense", "dense_4h_to_h")
 """Layers whose weight tensor parallelism splits along its second dimension."""
-BIASED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+BIASED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "c_fc", "query_key_value", "dense_h_to_4h")
 """Layers whose bias tensor parallelism splits."""
 
 
@@ -90,7 +90,7 @@ def on_one_of(shapes: Mapping[str, Shape], together: int, *, computing: bool = F
     (`checks.architecture.COMPUTED_TOGETHER`): all matrices are split, norms are not.
 
     Args:
-        computing: shapes during the computation: embedding and head, which are in no layer, are then whole.
+        computing: shapes during the computation: embedding, head and fused layers are then whole.
     """
     cut: dict[str, Shape] = {}
     for name, shape in shapes.items():
@@ -101,7 +101,7 @@ def on_one_of(shapes: Mapping[str, Shape], together: int, *, computing: bool = F
                 cut[name] = (out, -(-into // together)) if by_columns else (-(-out // together), into)
             else:
                 cut[name] = shape
-        elif len(shape) == 2 and not (computing and re.search(r"\.\d+\.", name) is None):
+        elif len(shape) == 2 and not (computing and (layer in FUSED_LAYERS or re.search(r"\.\d+\.", name) is None)):
             rows, columns = shape
             by_columns = layer in BY_COLUMNS
             cut[name] = (rows, -(-columns // together)) if by_columns else (-(-rows // together), columns)

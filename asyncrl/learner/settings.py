@@ -53,8 +53,8 @@ class LearnerSettings:
     (docs/parallel.md)."""
     tensor_parallel: int = 1
     """Neighbouring ranks that compute every layer together on the same sequences, each with part of its heads and
-    width; must divide the ranks, together with `replicas`. For Llama, Mistral, Qwen2 and Qwen3, where a layer does not
-    fit one GPU (docs/parallel.md)."""
+    width; must divide the ranks, together with `replicas`. For 17 dense families (docs/parallel.md), where a layer does
+    not fit one GPU."""
     device: str = "auto"
     """Where the learner trains; `auto` takes GPUs if there are any."""
     max_tokens_per_microbatch: int = 16384

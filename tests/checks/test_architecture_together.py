@@ -21,7 +21,7 @@ def test_a_family_that_is_proven_is_cut_where_all_is_even(ranks: int):
 @pytest.mark.parametrize(
     ("change", "ranks", "said"),
     [
-        ({"model_type": "gpt2"}, 2, "is only tested for llama, mistral, qwen2, qwen3, and this is gpt2"),
+        ({"model_type": "gpt2"}, 2, "qwen3, smollm3, starcoder2, and this is gpt2"),
         ({}, 8, "4 key-value heads cannot be split over learner.tensor_parallel=8 ranks. Set it to one of 1, 2, 4"),
         ({"num_key_value_heads": 3}, 2, "Set it to one of 1"),
         ({}, 3, "8 attention heads cannot be split"),

@@ -24,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3MoeConfig
 
+from asyncrl.checks.architecture import COMPUTED_TOGETHER
 from asyncrl.checks.parallel import ParallelDims
 from asyncrl.checks.placement import placement_of
 from asyncrl.cli.dry_run.memory import (
@@ -45,7 +46,7 @@ from asyncrl.learner.batch.packing import Packing, plan_packing
 from asyncrl.learner.memory_plan import Sizes, head_backward_rows, head_bytes, held, on_one_of, share, stacked
 from asyncrl.learner.model.attention import PACKED_ATTENTION
 from asyncrl.learner.model.building import prepare
-from asyncrl.learner.model.lora import add_adapters
+from asyncrl.learner.model.lora import NAME, add_adapters
 from asyncrl.learner.model.policy import PolicyModel
 from asyncrl.learner.optimizer.update import make_optimizer
 from asyncrl.learner.parallel.sharding import numbers_computed_with, shards_of
@@ -64,6 +65,7 @@ from asyncrl.weights.delta import DeltaChoice
 from asyncrl.weights.factory import backend_of
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher
 from asyncrl.weights.settings import ON_DEVICE, WeightsConfig
+from tests.learner.families import FAMILIES, tiny_family
 from tests.learner.feed import make_lease, make_step, tiny_model
 
 WIDTHS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -137,6 +139,20 @@ def test_weights_of_a_rank_that_computes_with_others_are_those_of_the_plan_to_th
         planned = held(on_one_of(read.shapes, together).values(), shards)
         assert planned.weights == sum(map(local_bytes, model.parameters()))
         assert all(shards_of(each) in (shards, shards * together) for each in model.parameters())
+
+
+@pytest.mark.parametrize("family", [name for name, (kind, _) in FAMILIES.items() if kind in COMPUTED_TOGETHER])
+def test_so_they_are_with_adapters_of_every_family_that_ranks_compute_together(family: str):
+    with made_up_ranks(3, 2) as mesh:
+        model = PolicyModel(tiny_family(family))
+        model.adapters = add_adapters(model.hf, ModelConfig(path="tiny", lora_rank=5), "")
+        shapes = {name.replace(f".{NAME}", ""): tuple(each.shape) for name, each in model.hf.named_parameters()}
+        FSDP2(mesh).shard(model, torch.bfloat16)
+        # Frozen or trained, they are in fp32 here.
+        planned = held(
+            on_one_of({name.replace(".base_layer", ""): each for name, each in shapes.items()}, 2).values(), 3
+        )
+        assert planned.weights == sum(map(local_bytes, model.parameters()))
 
 
 @pytest.mark.parametrize(

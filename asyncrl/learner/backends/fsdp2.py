@@ -23,7 +23,7 @@ from asyncrl.learner.backends.base import HeldModel
 from asyncrl.learner.parallel.experts import spread
 from asyncrl.learner.parallel.sequence import SequenceRanks
 from asyncrl.learner.parallel.sharding import data_mesh, dim_size, expert_data_mesh
-from asyncrl.learner.parallel.tensor import cut, plan_of
+from asyncrl.learner.parallel.tensor import Plan, cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class FSDP2:
         """One FSDP parameter group per decoder layer and one for the rest (embedding, final norm, head); with expert
         parallelism another for the experts of each layer."""
         model.sequence, model.backend = SequenceRanks.here(), self
-        plan = plan_of(model.hf) if dim_size(self.mesh, TENSOR) > 1 else {}
+        plan = Plan.of(model.hf) if dim_size(self.mesh, TENSOR) > 1 else None
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
         of_experts = replace(policy, cast_forward_inputs=False)  # router weights in float32 stay in float32
         over, over_same_experts = data_mesh(self.mesh), expert_data_mesh(self.mesh)
@@ -47,7 +47,8 @@ class FSDP2:
                 before(module)
             for experts in spread(module, self.mesh):
                 fully_shard(experts, mesh=over_same_experts, mp_policy=of_experts, offload_policy=home)
-            cut(module, self.mesh, plan)
+            if plan:
+                cut(module, self.mesh, plan)
             fully_shard(module, mesh=over, mp_policy=policy, offload_policy=home)
         for name in model.entries:
             register_fsdp_forward_method(model, name)  # otherwise it would compute with the shards
