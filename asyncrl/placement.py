@@ -10,9 +10,11 @@ form an NCCL group, and as many engines as necessary. Its memory is split: `ENGI
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from asyncrl.errors import ConfigError
 
@@ -28,22 +30,52 @@ class Demand:
 
     ranks: int = 0
     """Learner ranks, one GPU each."""
+    ranks_step: int = 1
+    """The learner's parallel settings need a multiple of this many ranks."""
     engines: int = 0
     tensor_parallel: int = 1
     """GPUs per engine."""
-    engines_per_gpu: int = 1
-    """Engines that share a GPU on purpose, for `dedicated`; `colocated` derives it from the GPUs there are."""
+    reserved: float = 0.0
+    """GPUs that the user has Ray reserve for each engine; 0 leaves that to the placement."""
     rewards: float = 0.0
-    """GPUs of a reward service."""
+    """GPUs of each reward service."""
+    reward_services: int = 1
 
     @property
-    def gpus(self) -> int:
-        """GPUs needed if none is shared between learner, engines and rewards."""
-        return self.ranks + self.engine_gpus + math.ceil(self.rewards)
+    def width(self) -> int:
+        """GPUs per engine. One for which Ray reserves more than it uses gets those, or it would wait forever."""
+        return max(self.tensor_parallel, math.ceil(self.reserved))
 
     @property
-    def engine_gpus(self) -> int:
-        return math.ceil(self.engines / self.engines_per_gpu) * self.tensor_parallel
+    def engines_per_gpu(self) -> int:
+        """Engines that Ray may put on one GPU; 0 if nothing was said about it."""
+        return int(1 / self.reserved) if 0 < self.reserved <= 1 else 0
+
+    @property
+    def reward_gpus(self) -> int:
+        """GPUs of all reward services, which share one with each other but not with an engine."""
+        if self.rewards >= 1 or not self.rewards:
+            return math.ceil(self.rewards) * self.reward_services
+        return math.ceil(self.reward_services / int(1 / self.rewards))
+
+    def engine_gpus(self, sharing: bool = False) -> int:
+        """The fewest GPUs on which the engines fit. `sharing`: engines of one GPU may share it."""
+        if self.width > 1 or not self.engines:
+            return self.engines * self.width
+        if self.engines_per_gpu:
+            return math.ceil(self.engines / self.engines_per_gpu)
+        return 1 if sharing else self.engines
+
+    @property
+    def pool_gpus(self) -> int:
+        """The fewest GPUs on which a pool of workers fits whose engines may share them."""
+        return self.engine_gpus(sharing=True) + self.reward_gpus
+
+    def gpus(self, mode: str) -> int:
+        """The fewest GPUs on which everything fits."""
+        if mode == "colocated":
+            return max(self.ranks, self.pool_gpus)
+        return self.ranks + self.engine_gpus() + self.reward_gpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,137 +128,183 @@ def place(gpus: int, demand: Demand, mode: str = "auto") -> Placement:
     Raises:
         ConfigError: they do not fit. It shows the arithmetic and the nearest layout that fits.
     """
-    both = demand.ranks > 0 and demand.engines > 0
-    if mode == "auto":
-        mode = "colocated" if both and gpus == 1 else "dedicated"
-    problem = _problem(gpus, demand, mode)
-    if problem:
-        raise ConfigError(f"{problem}. {_way_out(gpus, demand, mode)}")
-    return _dedicated(demand) if mode == "dedicated" else _colocated(gpus, demand)
+    resolved = _resolved(gpus, demand, mode)
+    if not fits(gpus, demand, resolved):
+        wanted = f"placement.mode={resolved} needs {_sum(demand, resolved)} GPUs, but there are {gpus}"
+        raise ConfigError(f"{wanted}{_why(demand, resolved)}. {_way_out(gpus, demand, mode)}")
+    return _dedicated(demand) if resolved == "dedicated" else _colocated(gpus, demand)
 
 
-def engine_share(gpus: int, engines: int, tensor_parallel: int = 1) -> float:
-    """GPUs per engine if `engines` have `gpus` among themselves: whole ones, or a fraction of one.
+def engine_share(gpus: int, demand: Demand) -> float:
+    """GPUs per engine of a pool that has `gpus`: whole ones, or a fraction of one.
 
     Raises:
-        ConfigError: an engine that spans several GPUs would have to share them.
+        ConfigError: engines and reward services do not fit.
     """
-    if gpus >= engines * tensor_parallel:
-        return float(tensor_parallel)
-    alone = Demand(engines=engines, tensor_parallel=tensor_parallel)
-    problem = _too_crowded(gpus, alone)
-    if problem:
-        raise ConfigError(f"{problem}. {_way_out(gpus, alone, '')}")
-    return 1 / math.ceil(engines / gpus)
+    if not fits(gpus, demand, "colocated"):
+        wanted = f"this machine's rollouts need {_sum(demand, 'colocated')} GPUs, but there are {gpus}"
+        raise ConfigError(f"{wanted}{_why(demand, 'colocated')}. {_way_out(gpus, demand, 'colocated')}")
+    if demand.reserved:
+        return demand.reserved
+    room = gpus - demand.reward_gpus
+    return float(demand.width) if room >= demand.engines * demand.width else 1 / math.ceil(demand.engines / room)
 
 
-def blocks(gpus: int, engines: int, tensor_parallel: int = 1) -> list[tuple[int, ...]]:
+def blocks(gpus: int, engines: int, width: int = 1) -> list[tuple[int, ...]]:
     """GPU indices of each engine. Engines get their own while there are enough, then start over at GPU 0."""
-    return [
-        tuple((engine * tensor_parallel + part) % gpus for part in range(tensor_parallel)) for engine in range(engines)
-    ]
+    return [tuple((engine * width + part) % gpus for part in range(width)) for engine in range(engines)]
 
 
-def _problem(gpus: int, demand: Demand, mode: str) -> str:
-    """Why this does not fit; empty if it does."""
-    if mode == "dedicated":
-        if demand.gpus <= gpus:
-            return ""
-        return f"placement.mode=dedicated needs {_sum(demand)} = {demand.gpus} GPUs, but there are {gpus}"
-    if demand.ranks > gpus:
-        return f"placement.mode=colocated needs a GPU for each of learner.ranks={demand.ranks}, but there are {gpus}"
-    problem = _too_crowded(gpus, demand)
-    if problem or not demand.rewards:
-        return problem
-    taken = demand.engines * engine_share(gpus, demand.engines, demand.tensor_parallel)
-    if taken + demand.rewards <= gpus:
-        return ""
-    return (
-        f"reward.gpus={demand.rewards:g} of {gpus}, but the engines take {taken:g} of them: none is left for the "
-        "reward service, which cannot share a GPU with an engine"
-    )
+def fits(gpus: int, demand: Demand, mode: str) -> bool:
+    return demand.gpus(_resolved(gpus, demand, mode)) <= gpus
 
 
-def _too_crowded(gpus: int, demand: Demand) -> str:
-    wide = demand.engines * demand.tensor_parallel
-    if demand.engines and demand.tensor_parallel > 1 and wide > gpus:
-        return (
-            f"rollout.workers={demand.engines} * engine.tensor_parallel={demand.tensor_parallel} = {wide} GPUs, but "
-            f"there are {gpus}: engines that use several GPUs cannot share them with each other"
+def _resolved(gpus: int, demand: Demand, mode: str) -> str:
+    if mode != "auto":
+        return mode
+    return "colocated" if demand.ranks and demand.engines and gpus == 1 else "dedicated"
+
+
+def _sum(demand: Demand, mode: str) -> str:
+    """The arithmetic, in the names of the settings."""
+    if mode == "colocated" and demand.ranks > demand.pool_gpus:
+        return f"one for each of learner.ranks={demand.ranks}, which is {demand.ranks}"
+    parts = [f"learner.ranks={demand.ranks}"] if demand.ranks and mode == "dedicated" else []
+    if demand.engines:
+        wide = f" * {_width_settings(demand)[0]}={demand.width}" if demand.width > 1 else ""
+        wide += f" / {demand.engines_per_gpu} (ray.gpus_per_worker)" if demand.engines_per_gpu > 1 else ""
+        at_least = mode == "colocated" and demand.width == 1 and not demand.engines_per_gpu
+        parts.append(
+            f"1 for rollout.workers={demand.engines}" if at_least else f"rollout.workers={demand.engines}{wide}"
         )
-    if demand.engines and not gpus:
-        return f"rollout.workers={demand.engines} engines need GPUs, but there are 0"
+    if demand.rewards:
+        services = f" * {demand.reward_services} reward services" if demand.reward_services > 1 else ""
+        parts.append(f"reward.gpus={demand.rewards:g}{services} in whole ones")
+    return f"{' + '.join(parts)} = {demand.gpus(mode)}"
+
+
+def _why(demand: Demand, mode: str) -> str:
+    """The rule behind a sum that is not obvious."""
+    if mode == "colocated" and demand.engines and demand.rewards:
+        return ": a reward service shares no GPU with an engine"
+    if mode == "colocated" and demand.width > 1:
+        return ": engines that use several GPUs cannot share them with each other"
     return ""
 
 
-def _sum(demand: Demand) -> str:
-    parts = [f"learner.ranks={demand.ranks}"] if demand.ranks else []
-    if demand.engines:
-        wide = f" * engine.tensor_parallel={demand.tensor_parallel}" if demand.tensor_parallel > 1 else ""
-        wide += f" / {demand.engines_per_gpu} (ray.gpus_per_worker)" if demand.engines_per_gpu > 1 else ""
-        parts.append(f"rollout.workers={demand.engines}{wide}")
-    if demand.rewards:
-        parts.append(f"reward.gpus={demand.rewards:g} in whole ones")
-    return " + ".join(parts)
+def _width_settings(demand: Demand) -> list[str]:
+    """The settings that give an engine several GPUs."""
+    several = {"engine.tensor_parallel": demand.tensor_parallel, "ray.gpus_per_worker": demand.reserved}
+    return [name for name, count in several.items() if count > 1]
 
 
 def _way_out(gpus: int, demand: Demand, mode: str) -> str:
-    found = nearest(gpus, demand, mode or "dedicated")
-    ways = []
-    if found is not None:
-        settings = [f"learner.ranks={found.ranks}"] if demand.ranks else []
-        settings += [f"rollout.workers={found.engines}"] if demand.engines else []
-        wide = found.tensor_parallel != demand.tensor_parallel
-        ways.append(" ".join([*settings, *([f"engine.tensor_parallel={found.tensor_parallel}"] if wide else [])]))
-    if mode == "dedicated" and gpus and demand.ranks and demand.engines and not _problem(gpus, demand, "colocated"):
+    found = nearest(gpus, demand, mode)
+    ways = [_changes(demand, mode, *found)] if found else []
+    if mode != "colocated" and demand.ranks and demand.engines and fits(gpus, demand, "colocated"):
         ways.append("placement.mode=colocated, where both share")
-    ways.append("learner.device=cpu or engine.device=cpu" if mode else "engine.device=cpu")
-    return f"The nearest setting that fits: {', or '.join(ways)}"
+    for key, without in {"learner": replace(demand, ranks=0), "engine": replace(demand, engines=0)}.items():
+        if without != demand and fits(gpus, without, mode):
+            ways.append(f"{key}.device=cpu")
+    return f"The nearest setting that fits: {', or '.join(dict.fromkeys(ways))}"
 
 
-def nearest(gpus: int, demand: Demand, mode: str) -> Demand | None:
-    """The most similar layout that fits: `tensor_parallel` is kept if possible, then as many GPUs as possible are used,
-    then the ratio of engines to ranks is as close as possible."""
-    for width in range(demand.tensor_parallel, 0, -1):
-        tries = [
-            replace(demand, ranks=ranks, engines=engines, tensor_parallel=width)
-            for ranks in range(min(1, demand.ranks), min(demand.ranks, gpus) + 1)
-            for engines in range(min(1, demand.engines), min(demand.engines, max(1, gpus)) + 1)
-        ]
-        fitting = [each for each in tries if not _problem(gpus, each, mode)]
-        if fitting:
-            wanted = demand.engines / max(1, demand.ranks)
-            return min(fitting, key=lambda each: (-each.gpus, abs(each.engines / max(1, each.ranks) - wanted)))
+def _changes(demand: Demand, mode: str, found: Demand, found_mode: str) -> str:
+    """The settings that make `found` of `demand`."""
+    changed = [f"learner.ranks={found.ranks}"] if demand.ranks else []
+    changed += [f"rollout.workers={found.engines}"] if demand.engines else []
+    if found.width != demand.width:
+        changed += [f"{name}={found.width}" for name in _width_settings(demand)]
+    if found.rewards != demand.rewards:
+        changed.append(f"reward.gpus={found.rewards:g}")
+    if found_mode != mode:
+        changed.append(f"placement.mode={found_mode}")
+    if found.ranks % demand.ranks_step:
+        changed.append("with parallel settings of the learner that divide its ranks")
+    return " ".join(changed)
+
+
+def nearest(gpus: int, demand: Demand, mode: str) -> tuple[Demand, str] | None:
+    """The most similar layout that fits, and its mode. Given up in this order, only if nothing else fits: the ranks and
+    engines (as many GPUs as possible are used, and their ratio kept), the width of engines, the GPUs of rewards, the
+    mode, the step of the ranks."""
+    modes = (mode, "colocated") if demand.ranks and demand.engines else (mode,)
+    for step in (demand.ranks_step, 1):
+        for each, rewards, width in itertools.product(modes, _fewer_rewards(demand), _smaller(demand.width)):
+            kept = replace(demand, rewards=rewards, **_of_width(demand, width))
+            fitting = [smaller for smaller in _smaller_layouts(gpus, kept, step) if fits(gpus, smaller, each)]
+            if fitting:
+                wanted, resolved = demand.engines / max(1, demand.ranks), _resolved(gpus, demand, each)
+                return min(fitting, key=lambda one: (*_unused(gpus, one, resolved), abs(_ratio(one) - wanted))), each
     return None
 
 
+def _unused(gpus: int, demand: Demand, mode: str) -> tuple[int, int]:
+    """GPUs that are not used, and those that ranks and engines could have had if they shared none."""
+    if mode == "dedicated":
+        return gpus - demand.gpus(mode), 0
+    room = gpus - demand.reward_gpus
+    engines = min(room, demand.engine_gpus() or 0)
+    return gpus - max(demand.ranks, engines + demand.reward_gpus), 2 * gpus - demand.ranks - engines
+
+
+def _ratio(demand: Demand) -> float:
+    return demand.engines / max(1, demand.ranks)
+
+
+def _fewer_rewards(demand: Demand) -> list[float]:
+    whole = map(float, range(math.ceil(demand.rewards) - 1, -1, -1))
+    return [demand.rewards, *whole]
+
+
+def _smaller(width: int) -> list[int]:
+    """Divisors: the heads of a model are not divided among any number of GPUs."""
+    return [each for each in range(width, 0, -1) if width % each == 0]
+
+
+def _of_width(demand: Demand, width: int) -> dict[str, Any]:
+    reserved = float(width) if demand.reserved > 1 else demand.reserved
+    return {"tensor_parallel": min(demand.tensor_parallel, width), "reserved": reserved}
+
+
+def _smaller_layouts(gpus: int, demand: Demand, step: int) -> Iterator[Demand]:
+    most = min(demand.engines, gpus * max(1, demand.engines_per_gpu))
+    counts = {*range(min(1, demand.engines), most + 1), demand.engines}
+    for ranks in range(step, min(demand.ranks, gpus) + 1, step) if demand.ranks else (0,):
+        for engines in sorted(counts):
+            yield replace(demand, ranks=ranks, engines=engines)
+
+
 def _dedicated(demand: Demand) -> Placement:
-    behind, width = demand.ranks + demand.engine_gpus, demand.tensor_parallel
-    taken = blocks(max(1, demand.engine_gpus), demand.engines, width)
+    behind = demand.ranks + demand.engine_gpus()
+    taken = blocks(max(1, demand.engine_gpus()), demand.engines, demand.width)
+    memory = WHOLE_SHARE / max(1, demand.engines_per_gpu)
     return Placement(
         mode="dedicated",
         learner=tuple(_rank(number, WHOLE_SHARE) for number in range(demand.ranks)),
         engines=tuple(
-            _engine(number, tuple(demand.ranks + gpu for gpu in block), WHOLE_SHARE / demand.engines_per_gpu)
-            for number, block in enumerate(taken)
+            _engine(number, tuple(demand.ranks + gpu for gpu in block), memory) for number, block in enumerate(taken)
         ),
-        rewards=_rewards(demand, tuple(range(behind, demand.gpus))),
+        rewards=_rewards(demand, behind),
     )
 
 
 def _colocated(gpus: int, demand: Demand) -> Placement:
-    taken = blocks(max(1, gpus), demand.engines, demand.tensor_parallel)
-    crowd = [sum(gpu in block for block in taken) for gpu in range(gpus)]
-
-    def share(block: tuple[int, ...]) -> float:
-        room = ENGINES_SHARE if any(gpu < demand.ranks for gpu in block) else WHOLE_SHARE
-        return room / max(crowd[gpu] for gpu in block)
-
+    """Ray decides which of the pool's GPUs an engine or a reward service is on, so that the memory is right for each:
+    every rank there has a neighbour, and every engine has as many as it can have."""
+    room = gpus - demand.reward_gpus
+    taken = min(room, demand.engine_gpus()) if demand.engines else 0
+    pool = taken + demand.reward_gpus
+    crowd = demand.engines_per_gpu or (math.ceil(demand.engines * demand.width / taken) if taken else 1)
+    memory = (ENGINES_SHARE if demand.ranks else WHOLE_SHARE) / crowd
     return Placement(
         mode="colocated",
-        learner=tuple(_rank(gpu, LEARNER_SHARE if crowd[gpu] else WHOLE_SHARE) for gpu in range(demand.ranks)),
-        engines=tuple(_engine(number, block, share(block)) for number, block in enumerate(taken)),
-        rewards=_rewards(demand, tuple(range(gpus))),
+        learner=tuple(_rank(gpu, LEARNER_SHARE if gpu < pool else WHOLE_SHARE) for gpu in range(demand.ranks)),
+        engines=tuple(
+            _engine(number, block, memory)
+            for number, block in enumerate(blocks(max(1, taken), demand.engines, demand.width))
+        ),
+        rewards=_rewards(demand, taken),
     )
 
 
@@ -238,6 +316,7 @@ def _engine(number: int, gpus: tuple[int, ...], memory: float) -> Placed:
     return Placed(name=f"rollout worker {number}", gpus=gpus, memory=memory)
 
 
-def _rewards(demand: Demand, gpus: tuple[int, ...]) -> tuple[Placed, ...]:
+def _rewards(demand: Demand, first: int) -> tuple[Placed, ...]:
     # Nothing bounds the memory of a user's reward model, so its share is not known.
+    gpus = tuple(range(first, first + demand.reward_gpus))
     return (Placed(name="reward service", gpus=gpus, memory=0.0),) if demand.rewards else ()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,53 +17,144 @@ from asyncrl.checks.resources import missing_devices
 from asyncrl.cli.processes.commands import Command, with_gpus
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
-from asyncrl.placement import Demand, Placement, blocks, engine_share, nearest, place
+from asyncrl.placement import Demand, Placement, blocks, engine_share, place
+from asyncrl.schema import Config
 from asyncrl.sft.settings import SftConfig, SftDataConfig, SftLearnerConfig, learner_config
 
 REQUIRED = ["model.path=m", "data.path=d.jsonl", "reward.function=r.py:score"]
-DEMANDS = st.builds(
-    Demand,
-    ranks=st.integers(0, 9),
-    engines=st.integers(0, 9),
-    tensor_parallel=st.sampled_from([1, 1, 2, 4, 8]),
-    rewards=st.sampled_from([0.0, 0.0, 0.5, 1.0, 2.0]),
+LAYOUTS = st.fixed_dictionaries(
+    {
+        "placement.mode": st.sampled_from(["auto", "dedicated", "colocated"]),
+        "learner.ranks": st.integers(1, 16),
+        "learner.replicas": st.sampled_from([1, 1, 1, 2, 4]),
+        "learner.device": st.sampled_from(["auto", "auto", "auto", "cpu", "cuda:0"]),
+        "rollout.workers": st.integers(1, 16),
+        "engine.device": st.sampled_from(["auto", "auto", "auto", "cpu"]),
+    },
+) | st.fixed_dictionaries({"learner.ranks": st.integers(1, 3), "rollout.workers": st.integers(1, 3)})
+ENGINES = st.one_of(
+    st.fixed_dictionaries({"rollout.host": st.just("process"), "engine.tensor_parallel": st.sampled_from([1, 2, 4])}),
+    st.fixed_dictionaries(
+        {"engine.tensor_parallel": st.sampled_from([1, 2, 4, 8])},
+        optional={"reward.host": st.just("ray"), "reward.gpus": st.sampled_from([0.0, 0.5, 1.0, 2.0])},
+    ),
+    st.fixed_dictionaries(
+        {"ray.gpus_per_worker": st.sampled_from([0.25, 0.3, 0.5, 1.0, 2.0])},
+        optional={"reward.host": st.just("ray"), "reward.gpus": st.sampled_from([0.5, 1.0, 3.0])},
+    ),
 )
+BASE = load_config(REQUIRED)
 
 
-def check(placement: Placement, gpus: int, demand: Demand) -> None:
-    assert len(placement.learner) == demand.ranks and len(placement.engines) == demand.engines
+def with_settings(config: Config, changes: Mapping[str, object]) -> Config:
+    for key, value in changes.items():
+        group, name = key.split(".")
+        of_group = getattr(config, group)
+        kind = type(getattr(of_group, name))
+        config = replace(config, **{group: replace(of_group, **{name: kind(value)})})
+    return config
+
+
+def check(config: Config, gpus: int) -> None:
+    """Raises ConfigError if the layout is refused."""
+    placement = placement_of(config, gpus)
+    ranks = config.learner.ranks if config.learner.device == "auto" else 0
+    engines = config.rollout.workers if config.engine.device == "auto" else 0
+    assert len(placement.learner) == ranks and len(placement.engines) == engines
     used = [gpu for placed in placement for gpu in placed.gpus]
     assert all(0 <= gpu < gpus for gpu in used)
     assert len(placement.learner_gpus) == len(set(placement.learner_gpus))
-    assert all(len(set(engine.gpus)) == demand.tensor_parallel for engine in placement.engines)
+    assert all(len(set(engine.gpus)) >= config.engine.tensor_parallel for engine in placement.engines)
     memory = [sum(placed.memory for placed in placement if gpu in placed.gpus) for gpu in range(gpus)]
     assert max(memory, default=0.0) <= 0.9 + 1e-9
     assert all(placed.memory > 0 for placed in (*placement.learner, *placement.engines))
     if placement.mode == "dedicated":
-        assert len(used) == len(set(used)) and not placement.shared
-    # Ray gives the engines what they were placed on.
-    if placement.engines:
-        room = len(placement.rollout_gpus) - (len(placement.rewards[0].gpus) if placement.rewards else 0)
-        room = gpus if placement.mode == "colocated" else room
-        assert engine_share(room, demand.engines, demand.tensor_parallel) * demand.engines <= room + 1e-9
+        assert not placement.shared
+        assert len(used) == len(set(used)) or 0 < config.ray.gpus_per_worker < 1
+    if engines and config.rollout.host == "ray":
+        check_ray(config, placement)
 
 
-@settings(max_examples=300, deadline=None)
-@given(gpus=st.integers(1, 16), demand=DEMANDS, mode=st.sampled_from(["auto", "dedicated", "colocated"]))
-def test_every_process_is_placed_or_refused_with_a_layout_that_fits(gpus: int, demand: Demand, mode: str) -> None:
+def check_ray(config: Config, placement: Placement) -> None:
+    """Ray, not the placement, decides on which of the pool's GPUs an engine is: any that has room must do."""
+    pool, share = set(placement.rollout_gpus), gpus_per_engine(config, len(placement.rollout_gpus))
+    on_one = min(int(1 / share + 1e-9), config.rollout.workers) if share < 1 else 1
+    engines = math.ceil(config.rollout.workers / on_one) * math.ceil(share)
+    rewards = math.ceil(config.reward.gpus) if config.reward.host == "ray" else 0
+    assert engines + rewards <= len(pool)
+    beside = max((rank.memory for rank in placement.learner if pool & set(rank.gpus)), default=0.0)
+    assert on_one * placement.engine_memory + beside <= 0.9 + 1e-9
+
+
+def ways_out(said: str) -> list[dict[str, str]]:
+    ways = said.partition("The nearest setting that fits: ")[2].split(", or ")
+    return [dict(re.findall(r"([a-z_]+\.[a-z_]+)=([\w.]+)", way)) for way in ways]
+
+
+@settings(max_examples=1000, deadline=None)
+@given(gpus=st.integers(1, 16), layout=LAYOUTS, engines=ENGINES)
+def test_every_process_is_placed_or_refused_with_layouts_that_fit(gpus: int, layout: dict, engines: dict) -> None:
+    config = with_settings(BASE, layout | engines)
     try:
-        placement = place(gpus, demand, mode)
+        check(config, gpus)
     except ConfigError as error:
         said = str(error)
-        assert f"there are {gpus}" in said or "none is left for the reward service" in said
-        assert "The nearest setting that fits: " in said
-        found = nearest(gpus, demand, "dedicated" if mode == "auto" else mode)
-        if found is not None:
-            check(place(gpus, found, "dedicated" if mode == "auto" else mode), gpus, found)
-        if "or placement.mode=colocated" in said:
-            check(place(gpus, demand, "colocated"), gpus, demand)
-        return
-    check(placement, gpus, demand)
+        assert f"GPUs, but there are {gpus}" in said and "\n" not in said
+        ways = ways_out(said)
+        assert all(ways), said
+        for way in ways:
+            check(with_settings(config, way), gpus)
+
+
+def test_the_nearest_keeps_what_it_can() -> None:
+    def said(gpus: int, **demand: float) -> str:
+        with pytest.raises(ConfigError) as caught:
+            place(gpus, Demand(**demand), "dedicated")
+        return str(caught.value).partition("that fits: ")[2].split(", or ")[0]
+
+    assert said(4, ranks=1, engines=20, reserved=0.25) == "learner.ranks=1 rollout.workers=12"
+    assert said(8, ranks=8, ranks_step=4, engines=2) == "learner.ranks=4 rollout.workers=2"
+    assert said(3, ranks=2, engines=1, tensor_parallel=2) == "learner.ranks=1 rollout.workers=1"
+    assert (
+        said(2, ranks=1, engines=1, tensor_parallel=2) == "learner.ranks=1 rollout.workers=1 engine.tensor_parallel=1"
+    )
+    assert said(2, ranks=1, engines=1, reserved=2) == "learner.ranks=1 rollout.workers=1 ray.gpus_per_worker=1"
+    assert said(2, ranks=1, engines=1, rewards=1) == "learner.ranks=1 rollout.workers=1 reward.gpus=0"
+    assert said(1, ranks=2, engines=2) == "learner.ranks=1 rollout.workers=1 placement.mode=colocated"
+    unit = said(2, ranks=4, ranks_step=4, engines=1)
+    assert unit == "learner.ranks=1 rollout.workers=1 with parallel settings of the learner that divide its ranks"
+
+
+def test_rewards_of_evaluated_sets_have_gpus_too() -> None:
+    sets = "eval.sets={a: {path: a.jsonl, reward: other.py:score}, b: {path: b.jsonl, reward: other.py:score}}"
+    given = ["reward.host=ray", "reward.gpus=1", "learner.ranks=1", "rollout.workers=1", sets]
+    config = load_config([*REQUIRED, *given])
+    assert placement_of(config, 4).rewards[0].gpus == (2, 3)  # a and b have the same one
+    with pytest.raises(ConfigError, match=re.escape("reward.gpus=1 * 2 reward services in whole ones = 4 GPUs")):
+        placement_of(config, 3)
+    half = load_config([*REQUIRED, *given, "reward.gpus=0.5"])
+    assert placement_of(half, 3).rewards[0].gpus == (2,)
+
+
+def test_a_pool_of_its_own_is_refused_before_ray_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*overrides: str) -> str:
+        return " ".join(missing_devices(load_config([*REQUIRED, *overrides]), "rollout"))
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert not refused("rollout.workers=5")
+    assert "rollout.workers=2 * engine.tensor_parallel=2 = 4 GPUs, but there are 2" in refused(
+        "rollout.workers=2", "engine=vllm", "engine.tensor_parallel=2"
+    )
+    served = refused("reward.host=ray", "reward.gpus=2")
+    assert "1 for rollout.workers=1 + reward.gpus=2 in whole ones = 3 GPUs, but there are 2" in served
+    assert "The nearest setting that fits: rollout.workers=1 reward.gpus=1" in served
+    assert "Set ray.gpus_per_worker=0," in refused("engine.device=cpu", "ray.gpus_per_worker=3")
+
+
+@pytest.mark.parametrize("key", ["ray.gpus_per_worker", "reward.gpus"])
+def test_ray_has_no_one_and_a_half_gpus(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{key}=1.5: Ray gives a part of one GPU, or whole ones. Set {key}=2"):
+        load_config([*REQUIRED, "reward.host=ray", f"{key}=1.5"])
 
 
 def test_four_and_four_and_engines_of_four() -> None:
@@ -86,13 +180,14 @@ def test_what_does_not_fit_is_refused_with_the_sum_and_the_nearest() -> None:
         place(4, Demand(ranks=4, engines=4))
     with pytest.raises(ConfigError, match="engines that use several GPUs cannot share"):
         place(4, Demand(ranks=4, engines=2, tensor_parallel=4), "colocated")
-    with pytest.raises(ConfigError, match="none is left for the reward service"):
-        place(2, Demand(ranks=2, engines=2, rewards=0.5), "colocated")
+    with pytest.raises(ConfigError, match="= 2 GPUs, but there are 1: a reward service shares no GPU with an engine"):
+        place(1, Demand(ranks=1, engines=2, rewards=0.5), "colocated")
 
 
 def test_engines_go_around_where_there_are_fewer_gpus() -> None:
     assert blocks(2, 3) == [(0,), (1,), (0,)]
-    assert engine_share(2, 3) == 0.5 and engine_share(4, 2, 2) == 2.0
+    assert engine_share(2, Demand(engines=3)) == 0.5
+    assert engine_share(4, Demand(engines=2, tensor_parallel=2)) == 2.0
 
 
 def roles(visible: str, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> dict[str, Command]:

@@ -47,6 +47,16 @@ def eval_sets(config: Config) -> tuple[EvalSet, ...]:
     return tuple(found)
 
 
+def served_rewards(config: Config) -> dict[str, RewardConfig]:
+    """Return the rewards that have a service of their own if `reward.host=ray`, by the set that they are for; the run's
+    is under ``. Equal ones share the first."""
+    found = {"": config.reward}
+    for each in eval_sets(config):
+        if each.config.reward not in found.values():
+            found[each.name] = each.config.reward
+    return found
+
+
 def _entry(name: str, given: Any, config: Config) -> EvalSet:
     key = f"eval.sets.{name}"
     entry = {"path": given} if isinstance(given, str | list) else given

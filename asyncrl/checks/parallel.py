@@ -70,6 +70,12 @@ class ParallelDims:
         return rank // (self.sequence * self.tensor)
 
 
+def ranks_step(learner: LearnerSettings) -> int:
+    """Return what the number of ranks must be a multiple of."""
+    shards = math.lcm(learner.sequence_parallel, learner.expert_parallel)
+    return learner.replicas * learner.tensor_parallel * shards
+
+
 def problem_of(learner: LearnerSettings, ranks: int, said: str = "learner.ranks") -> str:
     """Return why `ranks` cannot be laid out like this; empty if they can.
 

@@ -7,8 +7,11 @@ import math
 import os
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from asyncrl.checks.evaluations import served_rewards
+from asyncrl.checks.parallel import ranks_step
 from asyncrl.checks.servers import SERVERS
 from asyncrl.errors import ConfigError
 from asyncrl.placement import Demand, Placement, blocks, engine_share, place
@@ -99,22 +102,24 @@ def on_gpus(config: Config) -> bool:
 def demand_of(config: Config) -> Demand:
     """Return the demand for GPUs on the machine on which `asyncrl local` runs. Processes with a numbered device
     (`cuda:1`) are not placed, and nothing is known about engines on another Ray cluster."""
-    engines_here = on_gpus(config) and not (config.rollout.host == "ray" and config.ray.address)
-    reserved = math.ceil(config.ray.gpus_per_worker)
+    learner, on_ray = config.learner, config.rollout.host == "ray"
+    engines_here = on_gpus(config) and not (on_ray and config.ray.address)
     served = config.reward.host == "ray" and not config.ray.address
     return Demand(
-        ranks=config.learner.ranks if config.learner.device in PLACED else 0,
+        ranks=learner.ranks if learner.device in PLACED else 0,
+        ranks_step=ranks_step(learner),
         engines=config.rollout.workers if engines_here else 0,
-        # A worker for which Ray reserves more GPUs than its engine uses gets that number, or it would wait forever.
-        tensor_parallel=max(config.engine.tensor_parallel, reserved if config.rollout.host == "ray" else 0),
-        engines_per_gpu=int(1 / config.ray.gpus_per_worker) if 0 < config.ray.gpus_per_worker < 1 else 1,
+        tensor_parallel=config.engine.tensor_parallel,
+        # Only Ray keeps several GPUs for a worker; plain workers that share one are told so by the same setting.
+        reserved=config.ray.gpus_per_worker if on_ray else min(1.0, config.ray.gpus_per_worker),
         rewards=config.reward.gpus if served else 0.0,
+        reward_services=len(served_rewards(config)) if served else 1,
     )
 
 
 def gpus_of_rewards(config: Config) -> int:
     """Return the number of whole GPUs for rewards: the reward service shares none with an engine."""
-    return math.ceil(config.reward.gpus) if config.reward.host == "ray" else 0
+    return demand_of(config).reward_gpus
 
 
 def placement_of(config: Config, seen: int) -> Placement:
@@ -152,13 +157,18 @@ def gpus_per_engine(config: Config, gpus: int) -> float:
     GPUs are also used by others, workers share none.
 
     Raises:
-        ConfigError: engines of several GPUs would have to share them.
+        ConfigError: the pool's engines and reward services do not fit.
     """
     if config.ray.gpus_per_worker > 0 or not gpus or not on_gpus(config):
         return config.ray.gpus_per_worker
     if config.ray.address:
         return float(config.engine.tensor_parallel)
-    return engine_share(gpus - gpus_of_rewards(config), config.rollout.workers, config.engine.tensor_parallel)
+    return engine_share(gpus, pool_demand(config))
+
+
+def pool_demand(config: Config) -> Demand:
+    """Return what a rollout pool wants from the GPUs of its machine."""
+    return replace(demand_of(config), ranks=0)
 
 
 def worker_gpus(config: Config, visible: Sequence[str]) -> list[str]:
@@ -166,6 +176,6 @@ def worker_gpus(config: Config, visible: Sequence[str]) -> list[str]:
     sees what the pool sees."""
     if config.rollout.host != "process" or not visible or not on_gpus(config):
         return [""] * config.rollout.workers
-    engine_share(len(visible), config.rollout.workers, config.engine.tensor_parallel)  # raises if they cannot be shared
+    engine_share(len(visible), pool_demand(config))  # raises if they cannot be shared
     taken = blocks(len(visible), config.rollout.workers, config.engine.tensor_parallel)
     return [named(block, visible) for block in taken]

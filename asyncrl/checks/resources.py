@@ -10,8 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl.checks.addresses import interfaces_here, unknown_interfaces
-from asyncrl.checks.placement import impossible_placement, misread_gpus, on_gpus, visible_gpus
+from asyncrl.checks.placement import (
+    gpus_of_rewards,
+    impossible_placement,
+    misread_gpus,
+    on_gpus,
+    pool_demand,
+    visible_gpus,
+)
 from asyncrl.checks.rules.replay import host_of, serves_weights
+from asyncrl.errors import ConfigError
+from asyncrl.placement import engine_share
 from asyncrl.schema import Config
 
 
@@ -35,15 +44,8 @@ def missing_devices(config: Config, role: str, planned: bool = False) -> Iterato
 
 def _more_than_there_are(config: Config, role: str, gpus: int) -> Iterator[str]:
     here = role in ("local", "rollout") and not config.ray.address
-    if here and config.rollout.host == "ray" and config.ray.gpus_per_worker > 0:
-        wanted = config.ray.gpus_per_worker * config.rollout.workers
-        wanted += config.reward.gpus if config.reward.host == "ray" else 0.0
-        if wanted > gpus:
-            yield (
-                f"ray.gpus_per_worker={config.ray.gpus_per_worker:g} for rollout.workers={config.rollout.workers} (and "
-                f"reward.gpus={config.reward.gpus:g}) needs {wanted:g} GPUs, and this machine has {gpus}: Ray would "
-                "wait for them forever. Set ray.gpus_per_worker=0, or ray.address of a cluster that has them"
-            )
+    if here and config.rollout.host == "ray":
+        yield from _more_than_ray_has(config, role, gpus)
     devices = {"engine.device": (config.engine.device, 1)} if here else {}
     if role in ("local", "learner"):
         ranks = config.learner.ranks if role == "local" else 1
@@ -57,6 +59,28 @@ def _more_than_there_are(config: Config, role: str, gpus: int) -> Iterator[str]:
         yield (
             f"weights.backend=nccl needs a learner on GPUs: learner.device={config.learner.device}, and this machine "
             f"has {gpus}. Set weights.backend=sockets"
+        )
+
+
+def _more_than_ray_has(config: Config, role: str, gpus: int) -> Iterator[str]:
+    """Report workers and reward services for which the local Ray would wait forever. Where `asyncrl local` places the
+    engines, `impossible_placement` reports them."""
+    if gpus and on_gpus(config):
+        try:
+            if role == "rollout":
+                engine_share(gpus, pool_demand(config))
+        except ConfigError as error:
+            yield str(error)
+        return
+    workers = config.ray.gpus_per_worker * config.rollout.workers
+    wanted = workers + gpus_of_rewards(config)
+    if wanted > gpus:
+        zero = {"ray.gpus_per_worker=0": workers, "reward.gpus=0": config.reward.gpus}
+        yield (
+            f"ray.gpus_per_worker={config.ray.gpus_per_worker:g} for rollout.workers={config.rollout.workers} (and "
+            f"reward.gpus={config.reward.gpus:g}) needs {wanted:g} GPUs, and this machine has {gpus}: Ray would "
+            f"wait for them forever. Set {' '.join(way for way, count in zero.items() if count)}, or ray.address of a "
+            "cluster that has them"
         )
 
 

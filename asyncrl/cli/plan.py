@@ -4,7 +4,6 @@ throughput."""
 from __future__ import annotations
 
 import json
-import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from rich.table import Column, Table
 
 from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.checks.machine import check_machine
+from asyncrl.checks.parallel import ranks_step
 from asyncrl.checks.placement import gpus_of_rewards, placement_of, visible_gpus
 from asyncrl.checks.rules.whole import check_config
 from asyncrl.cli.arguments.output_file import refuse_no_place
@@ -173,8 +173,7 @@ def feasible(config: Config, gpus: int, gpu_gb: float) -> list[Split]:
     if gpus < 2:
         raise ConfigError("the number of GPUs is missing. Give it, for example gpus=64")
     learner, width = config.learner, config.engine.tensor_parallel
-    shards = math.lcm(learner.sequence_parallel, learner.expert_parallel)
-    unit = learner.replicas * learner.tensor_parallel * shards
+    unit = ranks_step(learner)
     config = with_dtypes(config, learner="cuda", engine="cuda")
     model = sizes_of(config) if gpu_gb else None
     if gpu_gb and model is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from asyncrl.checks.dtypes import AUTO
@@ -224,6 +225,12 @@ def gpus_hold_the_engine(config: Config) -> Problems:
         )
 
 
+def gpus_are_whole_or_parts_of_one(config: Config) -> Problems:
+    for key, gpus in (("ray.gpus_per_worker", config.ray.gpus_per_worker), ("reward.gpus", config.reward.gpus)):
+        if gpus > 1 and gpus % 1:
+            yield f"{key}={gpus:g}: Ray gives a part of one GPU, or whole ones. Set {key}={math.ceil(gpus)}"
+
+
 def urls_are_of_pull(config: Config) -> Problems:
     weights = config.weights
     for key, url in (("url", weights.url), ("fetch_url", weights.fetch_url)):
@@ -298,6 +305,7 @@ RULES: tuple[Callable[[Config], Problems], ...] = (
     tokens_are_drawn_from_the_policy,
     versions_and_logprobs_stay_true,
     gpus_hold_the_engine,
+    gpus_are_whole_or_parts_of_one,
     urls_are_of_pull,
     backend_has_deltas,
     all_ranks_can_send,

@@ -20,7 +20,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl.checks.addresses import socket_folder
-from asyncrl.checks.evaluations import eval_sets
+from asyncrl.checks.evaluations import served_rewards
 from asyncrl.checks.placement import gpus_per_engine, visible_gpus
 from asyncrl.config import config_to_dict
 from asyncrl.errors import ConfigError
@@ -308,11 +308,7 @@ def make_host(config: Config) -> RayHost:
             raise
     if config.reward.host == "ray":
         environment = worker_environment(config)
-        host.serve_rewards(settings["reward"], environment)
-        served = [config.reward]
-        for each in eval_sets(config):
-            if each.config.reward not in served:
-                reward = absolute_paths(config_to_dict(each.config))["reward"]
-                host.serve_rewards(reward, environment, each.name)
-                served.append(each.config.reward)
+        for of_set, reward in served_rewards(config).items():
+            absolute = absolute_paths(config_to_dict(replace(config, reward=reward)))["reward"]
+            host.serve_rewards(absolute, environment, of_set)
     return host
