@@ -33,7 +33,7 @@ from torch.distributed.run import main as torchrun
 
 from asyncrl.checks.addresses import is_own, own_address
 from asyncrl.learner.processes.launcher import ADVANCED, ENDED, LAUNCHER
-from asyncrl.learner.processes.rendezvous import BACKEND, BoundRendezvous, make_rendezvous
+from asyncrl.learner.processes.rendezvous import BACKEND, BoundRendezvous, RoundOverError, make_rendezvous
 
 
 def take_first(begun: Ahead) -> None:
@@ -54,6 +54,13 @@ class HearingAgent(LocalElasticAgent):
     ranks that have not reported the end of their work counts as a failure."""
 
     heard: ClassVar[set[int]] = set()
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        while True:
+            try:
+                return super()._rendezvous(worker_group)  # pyright: ignore[reportCallIssue]  as below
+            except RoundOverError:  # a node died between meeting and ranks, and is back
+                continue
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]  torch's decorator hides them

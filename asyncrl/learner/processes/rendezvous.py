@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 
@@ -35,6 +36,42 @@ BACKEND = "bound"
 _ROUND, _RUN = "round", "run"
 _POLL_S = 0.05
 _LEAVE_S = 10.0
+
+
+class RoundOverError(Exception):
+    """A node opened the next round before this one had started its ranks."""
+
+
+class RoundStore(dist.PrefixStore):
+    """The store in which the nodes of one round tell each other their ranks.
+
+    waits for:    keys of other nodes, here and not in torch, where a signal ends nothing before the timeout
+    unblocked by: the keys, the end of the round, a signal, or the store's timeout
+    """
+
+    def __init__(self, prefix: str, store: dist.Store, timeout_s: float, over: Callable[[], bool]) -> None:
+        super().__init__(prefix, store)
+        self._timeout_s, self._over = timeout_s, over
+
+    def get(self, key: str) -> bytes:
+        self._await([key])
+        return super().get(key)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self._await(keys)
+        return super().multi_get(keys)
+
+    def _await(self, keys: list[str]) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while missing := [key for key in keys if not self.check([key])]:
+            if self._over():
+                raise RoundOverError
+            if time.monotonic() > deadline:
+                raise RendezvousTimeoutError(
+                    f"waited {self._timeout_s:.0f} s for {', '.join(missing)}: the node(s) of these numbers were here "
+                    "and are gone. Start them again, with the same numbers and endpoint"
+                )
+            time.sleep(_POLL_S)
 
 
 class BoundRendezvous(RendezvousHandler):
@@ -92,12 +129,16 @@ class BoundRendezvous(RendezvousHandler):
         if self._nodes > 1:
             self._run_id = store.get(_RUN).decode()
         port = int(store.get(f"{_ROUND}/{self._round}/port"))
-        shared = dist.PrefixStore(f"{_ROUND}/{self._round}/shared", store)
+        shared = RoundStore(f"{_ROUND}/{self._round}/shared", store, self._timeout_s, self.is_over)
         return RendezvousInfo(shared, self._node, self._nodes, RendezvousStoreInfo(self._host, port))
 
     def num_nodes_waiting(self) -> int:
         """Any value but 0 makes torchrun restart the ranks. Raises RuntimeError if node 0 is gone."""
-        return int(self._meeting is not None and self._current(self._meeting) != self._round)
+        return int(self.is_over())
+
+    def is_over(self) -> bool:
+        """Whether a node has opened the next round. Raises RuntimeError if node 0 is gone."""
+        return self._meeting is not None and self._current(self._meeting) != self._round
 
     def is_closed(self) -> bool:
         return False

@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous import (
 from asyncrl.checks import addresses
 from asyncrl.cli.processes.ports import free_port
 from asyncrl.learner import torchrun
-from asyncrl.learner.processes.rendezvous import BACKEND, BoundRendezvous, make_rendezvous
+from asyncrl.learner.processes.rendezvous import BACKEND, BoundRendezvous, RoundOverError, make_rendezvous
 from tests.sockets import listeners, tree
 from tests.waiting import until
 
@@ -307,6 +307,44 @@ def test_two_machines_restart_their_ranks_together_and_end_when_the_first_is_gon
     machines[1].kill()
     assert machines[0].wait(120) != 0, "without the machine that hosts the stores nobody can go on"
     kill_all(below)  # ranks of this script know nothing of their launcher's death, as asyncrl's do
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_machine_that_dies_between_meeting_and_ranks_holds_up_neither_the_end_nor_its_successor(
+    start_torchrun: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    """torch's first wait of the ranks, which a signal does not end: there the others stood until its timeout."""
+    port = free_port()
+    first = start_torchrun("--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=rank=0")
+    assert node(1, 2, port).next_rendezvous().rank == 1  # and now this machine is lost
+    second = start_torchrun("--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=rank=1")
+    met = ranks_up(tmp_path / "ranks", 4, world=4)
+    second.send_signal(signal.SIGTERM)
+    second.wait(60)
+    kill_all(psutil.Process(pid) for pid in met if psutil.pid_exists(pid))
+    dies = node(1, 2, port)
+    assert dies.next_rendezvous().rank == 1
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(20) != 0
+    assert "torchrun: ended by SIGTERM" in (tmp_path / "torchrun-0.log").read_text()
+
+
+def test_reads_of_a_round_end_with_the_round_and_at_the_deadline() -> None:
+    port = free_port()
+    with ThreadPoolExecutor(2) as threads:
+        first, second = node(0, 2, port, 2.0), node(1, 2, port, 2.0)
+        met = [each.store for each in threads.map(BoundRendezvous.next_rendezvous, (first, second))]
+        met[1].set("here", "b")
+        assert met[0].get("here") == b"b" and met[0].multi_get(["here"]) == [b"b"]
+        with pytest.raises(RendezvousTimeoutError, match="waited 2 s for ranks/1"):
+            met[0].multi_get(["here", "ranks/1"])
+        waiting = threads.submit(met[0].get, "never")
+        opened = threads.submit(node(1, 2, port, 2.0).next_rendezvous)
+        with pytest.raises(RoundOverError):
+            waiting.result(30)
+        with pytest.raises(RendezvousTimeoutError, match=r"node\(s\) 0 of 2"):
+            opened.result(30)
 
 
 def test_torch_s_own_finds_machines_by_their_addresses_and_not_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
