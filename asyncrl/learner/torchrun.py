@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
@@ -27,7 +28,12 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler, handlers
-from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    c10d_rendezvous_backend,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.launcher import api
 from torch.distributed.run import main as torchrun
 
@@ -57,10 +63,10 @@ class HearingAgent(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         while True:
-            try:
-                return super()._rendezvous(worker_group)  # pyright: ignore[reportCallIssue]  as below
-            except RoundOverError:  # a node died between meeting and ranks, and is back
-                continue
+            with suppress(RoundOverError):  # a node died between meeting and ranks, and is back
+                super()._rendezvous(worker_group)  # pyright: ignore[reportCallIssue]  as below
+                break
+        name_start(worker_group.spec.rdzv_handler)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]  torch's decorator hides them
@@ -77,6 +83,15 @@ class HearingAgent(LocalElasticAgent):
         # torch's host leaves as soon as it has read that all have arrived; the others then fail on its closed store.
         if isinstance(rendezvous, BoundRendezvous):
             rendezvous.leave()
+
+
+def name_start(rendezvous: RendezvousHandler) -> None:
+    """Add to the run's id, in torch's own rendezvous, a word for this start of its store, as `BoundRendezvous` does: a
+    new start with the RUN_ID of an earlier one would look like its restart, which continues without a resume."""
+    if isinstance(rendezvous, DynamicRendezvousHandler) and "get_run_id" not in vars(rendezvous):
+        word = f"{rendezvous.get_run_id()}-{uuid.uuid4().hex[:12]}"
+        named = rendezvous._store.compare_set("asyncrl/run", "", word).decode()
+        rendezvous.get_run_id = lambda: named
 
 
 def unfinished(group: WorkerGroup) -> dict[int, ProcessFailure]:

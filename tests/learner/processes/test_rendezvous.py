@@ -24,6 +24,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
     c10d_rendezvous_backend,
 )
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from asyncrl.checks import addresses
 from asyncrl.cli.processes.ports import free_port
@@ -307,6 +308,18 @@ def test_two_machines_restart_their_ranks_together_and_end_when_the_first_is_gon
     machines[1].kill()
     assert machines[0].wait(120) != 0, "without the machine that hosts the stores nobody can go on"
     kill_all(below)  # ranks of this script know nothing of their launcher's death, as asyncrl's do
+
+
+def test_a_start_of_torch_s_own_has_an_id_of_its_own_which_those_that_join_get_too() -> None:
+    def named(port: int, machines: int) -> set[str]:
+        given = RendezvousParameters("c10d", f"{HERE}:{port}", "word", 1, 4, local_addr=HERE)
+        met = [get_rendezvous_handler(given) for _ in range(machines)]
+        for each in (*met, met[0]):  # the first again, as at a restart
+            torchrun.name_start(each)
+        return {each.get_run_id() for each in met}
+
+    (first,), (second,) = named(free_port(), 2), named(free_port(), 1)
+    assert first.startswith("word-") and second.startswith("word-") and first != second
 
 
 @pytest.mark.slow
