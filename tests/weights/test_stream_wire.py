@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from asyncrl.weights.broadcast import stream_wire
 from asyncrl.weights.broadcast.protocol import fetch, wait_key
-from asyncrl.weights.broadcast.stream_wire import StreamWire
+from asyncrl.weights.broadcast.stream_wire import ApartError, StreamWire
 
 HOST, WAIT_S, SHORT_S = "127.0.0.1", 60.0, 0.3
 MUCH = 64 << 20
@@ -133,6 +134,30 @@ def test_a_group_forms_for_nobody_if_one_member_does_not_come():
         errors = [threads.submit(StreamWire, store, rank, 4, SHORT_S, HOST) for rank in range(3)]
         for rank, error in enumerate(errors):
             assert f"rank {rank} of 4 did not find its neighbours" in str(error.exception(WAIT_S))
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3])
+def test_a_member_that_cannot_connect_ends_the_wait_of_all_with_its_place_and_reason(
+    monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    connect, closed = stream_wire._connect, socket.create_server((HOST, 0))
+    port = closed.getsockname()[1]
+    closed.close()
+
+    def nowhere(store: dist.Store, seat: int, where: list[Any], deadline: float) -> socket.socket:
+        return connect(store, seat, [HOST, port, "", "", ""] if seat == 10 * lost else where, deadline)
+
+    monkeypatch.setattr(stream_wire, "_connect", nowhere)
+    store, started = dist.HashStore(), time.monotonic()
+    with ThreadPoolExecutor(4) as threads:
+        members = [threads.submit(StreamWire, store, rank, 4, WAIT_S, HOST, 10 * rank) for rank in range(4)]
+        errors = [each.exception(WAIT_S) for each in members]
+    assert time.monotonic() - started < WAIT_S / 2
+    first = errors[0]
+    assert isinstance(first, ApartError) and first.seat == 10 * lost, errors
+    for part in (f"{HOST}:{port}", "Connection refused", "weights.interface", "weights=pull"):
+        assert part in str(first)
+    assert all(isinstance(error, RuntimeError) for error in errors)
 
 
 def test_members_that_wait_for_others_to_join_end_when_the_first_one_leaves():

@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 TOLD_S = 15.0
 """Seconds after which a worker counts as absent. A worker comes here as soon as the replay server knows it; one try to
 connect takes 5 s at most."""
+_LONGEST_AWAY_S = 900.0
+"""Limit on the seconds for which a worker without a connection is not invited: each try holds up all others."""
 NAMED = 8
 """Limit on the workers that a report names: an address that nobody reaches would fill the log with a line for each."""
 
@@ -47,6 +49,8 @@ class Door:
         """Peers that came once, or were reported as absent."""
         self._seen = 0
         """Number of hellos at the last call to `waiting`."""
+        self._apart: dict[Peer, tuple[int, float]] = {}
+        """Peers without a connection: tries in a row, and the time from which on they are invited again."""
         self.refused = 0
         """Number of workers refused because of another protocol version."""
 
@@ -84,9 +88,23 @@ class Door:
         """
         hellos = self._store.add("hellos", 0)
         inside = set(members) if hellos == self._seen else set()
+        inside |= {peer for peer, (_, until) in self._apart.items() if time.monotonic() < until}
         self._seen = hellos
         waiting = [peer for peer in live if peer not in inside and self._store.check([hello_key(*peer)])]
         return [peer for peer in waiting if self._understands(peer)]
+
+    def put_off(self, peer: Peer) -> float:
+        """Return for how many seconds a peer is not invited that could not connect to another. At first it is 0: that
+        other may have died."""
+        tries = self._apart.get(peer, (0, 0.0))[0] + 1
+        away_s = min(2.0 ** min(tries, 16) - 2.0, _LONGEST_AWAY_S)
+        self._apart[peer] = tries, time.monotonic() + away_s
+        return away_s
+
+    def formed(self, members: Collection[Peer]) -> None:
+        """These are connected; those that are gone do not come back."""
+        live = set(self.live())
+        self._apart = {peer: said for peer, said in self._apart.items() if peer in live and peer not in members}
 
     def _understands(self, peer: Peer) -> bool:
         """Whether a worker has a protocol version that this publisher can serve. If not, send it a refusal, as it would

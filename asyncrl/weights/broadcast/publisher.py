@@ -31,6 +31,7 @@ from asyncrl.weights.broadcast.protocol import (
     post,
 )
 from asyncrl.weights.broadcast.sending import Deltas, Lanes, encode_deltas, send, send_deltas
+from asyncrl.weights.broadcast.stream_wire import ApartError
 from asyncrl.weights.broadcast.together import Meeting, OtherSenders
 from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.delta import DeltaChoice
@@ -240,7 +241,10 @@ class BroadcastSender:
                 lanes = Lanes.form(self._group, 0, flows, snapshot, world)
                 self._others.formed(self._epoch, snapshot)
             except RuntimeError as error:
-                log.warning("weights: epoch %d could not be formed: %s", self._epoch, error)
+                if isinstance(error, ApartError):
+                    peers = self._without(error, peers)
+                else:
+                    log.warning("weights: epoch %d could not be formed: %s", self._epoch, error)
                 # A member for which it did form would otherwise wait in this epoch for events that never come.
                 self._post_event({"kind": "next"})
                 if lanes is not None:
@@ -249,10 +253,19 @@ class BroadcastSender:
                 peers, tries = self._door.come({peer: hello_key(*peer) for peer in peers}), tries + 1
                 continue
             self._lanes, self._members = lanes, peers
+            self._door.formed(peers)
             self._stats["epoch"] = float(self._epoch)
             self._announce()
             return True
         return False
+
+    def _without(self, error: ApartError, peers: list[Peer]) -> list[Peer]:
+        """Return who is invited next, after one could not connect to another."""
+        apart = max((peer for peer in peers if self._seats[peer] <= error.seat), key=self._seats.__getitem__)
+        away_s = self._door.put_off(apart)
+        then = f"it is left out for {away_s:.0f} s" if away_s else "it is invited again"
+        log.warning("weights: epoch %d could not be formed: %s has %s; %s", self._epoch, apart[0], error, then)
+        return [peer for peer in peers if peer != apart or not away_s]
 
     def _group(self, name: str, world: int) -> WeightGroup:
         return WeightGroup(self._store, self._link, epoch=self._epoch, rank=0, world=world, name=name)

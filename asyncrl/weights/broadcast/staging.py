@@ -174,6 +174,7 @@ class Staging:
             backend=seat.backend,
             interface=seat.interface,
             device=self._device,
+            seat=seat.rank,
         )
 
     def _join_sender(self, seat: Seat, sender: int, flows: Flows | None) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
+import msgpack
 import torch
 import torch.distributed as dist
 
@@ -32,7 +33,22 @@ _ON_THE_WAY = 4 << 20
 """Bytes that a Unix socket may hold, if the system allows it: with the usual 200 kB the ends wait for each other."""
 _STRANGER_S = 2.0
 """Seconds that whoever connects has to say the word."""
+_CONNECT_S = 10.0
+"""Seconds that a connection may take, enough for three lost packets. A firewall that discards packets looks the same as
+a long way, and the others wait meanwhile."""
+_LOOK_S = 0.5
+"""Seconds between two looks whether another member has no connection, while this one waits for the next one's."""
+_APART = "apart"
+"""Key of the store with the first member that has no connection to the one before it: its seat, and why."""
 _JOINED = b"+"
+
+
+class ApartError(RuntimeError):
+    """A member cannot connect to the one before it, and will fail to again."""
+
+    def __init__(self, seat: int, why: str) -> None:
+        super().__init__(why)
+        self.seat = seat
 
 
 class StreamWire:
@@ -41,12 +57,14 @@ class StreamWire:
 
     Args:
         listen: address of this machine at which the next member connects.
+        seat: number of this member that all know, in `ApartError`.
 
     Raises:
+        ApartError: a member, this one or another, cannot connect to the one before it.
         RuntimeError: the others did not arrive in time.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world: int, timeout_s: float, listen: str) -> None:
+    def __init__(self, store: dist.Store, rank: int, world: int, timeout_s: float, listen: str, seat: int = 0) -> None:
         self.piece_bytes = _PIECE_IN if rank else _PIECE_OUT
         self._before: socket.socket | None = None
         self._next: socket.socket | None = None
@@ -59,16 +77,18 @@ class StreamWire:
                 if rank > 0:
                     if not wait_key(store, f"entrance/{rank - 1}", timeout_s):
                         raise RuntimeError(f"waited {timeout_s:g} s for rank {rank - 1}")
-                    self._before = _connect(fetch(store, f"entrance/{rank - 1}"), deadline)
+                    self._before = _connect(store, seat, fetch(store, f"entrance/{rank - 1}"), deadline)
                 if entrance is not None:
-                    self._next = entrance.next_member(self._before, deadline)
-                    _ready([self._next], self._before, deadline)
+                    self._next = entrance.next_member(store, self._before, deadline)
+                    _ready(store, [self._next], self._before, deadline)
                     _receive(self._next, memoryview(bytearray(_JOINED)), deadline)
             if self._before is not None:
                 _send(self._before, memoryview(_JOINED), deadline)
         except (OSError, RuntimeError) as error:
             self.abort()
-            raise RuntimeError(f"rank {rank} of {world} did not find its neighbours: {error}") from error
+            if not isinstance(error, ApartError):
+                _look(store)  # the cause, if others have left because of it
+            raise error if isinstance(error, ApartError) else RuntimeError(f"rank {rank} of {world} did not find its neighbours: {error}") from error
 
     def broadcast(self, buffer: torch.Tensor, left_s: float) -> Any:
         memory = buffer.numpy().data
@@ -104,10 +124,10 @@ class _Entrance:
         self._far = kept.enter_context(socket.create_server((listen, 0), family=family))
         self.where = [listen, self._far.getsockname()[1], machine(), name, self._word]
 
-    def next_member(self, before: socket.socket | None, deadline: float) -> socket.socket:
+    def next_member(self, store: dist.Store, before: socket.socket | None, deadline: float) -> socket.socket:
         """Return the connection of whoever says the word. Raises RuntimeError: nobody has by `deadline`."""
         while True:
-            for door in _ready([self._near, self._far], before, deadline):
+            for door in _ready(store, [self._near, self._far], before, deadline):
                 end, _ = door.accept()
                 if door is self._near:
                     end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ON_THE_WAY)
@@ -119,28 +139,52 @@ class _Entrance:
                 end.close()
 
 
-def _ready(ends: Sequence[socket.socket], before: socket.socket | None, deadline: float) -> Sequence[socket.socket]:
+def _ready(
+    store: dist.Store, ends: Sequence[socket.socket], before: socket.socket | None, deadline: float
+) -> Sequence[socket.socket]:
     """Wait until something can be read from one of `ends`. Raises RuntimeError: not by `deadline`, or the member
-    `before`, which says nothing until all have joined, has left."""
+    `before`, which says nothing until all have joined, has left; ApartError."""
     with selectors.DefaultSelector() as selector:  # select() itself refuses descriptors from 1024 on
         for end in (*ends, *([before] if before is not None else [])):
             selector.register(end, selectors.EVENT_READ)
-        ready = [key.fileobj for key, _ in selector.select(max(deadline - time.monotonic(), 0.0))]
-    if not ready:
-        raise RuntimeError("the next one did not come in time")
-    if before in ready:
+        while not (ready := selector.select(min(max(deadline - time.monotonic(), 0.0), _LOOK_S))):
+            _look(store)
+            if time.monotonic() >= deadline:
+                raise RuntimeError("the next one did not come in time")
+    there = [key.fileobj for key, _ in ready]
+    if before in there:
         raise RuntimeError("the one before has left")
-    return [end for end in ends if end in ready]
+    return [end for end in ends if end in there]
 
 
-def _connect(where: Sequence[Any], deadline: float) -> socket.socket:
+def _look(store: dist.Store) -> None:
+    """Raises ApartError: some member has no connection."""
+    if store.check([_APART]):
+        raise ApartError(*fetch(store, _APART))
+
+
+def _connect(store: dist.Store, seat: int, where: Sequence[Any], deadline: float) -> socket.socket:
     host, port, there, name, word = where
     end = _connect_near(name) if there == machine() else None
     if end is None:
-        end = socket.create_connection((host, port), max(deadline - time.monotonic(), 0.001))
+        try:
+            end = socket.create_connection((host, port), min(max(deadline - time.monotonic(), 0.001), _CONNECT_S))
+        except OSError as error:
+            _look(store)  # the one before may have left because of another, and must not be this one's fault
+            said = [seat, _why_apart(host, port, error)]
+            store.compare_set(_APART, "", msgpack.packb(said))  # the first counts
+            _look(store)
         end.settimeout(None)
     _send(end, memoryview(word.encode()), deadline)
     return end
+
+
+def _why_apart(host: str, port: int, error: OSError) -> str:
+    return (
+        f"no connection to the member before it, at {host}:{port} ({error}). Over sockets the machines of learner and "
+        "workers connect to each other, at any port: weights.interface (or weights.host) must lead to an address that "
+        "the others reach, and firewalls must let it through. Otherwise use weights=pull"
+    )
 
 
 def _connect_near(name: str) -> socket.socket | None:

@@ -70,6 +70,8 @@ class Link:
     one."""
     device: torch.device | None = None
     """GPU of this process, with its index."""
+    seat: int = 0
+    """Of a subscriber: its rank among all, whichever groups it is in."""
 
     @property
     def place(self) -> torch.device | str:
@@ -107,7 +109,7 @@ def open_wire(store: dist.Store, link: Link, rank: int, world: int) -> Wire:
     if link.backend == "sockets":
         where = places_to_listen(link.interface, link.host, os.environ)[0]
         listen = where.get("hostname") or address_of(where["interface"])
-        return StreamWire(store, rank, world, link.timeout_s, listen)
+        return StreamWire(store, rank, world, link.timeout_s, listen, link.seat)
     return (GlooWire if link.backend == "gloo" else NcclWire)(store, link, rank, world)
 
 
