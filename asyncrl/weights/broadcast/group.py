@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.errors import WeightsError
+from asyncrl.weights.broadcast.silence import end_all_when_silent
 from asyncrl.weights.broadcast.wires import Link, open_wire
 
 Tag = TypeVar("Tag")
@@ -49,11 +50,14 @@ def host_store(host: str, timeout_s: float, port: int = 0) -> tuple[dist.TCPStor
 
 
 def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """Connect to the store. Raises WeightsError if nobody answers within `timeout_s`."""
+    """Connect to the store. Raises WeightsError if nobody answers within `timeout_s`. Its calls raise DistError
+    once its machine has been silent for that long."""
     try:
         # A bare socket first: torch's client retries for its whole timeout if nobody listens.
         socket.create_connection((host, port), timeout=min(timeout_s, 5.0)).close()
-        return dist.TCPStore(host, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
+        store = dist.TCPStore(host, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
+        end_all_when_silent(port, timeout_s)
+        return store
     except (OSError, RuntimeError) as error:
         said = f"the publisher's store at {host}:{port} does not answer: {error}"
         raise WeightsError(f"{said}. If a learner is running, this machine cannot reach it at weights.host") from error

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.weights.broadcast.protocol import fetch, post, wait_key
+from asyncrl.weights.broadcast.silence import end_when_silent
 from asyncrl.weights.ipc import machine
 
 _PIECE_OUT, _PIECE_IN = 4 << 20, 1 << 20
@@ -82,13 +83,18 @@ class StreamWire:
                     self._next = entrance.next_member(store, self._before, deadline)
                     _ready(store, [self._next], self._before, deadline)
                     _receive(self._next, memoryview(bytearray(_JOINED)), deadline)
+            for end in (self._before, self._next):
+                if end is not None and end.family != socket.AF_UNIX:
+                    end_when_silent(end, timeout_s)
             if self._before is not None:
                 _send(self._before, memoryview(_JOINED), deadline)
+        except ApartError:
+            self.abort()
+            raise
         except (OSError, RuntimeError) as error:
             self.abort()
-            if not isinstance(error, ApartError):
-                _look(store)  # the cause, if others have left because of it
-            raise error if isinstance(error, ApartError) else RuntimeError(f"rank {rank} of {world} did not find its neighbours: {error}") from error
+            _look(store)  # the cause, if others have left because of it
+            raise RuntimeError(f"rank {rank} of {world} did not find its neighbours: {error}") from error
 
     def broadcast(self, buffer: torch.Tensor, left_s: float) -> Any:
         memory = buffer.numpy().data
@@ -170,10 +176,11 @@ def _connect(store: dist.Store, seat: int, where: Sequence[Any], deadline: float
         try:
             end = socket.create_connection((host, port), min(max(deadline - time.monotonic(), 0.001), _CONNECT_S))
         except OSError as error:
-            _look(store)  # the one before may have left because of another, and must not be this one's fault
-            said = [seat, _why_apart(host, port, error)]
-            store.compare_set(_APART, "", msgpack.packb(said))  # the first counts
-            _look(store)
+            _look(store)  # the one before may have left because of another, which is not this one's fault
+            apart = ApartError(seat, _why_apart(host, port, error))
+            store.compare_set(_APART, "", msgpack.packb([seat, str(apart)]))  # pyright: ignore[reportArgumentType]
+            _look(store)  # the first counts
+            raise apart from error
         end.settimeout(None)
     _send(end, memoryview(word.encode()), deadline)
     return end
