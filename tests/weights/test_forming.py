@@ -64,9 +64,9 @@ def test_a_worker_without_a_connection_to_another_is_left_out_and_comes_back_whe
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Before, each epoch broke for it, and no worker got any version."""
-    connect, closed = stream_wire._connect, socket.create_server(("127.0.0.1", 0))
-    apart = ["127.0.0.1", closed.getsockname()[1], "", "", ""]
-    closed.close()
+    connect, silent = stream_wire._connect, socket.socket()
+    silent.bind(("127.0.0.1", 0))  # nobody else gets this port, and it refuses
+    apart = ["127.0.0.1", silent.getsockname()[1], "", "", ""]
     broken = threading.Event()
     broken.set()
 
@@ -96,6 +96,7 @@ def test_a_worker_without_a_connection_to_another_is_left_out_and_comes_back_whe
         publisher.publish(1, [("w", WEIGHT)])
         until(lambda: served_by(2, 1), "no version after it", within_s=WAIT_S)
     finally:
+        silent.close()
         publisher.close()
         for member in members:
             member.close()
