@@ -158,7 +158,7 @@ def test_a_member_that_cannot_connect_ends_the_wait_of_all_with_its_place_and_re
     assert isinstance(first, ApartError) and first.seat == 10 * lost, errors
     for part in (f"{HOST}:{port}", "Connection refused", "weights.interface", "weights=pull"):
         assert part in str(first)
-    assert all(isinstance(error, RuntimeError) for error in errors[:3]), "the last may have joined before"
+    assert isinstance(errors[lost], ApartError)  # those behind it may have joined
 
 
 def test_members_that_wait_for_others_to_join_end_when_the_first_one_leaves():

@@ -35,8 +35,8 @@ _ON_THE_WAY = 4 << 20
 _STRANGER_S = 2.0
 """Seconds that whoever connects has to say the word."""
 _CONNECT_S = 10.0
-"""Seconds that a connection may take, enough for three lost packets. A firewall that discards packets looks the same as
-a long way, and the others wait meanwhile."""
+"""Seconds that a connection may take, enough for three lost packets; at most half of what is left, so that the others
+hear of it. A firewall that discards packets looks the same as a long way."""
 _LOOK_S = 0.5
 """Seconds between two looks whether another member has no connection, while this one waits for the next one's."""
 _APART = "apart"
@@ -174,7 +174,8 @@ def _connect(store: dist.Store, seat: int, where: Sequence[Any], deadline: float
     end = _connect_near(name) if there == machine() else None
     if end is None:
         try:
-            end = socket.create_connection((host, port), min(max(deadline - time.monotonic(), 0.001), _CONNECT_S))
+            within_s = min(max(deadline - time.monotonic(), 0.002) / 2, _CONNECT_S)
+            end = socket.create_connection((host, port), within_s)
         except OSError as error:
             _look(store)  # the one before may have left because of another, which is not this one's fault
             apart = ApartError(seat, _why_apart(host, port, error))
