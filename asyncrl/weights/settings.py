@@ -18,7 +18,7 @@ class WeightsConfig:
     the learner's machine."""
     port: int = 0
     """Port of the weight store or server; 0 takes any that is free. With a firewall between learner and workers, set
-    one that it lets through."""
+    one that it lets through, and use `weights=pull`: the bytes of a broadcast take other ports."""
     backend: str = "auto"
     """Backend of the broadcast: `sockets` or `gloo` (anything), `nccl` (GPUs on both sides, none of them shared), `ipc`
     (engines on the learner's machine copy from its memory), or `auto`: nccl where learner and engines have GPUs of
