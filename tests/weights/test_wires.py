@@ -209,6 +209,7 @@ def test_gloo_listens_on_the_interface_that_is_named_or_leads_to_the_publisher(
     monkeypatch.setattr(wires, "own_address", lambda towards: towards.replace("0.6", "0.7").replace(":6", ":7"))
     monkeypatch.setattr(wires, "interface_of", {"10.0.0.7": "eth0", "fd00::7": "eth0"}.__getitem__)
     monkeypatch.setattr(wires, "unknown_interfaces", lambda given: [])
+    monkeypatch.setattr(wires, "address_of", lambda name: "10.0.1.7")
     assert places_to_listen(interface, host, {"GLOO_SOCKET_IFNAME": environment} if environment else {}) == found
     if environment:  # the ranks may meet on another network than the one that leads to the workers
         ours = {"GLOO_SOCKET_IFNAME": environment, OF_THE_RANKS: environment}
@@ -237,6 +238,12 @@ def test_an_interface_that_is_not_there_is_refused_where_it_is_used_and_nccls_ow
         )
     assert unknown_interfaces("lo,eth77,l") == ["eth77", "l"]
     assert unknown_interfaces("l,^docker,=lo,eth77", nccl=True) == ["eth77"]
+
+
+def test_an_interface_without_an_address_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(wires, "address_of", lambda name: "")
+    with pytest.raises(ConfigError, match=r"names lo, which has no IPv4 address on .* leads to 127\.0\.0\.1"):
+        places_to_listen("lo", "127.0.0.1", {})
 
 
 def test_a_learner_that_cannot_listen_says_which_setting_is_wrong():

@@ -121,7 +121,7 @@ def places_to_listen(interface: str, host: str, environment: Mapping[str, str]) 
     stays on this machine to the network; and the value set for the learner's own ranks is not the user's choice.
 
     Raises:
-        ConfigError: there is no such interface.
+        ConfigError: there is no such interface, or it has no address.
     """
     towards = own_address(host)
     named = environment.get("GLOO_SOCKET_IFNAME", "")
@@ -137,6 +137,12 @@ def places_to_listen(interface: str, host: str, environment: Mapping[str, str]) 
         )
     # gloo takes the IPv4 address of a named interface, at which a member without a name for its own cannot reach it.
     of_host = interface_of(towards) if ":" in towards else ""
+    if silent := [name for name in names if name != of_host and not address_of(name)]:
+        raise ConfigError(
+            f"weights.interface (or GLOO_SOCKET_IFNAME) names {silent[0]}, which has no IPv4 address on "
+            f"{socket.gethostname()}: weights cannot go that way. Name the interface that leads to {host}, or leave it "
+            "empty"
+        )
     return [{"hostname": towards} if name == of_host else {"interface": name} for name in names]
 
 
