@@ -29,7 +29,7 @@ from asyncrl.checks.servers import too_short
 from asyncrl.engines.base import GenerateRequest
 from asyncrl.engines.parameters import ParameterTable
 from asyncrl.engines.server.answers import Answer, ServerGoneError, foreign, label_of, version_in
-from asyncrl.engines.server.link import Load, ServerLink
+from asyncrl.engines.server.link import SILENT_S, Load, ServerLink
 from asyncrl.engines.server.router import Router
 from asyncrl.engines.server.servers import Server
 from asyncrl.engines.server.terms import LOOK_TIMEOUT_S
@@ -48,8 +48,6 @@ LOOK_S = 2.0
 HEED = 0.05
 """Weight of one check in the moving average of the load by others, which spans some 40 s. If workers used the last
 check alone, they would all leave the same server together, and return together."""
-SILENT_S = 30.0
-"""Seconds without an answer after which a server is lost, even if its connections stand."""
 REJECTED_S = 300.0
 """Seconds until a server that did not join the weight group is asked again."""
 PATIENCE_S = 240.0

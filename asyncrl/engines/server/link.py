@@ -18,7 +18,9 @@ from asyncrl.engines.server.answers import Answer, ServerGoneError
 from asyncrl.engines.vllm.sibling import Sibling
 from asyncrl.errors import AsyncRLError, ConfigError, GenerationError
 
-CONNECT_S = 10.0
+SILENT_S = 30.0
+"""Seconds without an answer after which a server is lost, even if its connections stand. No connection is given up
+sooner: when this machine is too busy to run the engine, that would lose all servers at once."""
 BROKEN = 500
 """Status codes from here on: servers answer with them when their engine process is gone."""
 
@@ -66,7 +68,7 @@ class ServerLink(ABC):
         self._client = httpx.AsyncClient(
             base_url=base_url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx.Timeout(timeout_s, connect=CONNECT_S),
+            timeout=httpx.Timeout(timeout_s, connect=SILENT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
             trust_env=False,  # a proxy of the environment would see keys, and connect to another machine's loopback
         )
@@ -135,7 +137,7 @@ class ServerLink(ABC):
             GenerationError: the server refuses the request.
         """
         try:
-            timeout = httpx.Timeout(None, connect=CONNECT_S)
+            timeout = httpx.Timeout(None, connect=SILENT_S)
             async with self._client.stream("POST", path, json=body, timeout=timeout) as answer:
                 if answer.status_code != httpx.codes.OK:
                     await answer.aread()
