@@ -4,14 +4,13 @@ matrix.
 Registered with transformers under `PACKED_ATTENTION`. The layout of the sequences is passed through the model's forward
 as the keyword argument `packing` (`batch.packing`).
 
-On a GPU in half precision all rows go to one variable-length flash call (`attention_kernel`). Otherwise rows of similar
-length form [B, H, L, D] blocks, so the cost is sum(L^2), not T^2. On a CPU the queries of a shared prompt are then
-computed once.
+On a GPU all rows go to one call of a kernel that takes any lengths (`attention_rows`), if there is one
+(`attention_kernel`). Otherwise rows of similar length form [B, H, L, D] blocks, so the cost is sum(L^2), not T^2. On a
+CPU the queries of a shared prompt are then computed once.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -20,14 +19,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from asyncrl.errors import ConfigError
 from asyncrl.exact import kernels
 from asyncrl.exact.model import valued
 from asyncrl.learner.batch.packing import Packing
-from asyncrl.learner.model.attention_kernel import kernel_of
+from asyncrl.learner.model.attention_rows import Rows, attend
+from asyncrl.learner.model.attention_trial import kernel_of
 
 PACKED_ATTENTION = "asyncrl_packed"
 EXACT_PACKED_ATTENTION = "asyncrl_packed_exact"
@@ -38,9 +37,6 @@ REFUSED_KWARGS = {
     "position_bias": "a bias by position (position_bias)",
 }
 """Changes to the attention scores that this kernel does not implement; ignoring one would train a different model."""
-
-FLASH_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""True since torch 2.12; before that, keys and values are repeated for each query head."""
 
 
 class UnpackedCall(ConfigError):
@@ -77,43 +73,19 @@ def packed_attention(
         packing.note_window(sliding_window)
     if packing.sequence is not None:
         query, key, value = packing.sequence.to_heads(query, key, value)
-    flash = kernel_of(query.device, query.dtype, max(query.shape[-1], value.shape[-1])).any_length
+    kernel = kernel_of(query.device, query.dtype, max(query.shape[-1], value.shape[-1]))
     blocks = packing.padded if exact else packing.shared or packing.padded
-    gather, keys = (packing.rows, packing.rows.index) if flash else (blocks.queries, blocks.keys)
+    gather, keys = (packing.rows, packing.rows.index) if kernel.any_length else (blocks.queries, blocks.keys)
     places = ((query, gather.index), (key, keys), (value, keys))
     q, k, v = (tensor[0].transpose(0, 1).index_select(0, index) for tensor, index in places)
-    if flash:
-        out = _flash(q, k, v, packing, scaling, sliding_window)
+    if kernel.any_length:
+        rows = Rows(packing.cu_seqlens, packing.max_length, packing.lengths)
+        scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+        out = attend(kernel.name, q, k, v, rows, scale, sliding_window)
     else:
         out = _blockwise(q, k, v, blocks.shapes, scaling, sliding_window, exact=exact)
     out = out.index_select(0, gather.owner)
     return (out if packing.sequence is None else packing.sequence.to_tokens(out))[None], None
-
-
-def _flash(
-    q: Float[Tensor, "slots heads head_dim"],
-    k: Float[Tensor, "slots kv_heads head_dim"],
-    v: Float[Tensor, "slots kv_heads value_dim"],
-    packing: Packing,
-    scaling: float | None,
-    window: int | None,
-) -> Float[Tensor, "slots heads value_dim"]:
-    edges, longest = packing.cu_seqlens, packing.max_length
-    band = (-1 if window is None else window - 1, 0)
-    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    options: dict[str, Any] = {"scale": scale, "window_size": band}
-    groups, value_dim = q.shape[1] // k.shape[1], v.shape[-1]
-    # The kernel requires one width for queries, keys and values, but multi-head latent attention has another for its
-    # values. Padding with zeros adds nothing to a product.
-    widest = max(q.shape[-1], value_dim)
-    q, k, v = (functional.pad(tensor, (0, widest - tensor.shape[-1])) for tensor in (q, k, v))
-    if groups > 1 and FLASH_TAKES_GROUPS:
-        options["enable_gqa"] = True
-    elif groups > 1:
-        k, v = (tensor.repeat_interleave(groups, dim=1) for tensor in (k, v))
-    out = varlen_attn(q, k, v, edges, edges, longest, longest, **options)
-    assert isinstance(out, Tensor)
-    return out[..., :value_dim]
 
 
 def _blockwise(

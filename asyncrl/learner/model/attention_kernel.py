@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import torch
 import torch.nn.attention
 from transformers import PretrainedConfig
 
-BLOCKS, FLASH, FLASH3 = "blocks", "flash", "flash3"
+log = logging.getLogger(__name__)
+
+BLOCKS, FLASH, FLASH3, FLASH3_CACHED, FLEX = "blocks", "flash", "flash3", "flash3_cached", "flex"
 FLASH_FROM, FLASH3_ON, WIDEST = (8, 0), 9, 256
 """Compute capabilities that FlashAttention-2 and -3 require, and the widest head that both support."""
 FLASH3_MODULE = "flash_attn_interface"
 """Import name of FlashAttention-3's own wheel, which torch calls."""
-NOT_USED: list[str] = []
-"""Why FlashAttention-3 could not be used although it is installed."""
+FLASH3_REPOSITORY, FLASH3_VERSION = "kernels-community/flash-attn3", 1
+"""Where the Hugging Face Hub has builds of it, for the package `kernels`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +31,26 @@ class There:
     capability: tuple[int, int] = (0, 0)
     """Compute capability of the GPU."""
     flash3: bool = False
-    """Whether FlashAttention-3 is installed and this torch can call it."""
-    broken: str = ""
-    """Why it could not be used nevertheless."""
+    """Whether FlashAttention-3's wheel is installed and this torch can call it."""
+    cached: bool = False
+    """Whether the package `kernels` has a build of it in its cache."""
+    triton: bool = False
+    failed: tuple[tuple[str, str], ...] = ()
+    """Kernels that were tried and cannot be used, each with the reason."""
 
     @classmethod
     def of(cls, device: torch.device) -> There:
         if device.type != "cuda":
             return cls(device.type)
-        known = getattr(torch.nn.attention, "list_flash_attention_impls", list)()
-        flash3 = "FA3" in known and importlib.util.find_spec(FLASH3_MODULE) is not None
-        return cls("cuda", torch.cuda.get_device_capability(device), flash3, " ".join(NOT_USED))
+        capability = torch.cuda.get_device_capability(device)
+        hopper = capability[0] == FLASH3_ON
+        return cls(
+            "cuda",
+            capability,
+            flash3=hopper and "FA3" in torch.nn.attention.list_flash_attention_impls() and _installed(FLASH3_MODULE),
+            cached=hopper and cached_build() is not None,
+            triton=_installed("triton"),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,35 +66,70 @@ class Kernel:
 
 def choose(there: There, dtype: torch.dtype, width: int) -> Kernel:
     """Choose the kernel for attention in `dtype` with heads of at most `width`."""
+    blocks = "scaled_dot_product_attention on rows of similar length: "
     if there.device != "cuda":
-        return Kernel(BLOCKS, f"scaled_dot_product_attention on rows of similar length: the device is {there.device}")
-    at, said = ".".join(map(str, there.capability)), "scaled_dot_product_attention on rows of similar length: "
+        return Kernel(BLOCKS, f"{blocks}the device is {there.device}")
+    failed = dict(there.failed)
+    cause = _against_flash(there, dtype, width)
+    if not cause:
+        kernels = _flash_kernels(there)
+        usable = [Kernel(name, why) for name, why in kernels.items() if name not in failed]
+        if usable:
+            return _with_failures(usable[0], failed)
+        cause = "no flash kernel works here"
+    if there.triton and there.capability >= FLASH_FROM and FLEX not in failed:
+        return _with_failures(Kernel(FLEX, f"flex_attention, compiled: {cause}"), failed)
+    return _with_failures(Kernel(BLOCKS, blocks + cause), failed)
+
+
+def _against_flash(there: There, dtype: torch.dtype, width: int) -> str:
     if dtype not in (torch.bfloat16, torch.float16):
-        name = str(dtype).removeprefix("torch.")
-        return Kernel(BLOCKS, f"{said}flash kernels need half precision, and model.dtype is {name}")
+        return f"flash kernels need half precision, and model.dtype is {str(dtype).removeprefix('torch.')}"
     if there.capability < FLASH_FROM:
-        return Kernel(BLOCKS, f"{said}flash kernels need compute capability 8.0, and this GPU has {at}")
+        return f"flash kernels need compute capability 8.0, and this GPU has {_dotted(there)}"
     if width > WIDEST:
-        return Kernel(BLOCKS, f"{said}flash kernels support heads of up to {WIDEST}, and these have {width}")
-    if there.capability[0] == FLASH3_ON and there.flash3 and not there.broken:
-        return Kernel(FLASH3, f"FlashAttention-3 through torch's varlen_attn: {FLASH3_MODULE} is installed")
-    flash = "FlashAttention-2 through torch's varlen_attn"
+        return f"flash kernels support heads of up to {WIDEST}, and these have {width}"
+    return ""
+
+
+def _flash_kernels(there: There) -> dict[str, str]:
+    """Those that are there, the fastest first, each with the reason to take it."""
+    found, flash = {}, "FlashAttention-2 through torch's varlen_attn: "
     if there.capability[0] != FLASH3_ON:
-        return Kernel(FLASH, f"{flash}: compute capability {at}")
-    return Kernel(FLASH, f"{flash}: " + (there.broken or f"FlashAttention-3 ({FLASH3_MODULE}) is not installed"))
+        return {FLASH: f"{flash}compute capability {_dotted(there)}"}
+    if there.flash3:
+        found[FLASH3] = f"FlashAttention-3 through torch's varlen_attn: {FLASH3_MODULE} is installed"
+    if there.cached:
+        found[FLASH3_CACHED] = f"FlashAttention-3: {FLASH3_REPOSITORY} is in the cache of kernels"
+    absent = f"neither {FLASH3_MODULE} is installed nor {FLASH3_REPOSITORY} in the cache of kernels"
+    return found | {FLASH: flash + ("FlashAttention-3 does not work" if found else absent)}
+
+
+def _with_failures(kernel: Kernel, failed: dict[str, str]) -> Kernel:
+    said = "".join(f"; {name} is there and cannot be used ({why})" for name, why in failed.items())
+    return Kernel(kernel.name, kernel.why + said)
+
+
+def _dotted(there: There) -> str:
+    return ".".join(map(str, there.capability))
+
+
+def _installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
 
 
 @cache
-def kernel_of(device: torch.device, dtype: torch.dtype, width: int = 0) -> Kernel:
-    """The kernel that a rank uses. Once FlashAttention-3 is chosen, torch uses it for the whole process."""
-    found = choose(There.of(device), dtype, width)
-    if found.name == FLASH3:
-        try:
-            torch.nn.attention.activate_flash_attention_impl("FA3")
-        except (ImportError, OSError, RuntimeError, ValueError) as error:  # built for another torch, or CUDA
-            NOT_USED.append(f"FlashAttention-3 is installed and cannot be used ({error})")
-            found = choose(There.of(device), dtype, width)
-    return found
+def cached_build() -> Path | None:
+    """Folder with the build of FlashAttention-3 for this torch, which `kernels.install_kernel` downloaded before.
+    Nothing is downloaded here: which code runs is the user's decision, and a machine without a network must start."""
+    if not _installed("kernels"):
+        return None
+    try:
+        kernels = importlib.import_module("kernels")  # an optional package
+        return Path(kernels.install_kernel(FLASH3_REPOSITORY, version=FLASH3_VERSION, local_files_only=True))
+    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:  # TypeError: versions before 0.17
+        log.debug("%s is not in the cache of kernels: %s", FLASH3_REPOSITORY, error)
+        return None
 
 
 def widest_head(text: PretrainedConfig) -> int:

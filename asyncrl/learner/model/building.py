@@ -24,7 +24,8 @@ from asyncrl.checks.parallel import EXPERT, TENSOR
 from asyncrl.errors import ConfigError
 from asyncrl.learner.backends.base import Backend
 from asyncrl.learner.model.attention import EXACT_PACKED_ATTENTION
-from asyncrl.learner.model.attention_kernel import kernel_of, widest_head
+from asyncrl.learner.model.attention_kernel import widest_head
+from asyncrl.learner.model.attention_trial import kernel_of
 from asyncrl.learner.model.compiling import compile_layers, refuse_unbuildable, warm_up
 from asyncrl.learner.model.layout import agree_on_layout, use_layout
 from asyncrl.learner.model.loading import Recipe, fill_from_rank_zero, on_rank_zero, own_part

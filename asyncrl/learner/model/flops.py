@@ -13,7 +13,7 @@ from torch import nn
 from asyncrl.checks.architecture import of_its_decoder
 from asyncrl.learner.batch.micro_batch import MicroBatch
 from asyncrl.learner.memory_plan import Sizes
-from asyncrl.learner.model.attention_kernel import kernel_of
+from asyncrl.learner.model.attention_trial import kernel_of
 
 PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H800": 989e12, "GH200": 989e12,
          "B200": 2250e12, "B100": 1750e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L40": 181e12,

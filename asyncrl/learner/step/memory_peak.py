@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from asyncrl.learner.batch.micro_batch import MicroBatch
 from asyncrl.learner.memory_plan import MASTER, Sizes, head_bytes, whole_numbers
-from asyncrl.learner.model.attention_kernel import kernel_of
+from asyncrl.learner.model.attention_trial import kernel_of
 from asyncrl.learner.model.building import compute_dtype
 from asyncrl.learner.model.packed import PackedModel
 from asyncrl.learner.parallel.sharding import numbers_computed_with
