@@ -114,9 +114,12 @@ def show_report(
         again = "it contains nothing to keep: overwrite=true starts the run again in it"
         say(console, f"run folder: {folder}  ({again})")
         return
+    drawn = CURVES_FILE
     try:
-        load("asyncrl.telemetry.reports.curves").plot_curves(rows, folder / CURVES_FILE, config.run.name)
-        drawn = CURVES_FILE
+        if ended.hurried:  # matplotlib alone takes seconds to load
+            drawn = f"not drawn in haste; `asyncrl report {folder}` draws them"
+        else:
+            load("asyncrl.telemetry.reports.curves").plot_curves(rows, folder / CURVES_FILE, config.run.name)
     # A full disk, a matplotlib that does not load here, or that finds no ticks between rewards of ±1e308: it must not
     # hide how the run itself ended.
     except Exception as error:

@@ -150,6 +150,15 @@ def test_the_report_leaves_curves_and_suggestions(tmp_path: Path) -> None:
     assert "asyncrl local model.path=m data.path=d.jsonl reward.function=r.py:f run.name=run-sync" in out.getvalue()
 
 
+def test_nothing_is_drawn_after_a_second_ctrl_c(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "policy_version": 1, "time": 1.0, "reward/mean": 0.5}\n')
+    out = io.StringIO()
+    ended = Ended(code=130, hurried=True)
+    show_report(load_config(REQUIRED), tmp_path, Console(file=out, width=300), ["asyncrl", "local"], ended, REQUIRED)
+    assert not (tmp_path / "curves.png").exists()
+    assert f"not drawn in haste; `asyncrl report {tmp_path}` draws them" in out.getvalue()
+
+
 @pytest.mark.parametrize("rewards", [(0.5, 0.5), (-1.7e308, 1.7e308)])
 def test_a_report_that_cannot_be_drawn_says_so_and_does_not_hide_how_the_run_ended(
     rewards: tuple[float, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -23,6 +23,8 @@ class Ended:
     """0, 1 if a role failed or an alarm stopped the run, 128 + the number of the signal that stopped it."""
     saved: bool = True
     """Whether, after a signal, the learner saved what it had trained."""
+    hurried: bool = False
+    """Whether a second signal arrived: nothing that takes seconds may follow."""
 
 
 def best_line(metric: str, folder: Path, rows: Sequence[Row]) -> str:

@@ -89,7 +89,8 @@ def supervise(
     for role in failed:
         show_failure(role, console)
     stopped = view.alarmed and telemetry.on_alarm == "stop" and view.unfinished
-    return Ended(code=128 + signalled if signalled else 1 if failed or stopped else 0, saved=saved)
+    code = 128 + signalled if signalled else 1 if failed or stopped else 0
+    return Ended(code=code, saved=saved, hurried=supervisor.impatient)
 
 
 class Notices:

@@ -6,6 +6,7 @@ consumes: exit codes · waits for: children, with a deadline per stage of stoppi
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -22,8 +23,8 @@ from asyncrl.telemetry.live.over import forget_ends, note_ends
 TAIL_LINES = 30
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a run. SIGHUP arrives if the terminal is closed."""
-HASTE_S = 2.0
-"""Seconds that roles have to end after a second signal."""
+HASTE_S = 1.0
+"""Seconds after a second signal at which whatever is left of the roles is killed."""
 
 
 @dataclass(slots=True)
@@ -61,8 +62,8 @@ class Supervisor:
         self.roles: dict[str, Role] = {}
         self.signal = 0
         """The first of `ENDING` that arrived; 0 if none did."""
-        self.impatient = False
-        """Whether a second one arrived."""
+        self._over_by = math.inf
+        """Monotonic seconds at which, since a second one arrived, all roles are to be over."""
         self._log_dir = log_dir
         self._grace_s = grace_s
         self._families: list[tuple[str, Family]] = []
@@ -116,8 +117,14 @@ class Supervisor:
         note_ends(self._log_dir, {name: (role.code, role.stopped_by_us) for name, role in self.roles.items()})
 
     def _notice(self, number: int, _frame: FrameType | None) -> None:
-        self.impatient = self.signal != 0
+        if self.signal:
+            self._over_by = min(self._over_by, time.monotonic() + HASTE_S)
         self.signal = self.signal or number
+
+    @property
+    def impatient(self) -> bool:
+        """Whether a second signal arrived."""
+        return self._over_by < math.inf
 
     def failed(self) -> list[Role]:
         return [role for role in self.roles.values() if role.failed]
@@ -152,9 +159,8 @@ class Supervisor:
             role.stopped_by_us = True
             role.process.terminate()  # the role alone: it ends its children in order, as Ray would not on a signal
             _signal_group(role.process.pid, signal.SIGCONT)  # a stopped process handles no other signal
-        deadline = time.monotonic() + (HASTE_S if self.impatient else self._grace_s)
-        while time.monotonic() < deadline and any(role.code is None for role in roles):
-            deadline = min(deadline, time.monotonic() + HASTE_S) if self.impatient else deadline
+        deadline = time.monotonic() + self._grace_s
+        while time.monotonic() < min(deadline, self._over_by) and any(role.code is None for role in roles):
             time.sleep(0.05)
         for role in roles:
             if role.code is None:

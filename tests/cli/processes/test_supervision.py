@@ -179,7 +179,7 @@ def test_the_first_ctrl_c_lets_the_learner_save_and_the_second_ends_the_run_at_o
     commands = roles(replay=FOREVER, rollout=FOREVER, learner=learner)
     ended = supervise(commands, tmp_path, 10, Console(file=out, width=200))
     caller.join()
-    assert ended == Ended(code=130, saved=patient)
+    assert ended == Ended(code=130, saved=patient, hurried=not patient)
     assert (tmp_path / "saved").exists() == patient
     assert "SIGINT: the learner ends its step and saves a checkpoint" in out.getvalue()
 

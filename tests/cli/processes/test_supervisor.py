@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from asyncrl.cli.processes import supervisor as supervisor_module
 from asyncrl.cli.processes.supervisor import Supervisor
 from asyncrl.family import ProcessId, descendants
 from tests.waiting import until
@@ -128,6 +129,22 @@ def test_ctrl_c_is_noticed_and_the_old_handler_comes_back(tmp_path: Path) -> Non
         assert supervisor.signal == signal.SIGINT
         assert not supervisor.wait_for("a", 60), "a signal ends the wait"
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_after_a_second_ctrl_c_all_roles_have_one_deadline_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "HASTE_S", 5.0)
+    with Supervisor(tmp_path) as supervisor:
+        roles = [supervisor.start(name, STUBBORN, {}) for name in ("rollout", "replay")]
+        until(lambda: all("deaf" in role.tail() for role in roles))
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+        supervisor.stop(["rollout"])
+        begun = time.monotonic()
+        supervisor.stop(["replay"])
+        assert time.monotonic() - begun < 5.0, "it got seconds of its own"
+    assert [role.code for role in roles] == [-signal.SIGKILL] * 2
 
 
 def test_a_pid_that_was_given_to_another_process_is_not_killed(tmp_path: Path) -> None:
