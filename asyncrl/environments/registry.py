@@ -16,7 +16,7 @@ from asyncrl.environments.openai.environment import OpenAI
 from asyncrl.environments.reasoning.environment import ReasoningGym
 from asyncrl.environments.search.environment import Search
 from asyncrl.environments.single_turn import SingleTurn
-from asyncrl.environments.stepped import Stepped, is_stepped
+from asyncrl.environments.stepped import Stepped, is_stepped, shared
 from asyncrl.environments.tools.environment import Tools
 from asyncrl.environments.tools.interpreter import Python
 from asyncrl.environments.verifiers.environment import Verifiers
@@ -89,20 +89,24 @@ def make_environment(
         overlong: as `data.overlong`.
 
     Raises:
-        ConfigError: as `find_environment`; or creating it failed; or it needs several turns and the model's chat has
-            one; or prompts are cut that it reads whole.
+        ConfigError: as `find_environment`; or creating it failed, or gave the same game twice; or it needs several
+            turns and the model's chat has one; or prompts are cut that it reads whole.
     """
     factory = find_environment(config)
     if factory is SingleTurn:
         return SingleTurn()
     try:
         made = factory(**config.args)
+        stepped = is_stepped(made) and not hasattr(made, "run")
+        fault = shared(made, factory(**config.args)) if stepped else ""
     except ConfigError:
         raise
     except Exception as error:  # user code at a process boundary: any exception refuses one setting
         why = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{SETTING}={config.name}: creating the environment failed: {why}") from error
-    if is_stepped(made) and not hasattr(made, "run"):
+    if fault:
+        raise ConfigError(f"{SETTING}={config.name}: {fault}")
+    if stepped:
         made = Stepped(factory, config.args)
     _check_run(config.name, made)
     refuse_cut(config.name, type(made), overlong)

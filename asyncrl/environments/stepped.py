@@ -20,6 +20,16 @@ def is_stepped(made: Any) -> bool:
     return all(callable(getattr(made, name, None)) for name in NEEDED)
 
 
+def shared(game: object, other: object) -> str:
+    """Why these two games of one factory cannot be played at once; empty if they can."""
+    if game is not other:
+        return ""
+    return (
+        f"it returned the same {type(game).__name__} twice, but each episode needs a game of its own, or those at once "
+        "move each other's. Create the object inside the function, and keep only what never changes outside"
+    )
+
+
 class Stepped(ChatEnvironment):
     """`reset(row)` returns what the policy reads before its first turn, besides the row's messages; `step(text)` takes
     its reply and returns `(what it reads next, reward, done)`, or Gymnasium's five values. Each reward belongs to its

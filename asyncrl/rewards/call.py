@@ -61,11 +61,11 @@ GroupReward = Callable[[Call], "list[Outcome] | Awaitable[list[Outcome]]"]
 
 @dataclass(frozen=True, slots=True)
 class CallClock:
-    """The deadline of each call of a reward, and the callbacks that report its progress."""
+    """The deadline of each call of one function of a reward, and the callbacks that report its progress."""
 
     timeout_s: float
     begin: Callable[[int], None]
-    """Called with the index of the completion in its group, or TOGETHER, when scoring of it begins."""
+    """Called with the index of the completion in its group, or WHOLE, or TOGETHER, when scoring of it begins."""
     watch: Callable[[int, Awaitable[Any]], Awaitable[Any]] = field(default=lambda place, awaitable: awaitable)
     """Wraps what is awaited, to report at each of its steps which completion it belongs to."""
     slots: asyncio.Semaphore | None = None

@@ -40,11 +40,11 @@ MOST_LEFT = 16
 """Limit on the calls that continue past their deadline and cannot be cancelled; the process is then replaced."""
 
 
-def reward_answers(what: str, clock: CallClock) -> tuple[Callable[..., Any], bool]:
+def reward_answers(what: str, clock_of: Callable[[int], CallClock]) -> tuple[Callable[..., Any], bool]:
     """Return `(completions, row, ids, finish reasons, turns) -> [[value, parts, turns] or [reason, why there is none],
     ...]`, and whether it uses ids, reasons and turns."""
     terms = [RewardTerm(**term | {"data_source": tuple(term["data_source"])}) for term in json.loads(what)]
-    reward = make_reward(terms, clock)
+    reward = make_reward(terms, clock_of)
 
     def answer(completions: list[str], row: dict[str, Any], ids: Any, finish_reasons: Any, turns: Any) -> Any:
         try:
@@ -66,7 +66,7 @@ def reward_answers(what: str, clock: CallClock) -> tuple[Callable[..., Any], boo
     return answer, reward.looks_at_tokens
 
 
-def filter_answers(what: str, clock: CallClock) -> tuple[Callable[..., Any], bool]:
+def filter_answers(what: str, _clock_of: Callable[[int], CallClock]) -> tuple[Callable[..., Any], bool]:
     """Return `(fields of a FinishedGroup) -> [keep, why not]`, and False."""
     judge = make_filter(json.loads(what))
 
@@ -88,7 +88,7 @@ def main(kind: str, what: str, timeout_s: float, at_once: int, progress_fd: int,
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     server = _Server(calls_fd, results_fd, mmap.mmap(progress_fd, PROGRESS_BYTES))
     try:
-        answers, looks_at_tokens = KINDS[kind](what, server.clock(timeout_s, at_once))
+        answers, looks_at_tokens = KINDS[kind](what, server.clocks(timeout_s, at_once))
     except AsyncRLError as error:
         _write(results_fd, pack_frame(["refused", str(error)]))
         return 2
@@ -115,9 +115,15 @@ class _Server:
         self._left: set[asyncio.Future[Any]] = set()
         """As `CallClock.left`."""
 
-    def clock(self, timeout_s: float, at_once: int) -> CallClock:
-        begin = functools.partial(begin_place, self._progress)
-        return CallClock(timeout_s, begin, self._watch, asyncio.Semaphore(at_once), self._left)
+    def clocks(self, timeout_s: float, at_once: int) -> Callable[[int], CallClock]:
+        """Return the clock of each function of a reward; those awaited share `at_once` slots."""
+        slots = asyncio.Semaphore(at_once)
+
+        def clock(term: int) -> CallClock:
+            begin = functools.partial(begin_place, self._progress, term)
+            return CallClock(timeout_s, begin, functools.partial(self._watch, begin), slots, self._left)
+
+        return clock
 
     def serve(self, answers: Callable[..., Any]) -> None:
         self._loop.add_reader(self._calls_fd, self._loop.stop)
@@ -158,23 +164,25 @@ class _Server:
         if not self._open:
             self._loop.stop()
 
-    def _watch(self, place: int, awaitable: Awaitable[Any]) -> Awaitable[Any]:
-        return _Watched(awaitable, self._progress, self._call.get(), place)
+    def _watch(self, begin: Callable[[int], None], place: int, awaitable: Awaitable[Any]) -> Awaitable[Any]:
+        return _Watched(awaitable, self._progress, self._call.get(), functools.partial(begin, place))
 
 
 class _Watched:
     """Reports to the pool at each step of a coroutine whose it is, so that one that blocks or crashes is blamed
     alone."""
 
-    def __init__(self, awaitable: Awaitable[Any], progress: mmap.mmap, call_id: int, place: int) -> None:
+    def __init__(
+        self, awaitable: Awaitable[Any], progress: mmap.mmap, call_id: int, begin_place: Callable[[], None]
+    ) -> None:
         self._steps = awaitable.__await__()
-        self._progress, self._call_id, self._place = progress, call_id, place
+        self._progress, self._call_id, self._begin_place = progress, call_id, begin_place
 
     def __await__(self) -> Generator[Any, Any, Any]:
         error: BaseException | None = None
         while True:
             begin_call(self._progress, self._call_id)
-            begin_place(self._progress, self._place)
+            self._begin_place()
             try:
                 step = self._steps.send(None) if error is None else self._steps.throw(error)
             except StopIteration as end:

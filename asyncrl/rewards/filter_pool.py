@@ -19,7 +19,7 @@ class FilterPool(FunctionPool):
     """
 
     def __init__(self, function: str, *, timeout_s: float) -> None:
-        super().__init__("filter", FilterError, function, json.dumps(function), workers=1, timeout_s=timeout_s)
+        super().__init__("filter", FilterError, [function], json.dumps(function), workers=1, timeout_s=timeout_s)
         self.name = filter_name(function)
 
     async def judge(self, group: FinishedGroup) -> Verdict:

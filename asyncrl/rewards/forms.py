@@ -23,7 +23,7 @@ from typing import Any
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.rewards.call import PER_COMPLETION, UNTIMED, Call, CallClock, GroupReward, Row, failed
 from asyncrl.rewards.score import NotApplicable, Outcome, to_score
-from asyncrl.rewards.wire import TOGETHER
+from asyncrl.rewards.wire import TOGETHER, WHOLE
 
 Function = Callable[..., Any]
 Parameters = Mapping[str, Parameter]
@@ -188,6 +188,7 @@ def _score_together(call: Callable[[], Any], size: int, name: str, clock: CallCl
             raise error
         return outcomes(returned)
 
+    clock.begin(WHOLE)
     returned = call()
     return later(returned) if inspect.isawaitable(returned) else outcomes(returned)
 

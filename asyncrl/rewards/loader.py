@@ -35,15 +35,18 @@ class MadeReward:
         return self.score(call)
 
 
-def make_reward(terms: Sequence[RewardTerm], clock: CallClock = UNTIMED) -> MadeReward:
+def make_reward(terms: Sequence[RewardTerm], clock_of: Callable[[int], CallClock] = lambda _: UNTIMED) -> MadeReward:
     """Return the reward that `reward.function` or `reward.functions` name.
+
+    Args:
+        clock_of: returns the clock of the function with this index in `terms`.
 
     Raises:
         ConfigError: a function cannot be loaded, created or called, or does not have such an argument.
     """
     loaded = [(term, *_load(term)) for term in terms]
-    score = combine([(term, adapt_reward(function, name, clock)) for term, function, name in loaded])
-    return MadeReward(score, any(looks_at_tokens(function) for _, function, _ in loaded))
+    adapted = [(term, adapt_reward(function, name, clock_of(at))) for at, (term, function, name) in enumerate(loaded)]
+    return MadeReward(combine(adapted), any(looks_at_tokens(function) for _, function, _ in loaded))
 
 
 def _load(term: RewardTerm) -> tuple[Callable[..., Any], str]:

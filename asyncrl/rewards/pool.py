@@ -62,7 +62,7 @@ class FunctionPool:
     Args:
         kind: `reward` or `filter`, see `child.KINDS`.
         error: exception that a failed call raises.
-        function: name of the function in failures.
+        functions: names in failures, of the functions of which the children's one is composed.
         what: description of what the children create, as JSON.
         workers: number of child processes.
         timeout_s: deadline of one call, counted from the moment it starts to run.
@@ -74,7 +74,7 @@ class FunctionPool:
         self,
         kind: str,
         error: type[AsyncRLError],
-        function: str,
+        functions: Sequence[str],
         what: str,
         *,
         workers: int,
@@ -83,13 +83,14 @@ class FunctionPool:
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         self._kind, self._error = kind, error
-        self._function, self._what = function, what
+        self._functions, self._what = functions, what
+        self._function = " + ".join(functions)
         self._at_once = at_once
         self._looks_at_tokens = False
         self._start_timeout_s = start_timeout_s
         self._workers = workers
         self._timeout_s = timeout_s
-        self._silence = Silence(f"the {kind} {function}")
+        self._silence = Silence(f"the {kind} {self._function}")
         self._processes: list[FunctionProcess] = []
         self._waiting: dict[int, _Call] = {}
         self._next_id = 1
@@ -220,15 +221,16 @@ class FunctionPool:
 
     def _blame(self, process: FunctionProcess, description: str) -> None:
         """Fail the call that was running when the process died, if one was."""
-        guilty, _, place = process.progress()
+        guilty, _, place, term = process.progress()
+        named = f"{self._functions[term]}: " if len(self._functions) > 1 else ""
         call = process.outstanding.pop(guilty, None)
         if call is None:
             self._blameless_deaths += 1
         elif process.overdue == guilty:
-            why = f"the call ran longer than reward.timeout_s={self._timeout_s:g} s and was killed"
+            why = f"{named}the call ran longer than reward.timeout_s={self._timeout_s:g} s and was killed"
             self._fail(call, CallEnded(why, "timed_out", place))
         else:
-            self._fail(call, CallEnded(f"the call ended its process ({description})", "exited", place))
+            self._fail(call, CallEnded(f"{named}the call ended its process ({description})", "exited", place))
 
     async def _start_process(self) -> None:
         process = FunctionProcess(self._on_message, self._on_death)
@@ -249,7 +251,7 @@ class FunctionPool:
                 log.warning("%s (reward.timeout_s=%g)", said, self._timeout_s)
 
     def _check_deadline(self, process: FunctionProcess) -> None:
-        call_id, began, place = process.progress()
+        call_id, began, place, _ = process.progress()
         now = time.monotonic()
         if call_id == IDLE:
             silent_s = now - max(process.heard_at, began)
@@ -307,7 +309,7 @@ class RewardPool(FunctionPool):
         super().__init__(
             "reward",
             RewardError,
-            " + ".join(term.name or term.function for term in terms),
+            [term.name or term.function for term in terms],
             json.dumps([asdict(term) for term in terms]),
             workers=workers,
             timeout_s=timeout_s,

@@ -8,8 +8,8 @@
                     [reason, why this one has none], ...]; token ids as int32 bytes, and nil for what is not passed
     of a filter:    (fields of a FinishedGroup) -> [keep, why not]
 
-The progress record lets the pool name the guilty call exactly, and the completion in it, after a timeout or a crash,
-although results are written in batches. Both ends are asyncrl's own processes on one machine.
+The progress record lets the pool name the guilty call exactly, and the function and completion in it, after a timeout
+or a crash, although results are written in batches. Both ends are asyncrl's own processes on one machine.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from asyncrl.types import Completion
 
 LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 256 << 20
-_ID, _CLOCK, _PLACE = range(3)
-PROGRESS_BYTES = 24
+_ID, _CLOCK, _PLACE, _TERM = range(4)
+PROGRESS_BYTES = 32
 IDLE = 0
 """Call id of the progress record between calls; real ids start at 1."""
 WHOLE, TOGETHER = -1, -2
@@ -86,6 +86,8 @@ class Progress(NamedTuple):
     """Time when this call, this completion of it, or idleness began, by the system-wide monotonic clock, in seconds."""
     place: int
     """Which of the call's completions is being scored, or WHOLE, or TOGETHER."""
+    term: int
+    """Index of the function that runs, of those of which a reward is composed."""
 
 
 def begin_call(progress: mmap.mmap, call_id: int) -> None:
@@ -94,21 +96,22 @@ def begin_call(progress: mmap.mmap, call_id: int) -> None:
     _whole_numbers(progress)[_ID] = call_id
 
 
-def begin_place(progress: mmap.mmap, place: int) -> None:
-    """Record that the running call is about to score this completion. The call id stays: if it were read as IDLE in
-    between, a process that was busy for long would look like one that hangs outside any call."""
+def begin_place(progress: mmap.mmap, term: int, place: int) -> None:
+    """Record that this function of the running call is about to score this completion. The call id stays: if it were
+    read as IDLE in between, a process that was busy for long would look like one that hangs outside any call."""
     memoryview(progress).cast("d")[_CLOCK] = time.monotonic()
-    _whole_numbers(progress)[_PLACE] = place
+    numbers = _whole_numbers(progress)
+    numbers[_TERM], numbers[_PLACE] = term, place
 
 
 def end_call(progress: mmap.mmap) -> None:
     _whole_numbers(progress)[_ID] = IDLE
-    begin_place(progress, WHOLE)
+    begin_place(progress, 0, WHOLE)
 
 
 def read_progress(progress: mmap.mmap) -> Progress:
     numbers = _whole_numbers(progress)
-    return Progress(numbers[_ID], memoryview(progress).cast("d")[_CLOCK], numbers[_PLACE])
+    return Progress(numbers[_ID], memoryview(progress).cast("d")[_CLOCK], numbers[_PLACE], numbers[_TERM])
 
 
 def _whole_numbers(progress: mmap.mmap) -> memoryview:

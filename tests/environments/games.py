@@ -38,6 +38,17 @@ class Pictures(Dig):
         self.observation_space = spaces.Box(0, 1, (3,))
 
 
+ONE = Dig()
+
+
+def one_for_all() -> gymnasium.Env[str, str]:
+    return ONE
+
+
+def one_in_wrappers() -> gymnasium.Env[str, str]:
+    return gymnasium.wrappers.TimeLimit(ONE, max_episode_steps=3)
+
+
 def no_game() -> object:
     return object()
 

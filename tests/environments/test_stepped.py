@@ -9,6 +9,7 @@ import pytest
 
 from asyncrl.environments.registry import find_environment, make_environment
 from asyncrl.environments.stepped import Stepped
+from asyncrl.errors import ConfigError
 from asyncrl.schema import EnvironmentConfig
 from tests.environments.talk import TOKENIZER, Scripted, exact, play, sampled_texts
 
@@ -37,6 +38,13 @@ class Gym(Count):
 class Wrong(Count):
     def step(self, text):
         return "no reward"
+
+
+ONE = Count()
+
+
+def one_for_all():
+    return ONE
 """
 
 
@@ -60,6 +68,11 @@ async def test_each_episode_has_a_game_of_its_own_and_the_sum_of_its_rewards(gam
     assert sampled_texts(episodes) == [f"{turn}<|im_end|>" for turn in turns]
     assert "Count to 3, beginning with 1." in TOKENIZER.decode(engine.requests[0].prompt_ids.tolist())
     exact(episodes, engine)
+
+
+def test_a_function_that_returns_one_game_to_all_episodes_is_refused(game: Any) -> None:
+    with pytest.raises(ConfigError, match="one_for_all: it returned the same Count twice"):
+        game("one_for_all")
 
 
 async def test_gymnasium_s_values_are_understood(game: Any) -> None:

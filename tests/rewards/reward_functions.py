@@ -53,6 +53,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info: Any = Non
     return {"score": float(solution_str == ground_truth), "easy": extra_info["easy"], "from": data_source}
 
 
+def hangs_for_all(completions, **columns):
+    time.sleep(600)
+
+
 def trl_lengths(prompts, completions, answer, **columns):
     assert len(prompts) == len(answer) == len(completions)
     return [len(c) if isinstance(c, str) else len(c[0]["content"]) for c in completions]

@@ -283,6 +283,7 @@ def test_token_ids_and_finish_reasons_reach_the_function_with_the_completions_th
 
     ended, cut, whole = run(scenario())
     assert isinstance(ended, RewardError) and ended.reason == "exited"
+    assert str(ended) == "ids + may: may: the call ended its process (exit code 3)"
     assert cut.parts == {"ids": 2.0, "ids/cut": 1.0, "may": 1.0}
     assert whole.parts == {"ids": 3.0, "ids/cut": 0.0, "may": 1.0}
 
@@ -294,6 +295,23 @@ def test_output_and_input_of_user_code_do_not_disturb_the_pipe():
             return await asyncio.gather(*noisy, pool.score(["a"], row("read_stdin")))
 
     assert all(scores[0].value == 1.0 for scores in run(scenario()))
+
+
+@sits_out
+async def one_of_several_hangs():
+    async def said_by(function: str) -> str:
+        names = {"long": "length", "judge": function, "last": "length"}
+        terms = [RewardTerm(name=name, function=f"{FILE}:{each}") for name, each in names.items()]
+        async with RewardPool(terms, workers=1, timeout_s=HANG_S) as pool:
+            (error,) = await asyncio.gather(pool.score(["hang"], row("")), return_exceptions=True)
+            return str(error)
+
+    return await asyncio.gather(said_by("mixed"), said_by("hangs_for_all"))
+
+
+def test_of_several_functions_the_one_that_hangs_is_named(came):
+    why = f"long + judge + last: judge: the call ran longer than reward.timeout_s={HANG_S:g} s and was killed"
+    assert came[one_of_several_hangs] == [why, why]
 
 
 @sits_out

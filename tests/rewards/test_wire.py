@@ -17,7 +17,7 @@ while True:
     call += 1
     begin_call(progress, call)
     for place in range(8):
-        begin_place(progress, place)
+        begin_place(progress, 0, place)
     end_call(progress)
 """
 
@@ -26,11 +26,11 @@ def test_the_progress_record_says_which_call_runs_since_when_and_where():
     progress = mmap.mmap(-1, PROGRESS_BYTES)
     begin_call(progress, 7)
     began = read_progress(progress)
-    begin_place(progress, 3)
+    begin_place(progress, 2, 3)
     now = read_progress(progress)
     end_call(progress)
 
-    assert (began.call_id, began.place) == (7, -1) and (now.call_id, now.place) == (7, 3)
+    assert (began.call_id, began.place, began.term) == (7, -1, 0) and (now.call_id, now.place, now.term) == (7, 3, 2)
     assert began.began <= now.began <= time.monotonic()
     assert read_progress(progress).call_id == IDLE
 

@@ -12,6 +12,7 @@ from typing import Any
 import gymnasium
 from gymnasium import spaces
 
+from asyncrl.environments.stepped import shared
 from asyncrl.errors import ConfigError
 from asyncrl.own_code import load_function
 
@@ -45,13 +46,13 @@ def maker(env: str, args: Mapping[str, Any]) -> Callable[[], Any]:
 
 
 def made_once(env: str, make: Callable[[], Any], actions: Sequence[str]) -> Game:
-    """Make one game, to learn its kinds of actions and observations.
+    """Make one game, to learn its kinds of actions and observations; and a second, which must be another.
 
     Raises:
-        ConfigError: it cannot be made or started, or is not a text game.
+        ConfigError: it cannot be made or started, is not a text game, or is one that was made before.
     """
     try:
-        inner = make()
+        inner, other = make(), make()
     except Exception as error:  # gymnasium's own, the user's, and those of their imports
         raise ConfigError(f"{SETTING}={env}: it cannot be created: {type(error).__name__}: {error}") from error
     lacking = [name for name in ("reset", "step", "action_space", "observation_space") if not hasattr(inner, name)]
@@ -61,13 +62,15 @@ def made_once(env: str, make: Callable[[], Any], actions: Sequence[str]) -> Game
         )
     game = Game(inner, actions)
     try:
-        fault = game.fault
+        fault = game.fault or shared(*(getattr(each, "unwrapped", each) for each in (inner, other)))
         if not fault:
             game.begin(0, None)
     except Exception as error:  # as above
         fault = f"it cannot be started: {type(error).__name__}: {error}"
     finally:
         game.close()
+        if other is not inner:
+            other.close()
     if fault:
         raise ConfigError(f"{SETTING}={env}: {fault}")
     return game
