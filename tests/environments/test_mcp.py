@@ -134,9 +134,20 @@ async def test_a_server_behind_an_address_is_called_and_found_again_after_its_re
         server.kill()
         server.wait()
         server = await _served(port)
-        for _ in range(2):  # the first may be what tells that the server has forgotten the session
-            _, engine = await play(tools, [call("multiply", a=6, b=9), "54"])
-        assert "\n54\n" in observed(engine)
+        _, engine = await play(tools, [call("count"), "ok"])
+        assert "\n1\n" in observed(engine), "the server has forgotten the session: no tool had seen the call"
+        _, engine = await play(tools, [call("die"), "ok"])
+        assert "Error: MCPError: " in observed(engine), "the call has run, and is not made again"
+        server.wait(60)
+        episodes, engine = await play(tools, [call("count"), "ok"])
+        assert "cannot be started again: environment.args.mcp: " in str(episodes.failures[0]), "nobody listens"
+        server = await _served(port)
+        _, engine = await play(tools, [call("count"), "ok"])
+        assert "\n1\n" in observed(engine)
+        server.kill()
+        server.wait()
+        episodes, engine = await play(tools, [call("count"), "ok"])
+        assert not episodes.trajectories, "the policy is told nothing of a server that was gone before the call"
     finally:
         tools.close()
         server.kill()

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import json
 import logging
 import os
 import shlex
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Self
 
+import httpx2
 from mcp import ClientSession, MCPError, StdioServerParameters
 from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
@@ -45,6 +47,10 @@ log = logging.getLogger(__name__)
 START_S = 120.0
 """Seconds for a server to start and list its tools."""
 STOP_S = 20.0
+CONNECT_S, SILENT_S = 30.0, 300.0
+"""Seconds to connect to an address, and between two bytes of an answer: the defaults of the package mcp."""
+SESSION = "mcp-session-id"
+"""HTTP header with which a request belongs to a session."""
 LOST = (CONNECTION_CLOSED, INVALID_REQUEST)
 """Codes of an MCPError of a ping after which a server has to be connected to anew: it has ended, or, behind an address,
 it was started again and does not know the session. Tools use the same codes for errors of their own."""
@@ -96,6 +102,32 @@ class Servers:
 
     def _submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+
+_NOT_TAKEN: contextvars.ContextVar[list[str]] = contextvars.ContextVar("not_taken")
+"""Of the call that this context makes: why no tool has seen it. Empty while one may have."""
+
+
+class _Client(httpx2.AsyncClient):
+    """Notes a call that reached no tool: nobody listens at the address, or the server does not know the session (404),
+    because it was started again."""
+
+    async def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
+        try:
+            response = await super().send(request, **options)
+        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+            self._note(request, f"{type(error).__name__}: {error}")
+            raise
+        # Without a session, 404 may be a tool's own error.
+        if response.status_code == 404 and SESSION in request.headers:
+            self._note(request, "it does not know the session")
+        return response
+
+    @staticmethod
+    def _note(request: httpx2.Request, why: str) -> None:
+        # A call's context also has the requests that follow it: the rest of its answer (GET), its cancellation.
+        if request.method == "POST" and json.loads(request.content).get("method") == "tools/call":
+            _NOT_TAKEN.get([]).append(why)
 
 
 class _Messages:
@@ -193,8 +225,18 @@ class _Server:
             self._link = None
 
     async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> str:
-        """Call a tool; returns the text that the policy reads. Raises EpisodeError: there is no server to call."""
-        link = self._link or await self._restarted()
+        """Call a tool; returns the text that the policy reads. A call that no tool has seen is made once more, on a new
+        connection. Raises EpisodeError: there is no server to call."""
+        for _ in range(2):
+            link, not_taken = self._link or await self._restarted(), list[str]()
+            _NOT_TAKEN.set(not_taken)
+            said = await self._called(link, name, arguments, timeout_s)
+            if not not_taken:
+                return said
+            self._leave(link.stop)
+        raise EpisodeError(f"environment.args.mcp: {self._place!r} takes no calls: {not_taken[0]}")
+
+    async def _called(self, link: _Link, name: str, arguments: dict[str, Any], timeout_s: float) -> str:
         try:
             async with asyncio.timeout(timeout_s):
                 result = await link.session.call_tool(name, arguments)
@@ -205,7 +247,8 @@ class _Server:
             return f"Error: the call took longer than {timeout_s:g} s"
         # Any error of the server or the library is returned to the policy, and ends no worker.
         except Exception as error:
-            await self._look(link, timeout_s)
+            if not _NOT_TAKEN.get():
+                await self._look(link, timeout_s)
             return f"Error: {type(error).__name__}: {error}"
         text = "\n".join(_said(part) for part in result.content)
         if not text and result.structured_content is not None:
@@ -270,9 +313,19 @@ class _Server:
 def _streams(place: str) -> AbstractAsyncContextManager[Any]:
     """Connect to a server at an address, or start one with a command."""
     if place.startswith(("http://", "https://")):
-        return streamable_http_client(place)
+        return _reached(place)
     words = shlex.split(place)
     return stdio_client(StdioServerParameters(command=words[0], args=words[1:], env=dict(os.environ)))
+
+
+@contextlib.asynccontextmanager
+async def _reached(address: str) -> AsyncIterator[Any]:
+    timeout = httpx2.Timeout(CONNECT_S, read=SILENT_S)
+    async with (
+        _Client(follow_redirects=True, timeout=timeout) as client,
+        streamable_http_client(address, http_client=client) as streams,
+    ):
+        yield streams
 
 
 def _said(part: ContentBlock) -> str:
