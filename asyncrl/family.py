@@ -208,10 +208,10 @@ def bury(parent: int) -> None:
         time.sleep(0.1)
 
 
-def marked(mark: str) -> set[ProcessId]:
-    """This user's processes that were started with this mark; none for an empty mark. A process that overwrites its
-    environment with a title, as Ray's do once they run, is not found."""
-    found, entry = set[ProcessId](), f"{MARK}={mark}".encode()
+def marked(mark: str, name: str = MARK) -> set[ProcessId]:
+    """This user's processes that were started with this mark in the environment variable `name`; none for an empty
+    mark. A process that overwrites its environment with a title, as Ray's do once they run, is not found."""
+    found, entry = set[ProcessId](), f"{name}={mark}".encode()
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if mark else ():
         process = ProcessId.of(pid)
         with contextlib.suppress(OSError):  # it has ended or belongs to another user

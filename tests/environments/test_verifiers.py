@@ -21,6 +21,7 @@ from asyncrl.environments.verifiers.host import Host, built
 from asyncrl.environments.verifiers.hosted import Hosted
 from asyncrl.environments.verifiers.rows import rows
 from asyncrl.errors import ConfigError, EpisodeError
+from asyncrl.family import ProcessId
 from asyncrl.schema import EnvironmentConfig
 from tests.environments.talk import TOKENIZER, Scripted, call, exact, play, sampled_texts
 
@@ -130,6 +131,37 @@ print(json.dumps({"ready": True}), flush=True)
 for line in sys.stdin:
     print(json.dumps({"id": json.loads(line)["id"], "score": 1.0, "parts": {}}), flush=True)
 """
+
+
+LEAVES = """import json, subprocess, sys
+sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
+child = subprocess.Popen(sleeps, start_new_session=True, stdout=subprocess.DEVNULL)
+print(json.dumps({"ready": True}), flush=True)
+asked = json.loads(sys.stdin.readline())
+print(json.dumps({"id": asked["id"], "score": float(child.pid), "parts": {}}), flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("killed", [True, False])
+async def test_what_an_environment_started_does_not_outlive_its_process(
+    killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "leaving_host.py").write_text(LEAVES)
+    monkeypatch.setattr(hosted, "MODULE", "leaving_host")
+    process = Hosted({}, str(tmp_path))
+    try:
+        child = ProcessId.of(int((await process.run({}))["score"]))
+        assert child is not None and child.running()
+        if killed:
+            assert process._process is not None
+            process._process.kill()
+            async with asyncio.timeout(60):
+                while child.running():
+                    await asyncio.sleep(0.01)
+    finally:
+        await process.close()
+    assert not child.running()
 
 
 async def test_a_start_goes_on_when_the_episode_that_began_it_is_given_up(

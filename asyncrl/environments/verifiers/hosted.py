@@ -9,11 +9,13 @@ import json
 import logging
 import os
 import sys
+import time
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.errors import EpisodeError
-from asyncrl.family import describe_exit
+from asyncrl.family import BURIAL_S, describe_exit, marked
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +25,8 @@ START_S = 600.0
 STOP_S = 15.0
 """Seconds for servers and sandboxes to be shut down."""
 LINE_BYTES = 64 << 20
+MARK = "ASYNCRL_VERIFIERS"
+"""Environment variable inherited by everything that a taskset or harness starts, in sessions of its own."""
 
 
 def surroundings(path: str) -> dict[str, str]:
@@ -46,6 +50,7 @@ class Hosted:
         self._reading: asyncio.Task[None] | None = None
         self._open: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._numbers = itertools.count(1)
+        self._mark = uuid.uuid4().hex
 
     async def run(self, episode: Mapping[str, Any]) -> dict[str, Any]:
         """Run one episode; returns `score` and `parts`.
@@ -82,10 +87,11 @@ class Hosted:
 
     async def _start(self) -> None:
         """waits for: the process's first line; unblocked by: that, its end, or START_S."""
+        await self._end_leftovers()
         arguments = (sys.executable, "-m", MODULE, self._settings)
-        pipe = asyncio.subprocess.PIPE
+        pipe, env = asyncio.subprocess.PIPE, surroundings(self._path) | {MARK: self._mark}
         self._process = await asyncio.create_subprocess_exec(
-            *arguments, stdin=pipe, stdout=pipe, env=surroundings(self._path), limit=LINE_BYTES
+            *arguments, stdin=pipe, stdout=pipe, env=env, limit=LINE_BYTES
         )
         assert self._process.stdout is not None
         try:
@@ -116,6 +122,18 @@ class Hosted:
         for answer in self._open.values():
             if not answer.done():
                 answer.set_exception(EpisodeError(why))
+        await self._end_leftovers()
+
+    async def _end_leftovers(self) -> None:
+        """Kill what the process started and did not end: it was killed, or forgot it.
+
+        waits for: their ends; unblocked by: those, or BURIAL_S.
+        """
+        deadline = time.monotonic() + BURIAL_S
+        while (left := marked(self._mark, MARK)) and time.monotonic() < deadline:
+            for each in left:
+                each.kill()
+            await asyncio.sleep(0.05)
 
     def _write(self, message: Mapping[str, Any]) -> None:
         assert self._process is not None and self._process.stdin is not None
@@ -141,3 +159,4 @@ class Hosted:
             await process.wait()
         if self._reading is not None:
             await self._reading
+        await self._end_leftovers()
