@@ -25,11 +25,11 @@ from asyncrl.engines.factory import make_engine
 from asyncrl.engines.stop_text import end_by_text
 from asyncrl.engines.vllm import settings as vllm_settings
 from asyncrl.engines.vllm.engine import VllmEngine
-from asyncrl.engines.vllm.loop import LoopThread
 from asyncrl.engines.vllm.requests import sampling_of
 from asyncrl.engines.vllm.sibling import Sibling
 from asyncrl.engines.vllm.sockets import MEMORY
 from asyncrl.errors import ConfigError, EngineDiedError
+from asyncrl.loops import LoopThread
 from asyncrl.storage.held import clear_away, shared_by
 from asyncrl.weights.factory import make_publisher, make_subscriber
 from tests.engines.test_stop_text import said, stopping

@@ -33,11 +33,11 @@ from asyncrl.engines.server.link import SILENT_S, Load, ServerLink
 from asyncrl.engines.server.router import Router
 from asyncrl.engines.server.servers import Server
 from asyncrl.engines.server.terms import LOOK_TIMEOUT_S
-from asyncrl.engines.vllm.loop import LoopThread
 from asyncrl.engines.vllm.names import shape_of
 from asyncrl.engines.vllm.receiver import SEAT
 from asyncrl.engines.vllm.sibling import Sibling, check_request
 from asyncrl.errors import ConfigError, EngineDiedError, GenerationError
+from asyncrl.loops import LoopThread, together
 from asyncrl.schema import Config
 from asyncrl.types import NO_VERSION, Completion
 
@@ -278,14 +278,7 @@ class ServerEngine(ABC):
         siblings = [Sibling(request, member, next(self._numbers)) for member in range(request.n)]
         url = await self._place(request, request.n)
         tasks = [asyncio.create_task(self._sample(sibling, url)) for sibling in siblings]
-        try:
-            return list(await asyncio.gather(*tasks))
-        except BaseException:
-            # One failed or all are cancelled: the others must not continue for nobody.
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            raise
+        return await together(*tasks)
 
     async def _place(self, request: GenerateRequest, sequences: int) -> str:
         """waits for: a server with our weights; unblocked by: one that has received them, or the end of patience."""

@@ -30,7 +30,6 @@ from asyncrl.engines.lora import AdapterTable
 from asyncrl.engines.parameters import ParameterTable
 from asyncrl.engines.vllm.admission import AdmissionQueue, AdmissionWindow, KvLoad
 from asyncrl.engines.vllm.client import VllmClient
-from asyncrl.engines.vllm.loop import LoopThread
 from asyncrl.engines.vllm.names import load_staged
 from asyncrl.engines.vllm.receiver import StagedInWorkers, VllmReceiver
 from asyncrl.engines.vllm.requests import completion_of, sampling_of
@@ -39,6 +38,7 @@ from asyncrl.engines.vllm.sibling import Sibling, check_request, version_label
 from asyncrl.engines.vllm.sockets import memory_in, sockets_in
 from asyncrl.engines.vllm.stats import EngineMeter
 from asyncrl.errors import EngineDiedError, GenerationError
+from asyncrl.loops import LoopThread, together
 from asyncrl.schema import Config
 from asyncrl.spans import moment
 from asyncrl.types import NO_VERSION, Completion
@@ -208,14 +208,9 @@ class VllmEngine:
         siblings = [Sibling(request, member, next(self._numbers)) for member in range(request.n)]
         tasks = [asyncio.create_task(self._sample(sibling)) for sibling in siblings]
         try:
-            return list(await asyncio.gather(*tasks))
-        except BaseException:
-            # One failed or all are cancelled: the others must not continue for nobody.
-            self._counts["cancelled"] += sum(not task.done() for task in tasks)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            raise
+            return await together(*tasks)
+        finally:
+            self._counts["cancelled"] += sum(task.cancelled() for task in tasks)
 
     async def _sample(self, sibling: Sibling) -> Completion:
         """waits for: a slot, then its last token; starts again each time weights overtake its first token."""

@@ -15,9 +15,7 @@ import json
 import logging
 import os
 import shlex
-import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -41,6 +39,7 @@ from mcp_types import (
 from asyncrl.chat.base import ToolSpec
 from asyncrl.environments.tools.calling import Call
 from asyncrl.errors import ConfigError, EpisodeError
+from asyncrl.loops import LoopThread
 
 log = logging.getLogger(__name__)
 
@@ -71,15 +70,13 @@ class Servers:
 
     def __init__(self, places: Sequence[str], timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True)
-        self._thread.start()
+        self._loop = LoopThread("mcp")
         self._servers = [_Server(place) for place in places]
         self._owner: dict[str, _Server] = {}
         self.specs: list[ToolSpec] = []
         try:
             for server in self._servers:
-                for spec in self._submit(server.start()).result():
+                for spec in self._loop.submit(server.start()).result():
                     self._owner[spec["function"]["name"]] = server
                     self.specs.append(spec)
         except BaseException:
@@ -90,18 +87,14 @@ class Servers:
         return contextlib.nullcontext(self._call)
 
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        future = self._submit(self._owner[name].call(name, dict(arguments), self.timeout_s))
+        future = self._loop.submit(self._owner[name].call(name, dict(arguments), self.timeout_s))
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
         for server in self._servers:
             with contextlib.suppress(FutureTimeout):
-                self._submit(server.stop()).result(STOP_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(STOP_S)
-
-    def _submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+                self._loop.submit(server.stop()).result(STOP_S)
+        self._loop.close()
 
 
 _NOT_TAKEN: contextvars.ContextVar[list[str]] = contextvars.ContextVar("not_taken")

@@ -24,6 +24,7 @@ from asyncrl.environments.base import Decode, Encode, Environment, Episodes, Epi
 from asyncrl.environments.faults import FAILURES
 from asyncrl.errors import AsyncRLError, ContextFullError, DataError, EpisodeError, IncompleteGroupError, RewardError
 from asyncrl.evaluation.orders import EvalAssignment, EvalResult
+from asyncrl.loops import together
 from asyncrl.rewards.score import Outcome
 from asyncrl.rollout.groups.evaluated import EvaluatedSet
 from asyncrl.rollout.rewards.parts import RewardParts
@@ -84,18 +85,10 @@ class EpisodeRunner:
         started_at = time.time()
         name = order_name(assignment)
         # Side by side: one after the other would double the time that a group takes.
-        both = (
+        episodes, greedy = await together(
             asyncio.create_task(self._run_members(prompt, shape, sampling, name=name, seed=assignment.seed)),
             asyncio.create_task(self._run_greedy(prompt, shape, name)),
         )
-        try:
-            episodes, greedy = await asyncio.gather(*both)
-        except BaseException:
-            # One failed or both are cancelled: the other would generate on for nobody, beyond the worker's slots.
-            for task in both:
-                task.cancel()
-            await asyncio.gather(*both, return_exceptions=True)
-            raise
         return TrajectoryGroup(
             group_id=assignment.group_id,
             prompt_index=assignment.prompt_index,

@@ -1,4 +1,4 @@
-"""An event loop on its own thread: vLLM never blocks the worker's loop, and any thread may call in."""
+"""Event loops on threads of their own, and tasks that end together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,21 @@ from asyncrl.errors import EngineDiedError
 T = TypeVar("T")
 
 
+async def together(*tasks: asyncio.Task[Any]) -> list[Any]:
+    """Return the results of all tasks. If one fails, or the caller is cancelled, all have ended when this raises: the
+    others must not go on for nobody."""
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
 class LoopThread:
+    """An event loop that never blocks the caller's, and that any thread may call into."""
+
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
