@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 from collections.abc import Iterator
-from typing import Protocol
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from asyncrl.checks.addresses import is_private, resolved
@@ -17,32 +17,34 @@ PROBE_TOKENS = 24
 """Tokens of one of the canary's probes. A server must hold more: none scores without generating a token."""
 
 
-class Holds(Protocol):
-    """Facts about the lengths that a server can hold."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerFacts:
+    """What a server reports about itself. Raises ValueError if it could hold no sequence."""
 
-    @property
-    def max_length(self) -> int:
-        """Tokens of prompt and completion together."""
-        ...
+    max_length: int
+    """Tokens of prompt and completion together."""
+    spared: int
+    """How many of `max_length` a prompt must leave free."""
+    width: int
+    """Number of processes that hold the model."""
+    option: str
+    """The option that sets its length."""
+    option_adds: int = 0
+    """How much more than `max_length` that option must be."""
 
-    @property
-    def spared(self) -> int:
-        """How many of `max_length` a prompt must leave free."""
-        ...
-
-    def to_hold(self, tokens: int) -> str:
-        """The option with which a server has this `max_length`."""
-        ...
+    def __post_init__(self) -> None:
+        if self.max_length < 1 or self.width < 1:
+            raise ValueError("no room for a sequence")
 
 
-def too_short(url: str, holds: Holds, config: Config, beside: int = 0) -> str:
+def too_short(url: str, facts: ServerFacts, config: Config, beside: int = 0) -> str:
     """Why such a server cannot be used by a run of this config; empty where it can.
 
     Args:
         beside: what the servers hold that the run goes on with.
     """
     prompt, new = config.data.max_prompt_tokens, config.rollout.max_new_tokens
-    free, probe = prompt + holds.spared, PROBE_TOKENS + holds.spared
+    free, probe = prompt + facts.spared, PROBE_TOKENS + facts.spared
     wanted = {
         f"data.max_prompt_tokens={prompt} + rollout.max_new_tokens={new} = {prompt + new}": prompt + new,
         f"the canary takes {probe}": probe,
@@ -50,11 +52,11 @@ def too_short(url: str, holds: Holds, config: Config, beside: int = 0) -> str:
         f"a prompt of data.max_prompt_tokens={prompt} takes {free}": free,
     }
     what, most = max(wanted.items(), key=lambda item: item[1])
-    if holds.max_length >= most:
+    if facts.max_length >= most:
         return ""
     return (
-        f"engine.urls: {url} cannot be used: it holds {holds.max_length} tokens, and {what}. Start it with "
-        f"{holds.to_hold(most)}"
+        f"engine.urls: {url} cannot be used: it holds {facts.max_length} tokens, and {what}. Start it with "
+        f"{facts.option} {most + facts.option_adds}"
     )
 
 

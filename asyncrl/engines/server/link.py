@@ -7,13 +7,13 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.checks.servers import Holds
+from asyncrl.checks.servers import ServerFacts
 from asyncrl.engines.server.answers import Answer, ServerGoneError
 from asyncrl.engines.vllm.sibling import Sibling
 from asyncrl.errors import AsyncRLError, ConfigError, GenerationError
@@ -23,15 +23,6 @@ SILENT_S = 30.0
 sooner: when this machine is too busy to run the engine, that would lose all servers at once."""
 BROKEN = 500
 """Status codes from here on: servers answer with them when their engine process is gone."""
-
-
-class Facts(Holds, Protocol):
-    """Facts about one server."""
-
-    @property
-    def width(self) -> int:
-        """Number of processes that hold the model."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +65,7 @@ class ServerLink(ABC):
         )
 
     @abstractmethod
-    async def facts(self, dtype: str, shape: Mapping[str, Any] | None) -> Facts:
+    async def facts(self, dtype: str, shape: Mapping[str, Any] | None) -> ServerFacts:
         """Return the server's facts. Args: dtype: dtype that the run expects engines to compute in, or empty. shape:
         shape of our model, from `names.shape_of`; None skips that check.
 
@@ -164,6 +155,9 @@ class ServerLink(ABC):
             raise self._gone(error) from error
         if answer.status_code not in (400, 422):  # an empty request is refused with one of these
             self._refuse(answer, path)
+
+    def unusable(self, why: str) -> ConfigError:
+        return ConfigError(f"engine.urls: {self.url} cannot be used: {why}")
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from asyncrl.checks.servers import ServerFacts
 from asyncrl.engines.server.answers import ServerGoneError
-from asyncrl.engines.server.link import Facts, Load, ServerLink
+from asyncrl.engines.server.link import Load, ServerLink
 from asyncrl.engines.vllm.admission import AdmissionQueue, AdmissionWindow
 from asyncrl.engines.vllm.sibling import Sibling
 from asyncrl.types import NO_VERSION
@@ -18,7 +19,7 @@ class Server:
 
     def __init__(self, link: ServerLink, sequences: int) -> None:
         self.link = link
-        self.facts: Facts | None = None
+        self.facts: ServerFacts | None = None
         self.serves = False
         self.version = NO_VERSION
         self.arrivals = 0
@@ -35,7 +36,7 @@ class Server:
     def url(self) -> str:
         return self.link.url
 
-    def arrive(self, facts: Facts) -> None:
+    def arrive(self, facts: ServerFacts) -> None:
         self.facts, self.silent_since, self.version = facts, None, NO_VERSION
         self.arrivals += 1
 

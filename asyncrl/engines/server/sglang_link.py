@@ -15,7 +15,6 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.checks.architecture import of_its_decoder
+from asyncrl.checks.servers import ServerFacts
 from asyncrl.engines.server.answers import TOLD_EVERY, Answer, ServerGoneError
 from asyncrl.engines.server.link import Load, ServerLink
 from asyncrl.engines.server.terms import LOOK_TIMEOUT_S
 from asyncrl.engines.vllm.names import SHAPE_KEYS
 from asyncrl.engines.vllm.sibling import Sibling
-from asyncrl.errors import ConfigError, GenerationError
+from asyncrl.errors import GenerationError
 
 START_IT = "Start it as docs/servers.md says: python -m sglang.launch_server --model-path MODEL"
 ALONE = ("dp_size", "pp_size", "tokenizer_worker_num")
@@ -44,35 +44,22 @@ sequence after C - 2 tokens, prompt included."""
 DTYPES = {"float": "float32", "half": "float16"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SglangFacts:
-    """Facts about one server. Implements `link.Facts`."""
-
-    settings: Mapping[str, Any]
-    """/server_info: the arguments that it was started with, and its scheduler's state."""
-
-    @property
-    def max_length(self) -> int:
-        return int(self.settings["max_req_input_len"]) + REPORTED_LESS
-
-    @property
-    def spared(self) -> int:
-        return REPORTED_LESS + 1
-
-    def to_hold(self, tokens: int) -> str:
-        return f"--context-length {tokens + CONTEXT_MORE}"
-
-    @property
-    def width(self) -> int:
-        return int(self.settings["tp_size"])
+def facts_of(settings: Mapping[str, Any]) -> ServerFacts:
+    """Args: settings: /server_info, with the arguments that it was started with, and its scheduler's state."""
+    return ServerFacts(
+        max_length=int(settings["max_req_input_len"]) + REPORTED_LESS,
+        spared=REPORTED_LESS + 1,
+        width=int(settings["tp_size"]),
+        option="--context-length",
+        option_adds=CONTEXT_MORE,
+    )
 
 
 def problems(
-    facts: SglangFacts, model: Mapping[str, Any], dtype: str, shape: Mapping[str, Any] | None
+    settings: Mapping[str, Any], model: Mapping[str, Any], dtype: str, shape: Mapping[str, Any] | None
 ) -> Iterator[str]:
-    """Yield the reasons why this server cannot be used. Args: model: /model_info. dtype, shape: as
-    `ServerLink.facts`."""
-    settings = facts.settings
+    """Yield the reasons why this server cannot be used. Args: settings: as for `facts_of`. model: /model_info. dtype,
+    shape: as `ServerLink.facts`."""
     if "weight_version" not in model:
         yield "its /model_info does not say which weights it has: it is too old. Start a newer SGLang"
     for key in ALONE:
@@ -91,8 +78,6 @@ def problems(
         our = (shape or {}).get(key)
         if our is not None and their is not None and our != their:
             yield f"its model has {key}={their}, but model.path has {our}: it would die at the first load. {AS_OURS}"
-    if facts.max_length < 1 or facts.width < 1:
-        yield "it has no room for a sequence"
 
 
 def _started_with(settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -121,7 +106,7 @@ class SglangLink(ServerLink):
         self._unanswered: tuple[str, Any] | None = None
         """Label and process of a load that may still be running."""
 
-    async def facts(self, dtype: str, shape: Mapping[str, Any] | None) -> SglangFacts:
+    async def facts(self, dtype: str, shape: Mapping[str, Any] | None) -> ServerFacts:
         # Not /health, which generates a token: a server left paused by a dead worker never does.
         model = await self.ask("GET", "/model_info")
         label = str(self.part(model, "weight_version"))
@@ -133,13 +118,14 @@ class SglangLink(ServerLink):
                     f"{self.url} may still be loading {self._unanswered[0]}. If this does not end, restart it"
                 )
             self._unanswered = None
-        facts = SglangFacts(settings=settings)
         try:
-            why = next(problems(facts, model, dtype, shape), "")
+            why, facts = next(problems(settings, model, dtype, shape), ""), facts_of(settings)
         except (KeyError, TypeError, ValueError) as error:
-            why = f"its /server_info has an unknown form ({type(error).__name__}: {error}). Start a newer SGLang"
+            raise self.unusable(
+                f"its /server_info has an unknown form ({type(error).__name__}: {error}). Start a newer SGLang"
+            ) from error
         if why:
-            raise ConfigError(f"engine.urls: {self.url} cannot be used: {why}")
+            raise self.unusable(why)
         await self.check_generation("/generate")
         return facts
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from asyncrl.checks.servers import ServerFacts
 from asyncrl.engines.vllm.names import BACKEND, EXTENSION, PROTOCOL, SHAPE_KEYS
 
 LOOK_TIMEOUT_S = 10.0
@@ -14,32 +14,6 @@ START_IT = (
     '--logprobs-mode processed_logprobs --weight-transfer-config \'{"backend": "asyncrl"}\' '
     "--worker-extension-cls asyncrl.engines.vllm.plugin.WorkerExtension"
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VllmFacts:
-    """Facts about one server. Implements `link.Facts`."""
-
-    version: str
-    """Version of vLLM."""
-    settings: Mapping[str, Any]
-    """`vllm_config` of /server_info."""
-
-    @property
-    def max_length(self) -> int:
-        return int(self.settings["model_config"]["max_model_len"])
-
-    @property
-    def spared(self) -> int:
-        return 1
-
-    def to_hold(self, tokens: int) -> str:
-        return f"--max-model-len {tokens}"
-
-    @property
-    def width(self) -> int:
-        """Number of processes that hold the model."""
-        return int(self.settings["parallel_config"]["tensor_parallel_size"])
 
 
 ALONE = ("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size")
@@ -55,12 +29,22 @@ NONE_OF = {
 differ from the recorded ones (`checks.engine` explains each for engine=vllm), or were never tried."""
 
 
-def problems(facts: VllmFacts, dtype: str) -> Iterator[str]:
-    """Yield the reasons why this server cannot be used; `dtype`: that the run expects engines to compute in, or
-    empty."""
-    settings, model = facts.settings, facts.settings["model_config"]
-    if tuple(facts.version.split(".")[:2]) != ("0", "32"):
-        yield f"it runs vLLM {facts.version}, but only 0.32 was tested. Start that version"
+def facts_of(settings: Mapping[str, Any]) -> ServerFacts:
+    """Args: settings: `vllm_config` of /server_info."""
+    return ServerFacts(
+        max_length=int(settings["model_config"]["max_model_len"]),
+        spared=1,
+        width=int(settings["parallel_config"]["tensor_parallel_size"]),
+        option="--max-model-len",
+    )
+
+
+def problems(version: str, settings: Mapping[str, Any], dtype: str) -> Iterator[str]:
+    """Yield the reasons why this server cannot be used. Args: version: of vLLM. settings: as for `facts_of`. dtype:
+    that the run expects engines to compute in, or empty."""
+    model = settings["model_config"]
+    if tuple(version.split(".")[:2]) != ("0", "32"):
+        yield f"it runs vLLM {version}, but only 0.32 was tested. Start that version"
     backend = (settings.get("weight_transfer_config") or {}).get("backend")
     extension = settings["parallel_config"].get("worker_extension_cls")
     if backend != BACKEND or extension != EXTENSION:

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.checks.servers import ServerFacts
 from asyncrl.engines.server.answers import Answer, ServerGoneError, generation_body
 from asyncrl.engines.server.link import Load, ServerLink
-from asyncrl.engines.server.terms import LOOK_TIMEOUT_S, START_IT, VllmFacts, differences, problems
+from asyncrl.engines.server.terms import LOOK_TIMEOUT_S, START_IT, differences, facts_of, problems
 from asyncrl.engines.vllm.names import load_staged
 from asyncrl.engines.vllm.sibling import Sibling
-from asyncrl.errors import ConfigError, GenerationError
+from asyncrl.errors import GenerationError
 
 GENERATE = "/inference/v1/generate"
 GAUGES = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
@@ -31,21 +32,21 @@ class VllmLink(ServerLink):
     kind, start_it = "vLLM", START_IT
     tells_spans = True
 
-    async def facts(self, dtype: str, shape: Mapping[str, Any] | None) -> VllmFacts:
-        said = await self.get("/server_info?config_format=json", "vllm_config")  # the first call takes seconds
-        facts = VllmFacts(version=await self.get("/version", "version", LOOK_TIMEOUT_S), settings=said)
+    async def facts(self, dtype: str, shape: Mapping[str, Any] | None) -> ServerFacts:
+        settings = await self.get("/server_info?config_format=json", "vllm_config")  # the first call takes seconds
+        version = await self.get("/version", "version", LOOK_TIMEOUT_S)
         try:
-            why = next(problems(facts, dtype), "")
-            if not why and not (facts.max_length and facts.width):
-                why = "it has no room for a sequence"
+            why, facts = next(problems(version, settings, dtype), ""), facts_of(settings)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            why = f"its /server_info is not that of vLLM 0.32 ({type(error).__name__}: {error}). Start that version"
+            raise self.unusable(
+                f"its /server_info is not that of vLLM 0.32 ({type(error).__name__}: {error}). Start that version"
+            ) from error
         if not why:
             await self.check_generation(GENERATE)
         if not why and shape is not None:
             why = next(differences(shape, await self.call_workers("asyncrl_model", ())), "")
         if why:
-            raise ConfigError(f"engine.urls: {self.url} cannot be used: {why}")
+            raise self.unusable(why)
         return facts
 
     async def label(self, timeout_s: float) -> str:

@@ -19,7 +19,7 @@ from asyncrl.engines.server import engine as server_engine
 from asyncrl.engines.server import sglang_servers
 from asyncrl.engines.server.answers import Answer, ServerGoneError
 from asyncrl.engines.server.link import Load
-from asyncrl.engines.server.sglang_link import SglangFacts, SglangLink, problems
+from asyncrl.engines.server.sglang_link import SglangLink, facts_of, problems
 from asyncrl.engines.server.sglang_servers import SglangServers
 from asyncrl.errors import ContextFullError, EngineDiedError, GenerationError
 from asyncrl.schema import Config
@@ -206,12 +206,12 @@ def read(*chunks: dict[str, Any]) -> Answer:
 
 def test_one_that_was_started_with_a_model_of_another_shape_would_end_at_the_first_load(tmp_path):
     (tmp_path / "config.json").write_text('{"vocab_size": 272, "hidden_size": 64, "head_dim": null}')
-    facts = SglangFacts(settings=SETTINGS | {"model_path": str(tmp_path)})
+    settings = SETTINGS | {"model_path": str(tmp_path)}
     shape, info = {"vocab_size": 264, "hidden_size": 64, "head_dim": 32}, {"weight_version": "default"}
-    (why,) = problems(facts, info, "float32", shape)
+    (why,) = problems(settings, info, "float32", shape)
     assert "vocab_size=272, but model.path has 264" in why
-    assert not list(problems(facts, info, "float32", None))
-    assert not list(problems(facts, info, "float32", shape | {"vocab_size": 272}))
+    assert not list(problems(settings, info, "float32", None))
+    assert not list(problems(settings, info, "float32", shape | {"vocab_size": 272}))
 
 
 def test_chunks_have_all_tokens_or_the_new_ones():
@@ -254,9 +254,9 @@ def test_a_request_that_is_refused_in_the_stream_is_no_lost_server():
 def test_one_that_cannot_be_used_is_told_why(settings, model, said):
     shape = {"architectures": ["Qwen3ForCausalLM"]}
     info = {"weight_version": "default"} | shape if model is None else model
-    (why, *_) = problems(SglangFacts(settings=SETTINGS | settings), info, "float32", shape)
+    (why, *_) = problems(SETTINGS | settings, info, "float32", shape)
     assert said in why
-    assert not list(problems(SglangFacts(settings=SETTINGS), {"weight_version": "default"} | shape, "float32", shape))
+    assert not list(problems(SETTINGS, {"weight_version": "default"} | shape, "float32", shape))
 
 
 def test_a_context_two_tokens_longer_than_prompt_and_completion_is_enough_and_one_shorter_would_cut_the_end():
@@ -265,9 +265,7 @@ def test_a_context_two_tokens_longer_than_prompt_and_completion_is_enough_and_on
     def said(context: int, prompt: int, new: int) -> str:
         config = Config()
         config.data.max_prompt_tokens, config.rollout.max_new_tokens = prompt, new
-        return too_short(
-            "http://127.0.0.1:1", SglangFacts(settings=SETTINGS | {"max_req_input_len": context - 6}), config
-        )
+        return too_short("http://127.0.0.1:1", facts_of(SETTINGS | {"max_req_input_len": context - 6}), config)
 
     assert said(66, 24, 40) == ""
     assert "it holds 63 tokens" in said(65, 24, 40) and "= 64. Start it with --context-length 66" in said(65, 24, 40)

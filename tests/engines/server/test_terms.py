@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl.checks.servers import connected_at
-from asyncrl.engines.server.terms import VllmFacts, differences, problems
+from asyncrl.engines.server.terms import differences, facts_of, problems
 from asyncrl.engines.vllm.names import BACKEND, EXTENSION, PROTOCOL, shape_of
 
 SETTINGS: dict[str, Any] = {
@@ -27,25 +27,24 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def changed(*path: str, to: Any) -> VllmFacts:
+def changed(*path: str, to: Any) -> dict[str, Any]:
     settings = copy.deepcopy(SETTINGS)
     inner = settings
     for key in path[:-1]:
         inner = inner[key]
     inner[path[-1]] = to
-    return VllmFacts(version="0.32.0", settings=settings)
+    return settings
 
 
 def test_a_server_as_the_page_says_is_taken():
-    facts = VllmFacts(version="0.32.1", settings=SETTINGS)
-    assert list(problems(facts, "float32")) == [] and list(problems(facts, "")) == []
+    facts = facts_of(SETTINGS)
+    assert list(problems("0.32.1", SETTINGS, "float32")) == [] and list(problems("0.32.1", SETTINGS, "")) == []
     assert (facts.width, facts.max_length) == (2, 64)
 
 
 @pytest.mark.parametrize(
-    ("facts", "said"),
+    ("settings", "said"),
     [
-        (VllmFacts(version="0.33.0", settings=SETTINGS), "runs vLLM 0.33.0, but only 0.32"),
         (changed("weight_transfer_config", to=None), "cannot take weights from asyncrl (backend None"),
         (changed("parallel_config", "worker_extension_cls", to=""), "--worker-extension-cls"),
         (changed("model_config", "logprobs_mode", to="raw_logprobs"), "--logprobs-mode processed_logprobs"),
@@ -56,9 +55,14 @@ def test_a_server_as_the_page_says_is_taken():
         (changed("model_config", "quantization", to="fp8"), "has a quantization (fp8)"),
     ],
 )
-def test_one_that_cannot_be_used_is_told_why(facts, said):
-    (why,) = problems(facts, "float32")
+def test_one_that_cannot_be_used_is_told_why(settings, said):
+    (why,) = problems("0.32.0", settings, "float32")
     assert said in why
+
+
+def test_another_version_of_vllm_cannot_be_used():
+    (why,) = problems("0.33.0", SETTINGS, "float32")
+    assert "runs vLLM 0.33.0, but only 0.32" in why
 
 
 def test_another_model_and_another_asyncrl_are_told_apart():
