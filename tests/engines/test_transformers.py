@@ -248,7 +248,7 @@ def test_requests_that_can_never_fit_are_refused():
     async def work():
         for bad, message in (
             (request(prompt(4), 5), "max_sequences=4"),
-            (request(prompt(200), 1, new=100), "300 tokens, but the model holds 256"),
+            (request(prompt(200), 1, new=100), "300 tokens, but the engine holds 256"),
             (request(prompt(4)[:0]), "needs a prompt"),
             (request(prompt(4), temperature=-1.0), "temperature"),
             (request(np.array([VOCABULARY], np.int32)), "vocabulary"),

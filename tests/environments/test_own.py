@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from asyncrl.engines.base import GenerateRequest
-from asyncrl.engines.hf.requests import check_request
+from asyncrl.engines.request_check import check_request
 from asyncrl.environments.base import Episodes, EpisodeTools
 from asyncrl.environments.guard import GuardedEnvironment, close_environment
 from asyncrl.environments.transcript import Transcript
@@ -214,7 +214,7 @@ def test_an_episode_too_long_for_the_engine_is_the_environment_s_fault() -> None
     async def too_long(token_ids: Any, n: int) -> list[Completion]:
         ids, sampling = np.asarray(token_ids, np.int32), SamplingParams(temperature=1.0, max_new_tokens=4)
         request = GenerateRequest(request_id="r", prompt_ids=ids, n=n, sampling=sampling, seed=0)
-        check_request(request, vocabulary=VOCABULARY, max_length=12, max_sequences=8)
+        check_request(request, VOCABULARY, max_length=12)
         return await generate(token_ids, n)
 
     async def episode(prompt: Prompt, tools: EpisodeTools) -> Episodes:

@@ -28,13 +28,12 @@ from asyncrl.engines.hf.requests import (
     LoadJob,
     Pending,
     ScoreJob,
-    check_ids,
-    check_request,
     chunks,
     hand_out,
 )
 from asyncrl.engines.hf.runner import ModelRunner
-from asyncrl.errors import GenerationError, WeightsError
+from asyncrl.engines.request_check import check_ids, check_request
+from asyncrl.errors import GenerationError, RequestError, WeightsError
 from asyncrl.pace import Pace
 from asyncrl.spans import moment
 from asyncrl.types import NO_VERSION, Completion
@@ -85,10 +84,10 @@ class TransformersEngine:
         return self._runner.max_length
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
-        runner = self._runner
-        check_request(
-            request, vocabulary=runner.vocabulary, max_length=runner.max_length, max_sequences=runner.max_sequences
-        )
+        most = self._runner.max_sequences
+        check_request(request, self._runner.vocabulary, self.max_length)
+        if request.n > most:
+            raise RequestError(f"n={request.n} siblings never fit engine.max_sequences={most}. Raise it, or lower n.")
         loop = asyncio.get_running_loop()
         pending = Pending(request, loop, loop.create_future())
         self._inbox.put(self._inbox.waiting, pending)

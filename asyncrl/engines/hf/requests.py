@@ -15,8 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.engines.base import GenerateRequest
-from asyncrl.engines.stop_text import check_stop
-from asyncrl.errors import GenerationError, RequestError
+from asyncrl.errors import GenerationError
 from asyncrl.types import Completion
 
 Item = TypeVar("Item")
@@ -138,30 +137,6 @@ class Inbox:
             for queue in (self.waiting, self.loads, self.scores):
                 queue.clear()
             return pending, jobs
-
-
-def check_request(request: GenerateRequest, *, vocabulary: int, max_length: int, max_sequences: int) -> None:
-    """Raises GenerationError if an engine of these sizes can never serve `request`."""
-    check_ids(request.prompt_ids, vocabulary)
-    check_stop(request)
-    longest, n = len(request.prompt_ids) + request.sampling.max_new_tokens, request.n
-    if len(request.prompt_ids) == 0 or n < 1 or request.sampling.max_new_tokens < 1:
-        raise GenerationError(f"request {request.request_id!r} needs a prompt, n >= 1 and max_new_tokens >= 1")
-    if request.sampling.temperature < 0:
-        raise GenerationError(f"temperature must be >= 0 (0 is greedy), got {request.sampling.temperature}")
-    if longest > max_length:
-        raise RequestError(
-            f"prompt and max_new_tokens together are {longest} tokens, but the model holds {max_length}. Shorten "
-            "either."
-        )
-    if n > max_sequences:
-        raise RequestError(f"n={n} siblings never fit engine.max_sequences={max_sequences}. Raise it, or lower n.")
-
-
-def check_ids(ids: NDArray[np.int32], vocabulary: int) -> None:
-    """Raises GenerationError for ids outside the vocabulary; on a GPU they would end the process."""
-    if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < vocabulary):
-        raise GenerationError(f"prompt token ids must be in [0, {vocabulary}), the model's vocabulary; got {ids.max()}")
 
 
 def chunks(lengths: Sequence[int]) -> list[list[int]]:

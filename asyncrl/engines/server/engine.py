@@ -28,6 +28,7 @@ from asyncrl.checks.dtypes import dtype_on
 from asyncrl.checks.servers import too_short
 from asyncrl.engines.base import GenerateRequest
 from asyncrl.engines.parameters import ParameterTable
+from asyncrl.engines.request_check import check_request
 from asyncrl.engines.server.answers import Answer, ServerGoneError, foreign, label_of, version_in
 from asyncrl.engines.server.link import SILENT_S, Load, ServerLink
 from asyncrl.engines.server.router import Router
@@ -35,7 +36,7 @@ from asyncrl.engines.server.servers import Server
 from asyncrl.engines.server.terms import LOOK_TIMEOUT_S
 from asyncrl.engines.vllm.names import shape_of
 from asyncrl.engines.vllm.receiver import SEAT
-from asyncrl.engines.vllm.sibling import Sibling, check_request
+from asyncrl.engines.vllm.sibling import Sibling
 from asyncrl.errors import ConfigError, EngineDiedError, GenerationError
 from asyncrl.loops import LoopThread, together
 from asyncrl.schema import Config
@@ -103,7 +104,7 @@ class ServerEngine(ABC):
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         if self._closed:
             raise GenerationError("the engine is closed; make a new one")
-        check_request(request, self._vocabulary, self.max_length, self._spared)
+        check_request(request, self._vocabulary, self.max_length, spared=self._spared)
         return await asyncio.wrap_future(self._loop.submit(self._generate(request)))
 
     @abstractmethod

@@ -28,13 +28,14 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from asyncrl.engines.base import GenerateRequest
 from asyncrl.engines.lora import AdapterTable
 from asyncrl.engines.parameters import ParameterTable
+from asyncrl.engines.request_check import check_request
 from asyncrl.engines.vllm.admission import AdmissionQueue, AdmissionWindow, KvLoad
 from asyncrl.engines.vllm.client import VllmClient
 from asyncrl.engines.vllm.names import load_staged
 from asyncrl.engines.vllm.receiver import StagedInWorkers, VllmReceiver
 from asyncrl.engines.vllm.requests import completion_of, sampling_of
 from asyncrl.engines.vllm.settings import engine_args, read_model_config, set_environment
-from asyncrl.engines.vllm.sibling import Sibling, check_request, version_label
+from asyncrl.engines.vllm.sibling import Sibling
 from asyncrl.engines.vllm.sockets import memory_in, sockets_in
 from asyncrl.engines.vllm.stats import EngineMeter
 from asyncrl.errors import EngineDiedError, GenerationError
@@ -127,7 +128,10 @@ class VllmEngine:
         return {}
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
-        self._check_request(request)
+        if self._closed:
+            raise GenerationError("the engine is closed; make a new one")
+        longer = ", or raise engine.max_model_len or engine.kv_cache_mb"
+        check_request(request, self._vocabulary, self.max_length, or_else=longer)
         return await asyncio.wrap_future(self._loop.submit(self._generate(request)))
 
     def load_weights(self, policy_version: int, tensors: Mapping[str, torch.Tensor] | StagedInWorkers) -> None:
@@ -246,7 +250,7 @@ class VllmEngine:
 
     def _note_first(self, output: CompletionOutput) -> None:
         """Record the first token of each version. Outputs arrive at the first token of a sequence and at its end."""
-        label = version_label(self._policy_version)
+        label = str(self._policy_version)
         if self._sampled_version != self._policy_version and any(
             span.version == label for span in output.weight_versions or []
         ):
@@ -263,7 +267,7 @@ class VllmEngine:
                 await self._overtake()
                 await self._load_staged(policy_version)
                 self._policy_version = policy_version
-                await self._client.resume(version_label(policy_version))
+                await self._client.resume(str(policy_version))
         finally:
             self._meter.stood_still = True
             self._queue.open()
@@ -294,8 +298,3 @@ class VllmEngine:
             raise EngineDiedError(
                 f"version {policy_version} could not be loaded, and the engine's weights are now mixed: {why}"
             )
-
-    def _check_request(self, request: GenerateRequest) -> None:
-        if self._closed:
-            raise GenerationError("the engine is closed; make a new one")
-        check_request(request, self._vocabulary, self.max_length)

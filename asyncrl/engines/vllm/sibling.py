@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from asyncrl.engines.base import GenerateRequest
-from asyncrl.engines.stop_text import check_stop, end_by_text
-from asyncrl.errors import ContextFullError, GenerationError, RequestError
+from asyncrl.engines.stop_text import end_by_text
 
 
 @dataclass(slots=True, eq=False)
@@ -35,33 +34,3 @@ class Sibling:
         self.end = end_by_text(self.request, token_ids, self.seen)
         self.seen = len(token_ids)
         return self.end is not None
-
-
-def check_request(request: GenerateRequest, vocabulary: int, max_length: int, spared: int = 1) -> None:
-    """Raises GenerationError for a request that an engine of `vocabulary` tokens and length `max_length`, of which a
-    prompt must leave `spared` free, cannot serve."""
-    ids, sampling, name = request.prompt_ids, request.sampling, request.request_id
-    if len(ids) == 0 or request.n < 1 or sampling.max_new_tokens < 1:
-        raise GenerationError(f"request {name!r} needs a prompt, n >= 1 and max_new_tokens >= 1")
-    if not (int(ids.min()) >= 0 and int(ids.max()) < vocabulary):
-        raise GenerationError(
-            f"prompt token ids must be in [0, {vocabulary}), the model's vocabulary; got {ids.max()}. "
-            "Is the tokenizer that of the model?"
-        )
-    if sampling.temperature < 0:
-        raise GenerationError(f"temperature must be >= 0 (0 is greedy), got {sampling.temperature}")
-    check_stop(request)
-    longest = len(ids) + sampling.max_new_tokens
-    if longest > max_length:
-        raise RequestError(
-            f"prompt and max_new_tokens together are {longest} tokens, but the engine holds {max_length}. Shorten "
-            "either, or raise engine.max_model_len or engine.kv_cache_mb"
-        )
-    if len(ids) > max_length - spared:
-        raise ContextFullError(
-            f"the prompt has {len(ids)} tokens, but of the {max_length} that the engine holds it must leave {spared}"
-        )
-
-
-def version_label(policy_version: int) -> str:
-    return str(policy_version)
