@@ -99,7 +99,10 @@ REFUSED: Refused = [
     (["weights.copies=none", "learner.ranks=2"], ["rank 0 would have to gather", "weights.senders=all"]),
     (["weights.copies=one"], ["weights.copies must be one of two, none"]),
     (["weights.verify_every=-1"], ["weights.verify_every must be at least 0", "-1"]),
-    (["engine.tensor_parallel=2"], ["engine.tensor_parallel=2 does nothing with engine=transformers", "engine=vllm"]),
+    (
+        ["engine.tensor_parallel=2"],
+        ["engine.tensor_parallel=2 does nothing with engine.name=transformers", "engine=vllm"],
+    ),
     (["engine.kv_cache_mb=64"], ["engine.kv_cache_mb=64 does nothing"]),
     (["engine.max_model_len=-1"], ["engine.max_model_len must be at least 0", "-1"]),
     (["engine.vllm.enforce_eager=true"], ["engine.vllm={'enforce_eager': True}", "does nothing"]),

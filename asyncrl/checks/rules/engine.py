@@ -10,22 +10,8 @@ from asyncrl.checks.problem import Problems
 from asyncrl.checks.servers import SERVERS, refused
 from asyncrl.schema import Config
 
-OF_VLLM = {"tensor_parallel": 1, "max_model_len": 0, "kv_cache_mb": 0, "vllm": {}}
-"""Settings under engine that only vLLM reads, and their defaults."""
 
-
-def engine_has_the_setting(config: Config) -> Problems:
-    if config.engine.name == "vllm":
-        return
-    settings = {
-        "tensor_parallel": config.engine.tensor_parallel,
-        "max_model_len": config.engine.max_model_len,
-        "kv_cache_mb": config.engine.kv_cache_mb,
-        "vllm": config.engine.vllm,
-    }
-    for key, value in settings.items():
-        if value != OF_VLLM[key]:
-            yield f"engine.{key}={value} does nothing with engine={config.engine.name}. Use engine=vllm, or remove it"
+def engine_has_keys(config: Config) -> Problems:
     if config.weights.on_update == "recompute" and config.engine.name == "fake":
         yield "weights.on_update=recompute does nothing with engine=fake, which has no keys. Set weights.on_update=keep"
 
@@ -294,7 +280,7 @@ def weights_can_be_read_in_place(config: Config) -> Problems:
 
 
 RULES: tuple[Callable[[Config], Problems], ...] = (
-    engine_has_the_setting,
+    engine_has_keys,
     servers_can_be_used,
     likeliest_tokens_are_recorded,
     experts_are_recorded,

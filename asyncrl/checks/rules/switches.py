@@ -24,6 +24,11 @@ SWITCHED: dict[str, tuple[tuple[Any, ...], tuple[str, ...], str]] = {
         "Set data.curriculum=pass_rate",
     ),
     "advantage.kl_target": ((0,), ("advantage.kl_horizon",), "Set advantage.kl_target=0.01"),
+    "engine.name": (
+        ("transformers", "server", "sglang", "fake"),
+        ("engine.tensor_parallel", "engine.max_model_len", "engine.kv_cache_mb", "engine.vllm"),
+        "Use engine=vllm",
+    ),
     "rollout.host": (("process",), ("ray.address", "ray.environment"), "Set rollout.host=ray"),
     "weights.transport": (("files", "pull"), ("weights.backend", "weights.slices"), "Use weights=broadcast"),
     "replay.shards": ((0,), ("replay.shard_address",), "Set replay.shards=2"),
