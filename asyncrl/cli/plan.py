@@ -142,7 +142,7 @@ def measured_costs(folders: Sequence[Path], costs: Costs, given: Given) -> Costs
         found = replace(found, decode=costs.decode)
     if given.length_mean:
         found = replace(found, lengths=costs.lengths)
-    if given.train_tokens_per_s or given.step_s:
+    if given.train_tokens_per_s or costs.step_s:
         found = replace(found, step_s=costs.step_s, token_s=costs.token_s, step_sigma=costs.step_sigma)
     return replace(found, sync_s=costs.sync_s or found.sync_s, stall_s=costs.stall_s or found.stall_s)
 

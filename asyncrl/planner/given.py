@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from asyncrl.errors import ConfigError
 from asyncrl.planner.costs import Costs, Decode, LogNormal
 
+AS_GIVEN = (
+    "step_s", "step_sigma", "sync_s", "stall_s", "turns", "environment_s", "environment_sigma",
+    "prefill_s", "deliver_s",
+)  # fmt: skip
+"""Fields of `Costs` that are given by their own names."""
 MOST = {"_per_s": math.inf, "_s": 7 * 86400.0, "_sigma": 10.0, "turns": 1000.0}
 """Upper limits by the suffix of a name: with larger values no simulation would end with a useful result."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Given:
-    """The `cost.*` by name; 0 means none, or not given."""
+    """The `cost.*`; 0 means none, or not given."""
 
     tokens_per_s: str = ""
     """Tokens/s of one engine, by the number of sequences that it decodes together: `1:60,32:1500,256:6000`."""
@@ -25,32 +31,15 @@ class Given:
     """Standard deviation of the logarithm of that number."""
     train_tokens_per_s: float = 0.0
     """Sampled tokens per second that one learner rank trains."""
-    step_s: float = 0.0
-    """Seconds per train step in addition to that."""
-    step_sigma: float = 0.0
-    """Standard deviation of the logarithm of the time of a step."""
-    sync_s: float = 0.0
-    """Seconds from the publication of a version until all engines serve it."""
-    stall_s: float = 0.0
-    """Seconds that an engine pauses to load a version."""
-    turns: int = 1
-    """Number of turns in which a completion is sampled."""
-    environment_s: float = 0.0
-    """Seconds until the environment's response, or the reward, after each turn."""
-    environment_sigma: float = 0.0
-    """Standard deviation of the logarithm of that time."""
-    prefill_s: float = 0.0
-    """Seconds from an order until the first token of its group."""
-    deliver_s: float = 0.0
-    """Seconds until a worker has the replay server's answer, to a request for groups and to a group that it
-    inserted."""
     gpu_gb: float = 0.0
     """Memory of a GPU in GB. Splits whose models do not fit are left out; 0 checks nothing."""
+    as_given: dict[str, Any] = field(default_factory=dict)
+    """The costs of `AS_GIVEN`, by name."""
 
     @classmethod
     def of(cls, values: Mapping[str, str]) -> Given:
         """Raises ConfigError if a name is unknown or a value is not valid."""
-        known = {each.name: each.type for each in fields(cls)}
+        known = [each.name for each in fields(cls) if each.name != "as_given"] + [*AS_GIVEN]
         found = cls()
         for name, text in values.items():
             if name not in known:
@@ -69,7 +58,10 @@ class Given:
             most = next((most for end, most in MOST.items() if name.endswith(end)), math.inf)
             if number > most:
                 raise ConfigError(f"cost.{name}={text} is more than {most:g}, which no run has. Give the real value")
-            setattr(found, name, int(number) if name == "turns" else number)
+            if name in AS_GIVEN:
+                found.as_given[name] = max(1, int(number)) if name == "turns" else number
+            else:
+                setattr(found, name, number)
         return found
 
     def costs(self, longest: int, *, measured: bool) -> Costs:
@@ -87,7 +79,7 @@ class Given:
             for name, value in (
                 ("tokens_per_s", self.tokens_per_s),
                 ("length_mean", self.length_mean),
-                ("train_tokens_per_s or cost.step_s", self.train_tokens_per_s or self.step_s),
+                ("train_tokens_per_s or cost.step_s", self.train_tokens_per_s or self.as_given.get("step_s")),
             )
             if not value
         ]
@@ -100,16 +92,8 @@ class Given:
         return Costs(
             decode=Decode.of_rates(rates_of(self.tokens_per_s)) if self.tokens_per_s else Decode(((1, 0.01),)),
             lengths=LogNormal(self.length_mean or longest / 2, self.length_sigma, longest),
-            prefill_s=self.prefill_s,
-            deliver_s=self.deliver_s,
-            turns=max(1, self.turns),
-            environment_s=self.environment_s,
-            environment_sigma=self.environment_sigma,
-            step_s=self.step_s,
             token_s=1 / self.train_tokens_per_s if self.train_tokens_per_s else 0.0,
-            step_sigma=self.step_sigma,
-            sync_s=self.sync_s,
-            stall_s=self.stall_s,
+            **self.as_given,
         )
 
 

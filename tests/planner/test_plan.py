@@ -148,7 +148,7 @@ def test_what_nobody_says_is_asked_for() -> None:
 
 def test_gpus_and_costs_are_told_from_settings() -> None:
     gpus, given, settings = sorted_out(["gpus=8", "learner.lr=1", "cost.turns=3", "seed=2"])
-    assert (gpus, given, settings) == (8, Given(turns=3), ["learner.lr=1", "seed=2"])
+    assert (gpus, given, settings) == (8, Given(as_given={"turns": 3}), ["learner.lr=1", "seed=2"])
 
 
 def test_what_is_not_simulated_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
