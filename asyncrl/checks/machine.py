@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from asyncrl.chat.hub import NAME, described_in
 from asyncrl.checks.architecture import (
     experts_in,
@@ -318,16 +320,11 @@ def _broken_index(folder: Path) -> Iterator[str]:
 
 def _is_whole(file: Path) -> bool:
     """Return whether the file has the length that its header announces."""
-    with file.open("rb") as data:
-        length = int.from_bytes(data.read(8), "little")
-        if not 0 < length <= file.stat().st_size - 8:
-            return False
-        try:
-            header = json.loads(data.read(length))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-            return 8 + length + max(ends, default=0) == file.stat().st_size
-        except (ValueError, AttributeError, KeyError, IndexError, TypeError):
-            return False
+    try:
+        with safe_open(file, "np"):
+            return True
+    except SafetensorError:
+        return False
 
 
 def missing_checkpoint(resume: str) -> Iterator[str]:
