@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from asyncrl.engines.vllm.admission import AdmissionQueue, AdmissionWindow, KvLoad
+from asyncrl.engines.vllm.admission import AdmissionQueue, AdmissionWindow
 
 
 class MadeUpKv:
@@ -20,14 +20,13 @@ class MadeUpKv:
         """Tokens computed for sequences that were preempted."""
         self.finished = 0
 
-    def step(self) -> KvLoad:
+    def step(self) -> None:
         self.ages = [age + 1 for age in self.ages]
         while sum(self.ages) > self.blocks:
             self.wasted += self.ages.pop()
             self.preemptions += 1
         self.finished += sum(age >= self.length for age in self.ages)
         self.ages = [age for age in self.ages if age < self.length]
-        return KvLoad(usage=sum(self.ages) / self.blocks, preemptions=self.preemptions)
 
 
 def run(window: AdmissionWindow | None, steps: int = 600, blocks: int = 400, length: int = 40) -> MadeUpKv:
@@ -36,9 +35,9 @@ def run(window: AdmissionWindow | None, steps: int = 600, blocks: int = 400, len
         limit = window.limit if window is not None else 64
         kv.ages += [0] * max(0, limit - len(kv.ages))
         before = kv.finished
-        load = kv.step()
+        kv.step()
         if window is not None:
-            window.observe(load, len(kv.ages))
+            window.observe(len(kv.ages), sum(kv.ages) / kv.blocks, kv.preemptions)
             for _ in range(kv.finished - before):
                 window.finished(limit)
     return kv
@@ -62,17 +61,17 @@ def test_without_pressure_the_window_stays_wide_open():
 def test_one_crowded_moment_is_one_cut_and_the_window_grows_back_only_while_it_binds():
     window = AdmissionWindow(64)
     for _ in range(20):
-        window.observe(KvLoad(usage=0.99, preemptions=0), in_flight=64)
+        window.observe(64, usage=0.99, preemptions=0)
     assert window.limit == 48, "the cut must take effect before the next one"
-    window.observe(KvLoad(usage=0.1, preemptions=0), in_flight=48)
+    window.observe(48, usage=0.1, preemptions=0)
     for in_flight in (48, 40) * 48:
         window.finished(in_flight)
     assert window.limit == 49, "a whole full window must finish for one more place"
-    window.observe(KvLoad(usage=0.85, preemptions=0), 49)
+    window.observe(49, usage=0.85, preemptions=0)
     for _ in range(60):
         window.finished(49)
     assert window.limit == 49, "between the watermarks it stays"
-    window.observe(KvLoad(usage=0.5, preemptions=1), 49)
+    window.observe(49, usage=0.5, preemptions=1)
     assert window.limit == 36, "a preemption is as good as a full cache"
 
 
@@ -83,14 +82,14 @@ def test_a_window_that_began_narrow_widens_with_every_finished_sequence_until_th
     for _ in range(20):
         window.finished(window.limit)
     assert window.limit == 28
-    window.observe(KvLoad(usage=0.95, preemptions=0), 28)
+    window.observe(28, usage=0.95, preemptions=0)
     assert window.limit == 21
 
 
 def test_the_window_never_closes_for_good():
     window = AdmissionWindow(2)
     for _ in range(50):
-        window.observe(KvLoad(usage=1.0, preemptions=0), in_flight=1)
+        window.observe(1, usage=1.0, preemptions=0)
     assert window.limit == 1
 
 

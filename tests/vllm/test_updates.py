@@ -110,7 +110,7 @@ def test_tokens_before_and_after_an_update_carry_their_versions(live):
 
 
 def test_the_time_of_prompts_and_of_updates_is_not_that_of_decoding():
-    meter = EngineMeter(lambda load: None)
+    meter = EngineMeter(lambda: None)
 
     def step(since: list[float], first: int = 0) -> None:
         prompts = SimpleNamespace(computed=0, cached_tokens=0)

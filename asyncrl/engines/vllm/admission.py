@@ -10,17 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvLoad:
-    """vLLM's report after a step."""
-
-    usage: float
-    """Fraction of KV blocks in use, in [0, 1]."""
-    preemptions: int
-    """Sequences preempted since the start; vLLM preempts the one admitted last."""
 
 
 class AdmissionWindow:
@@ -53,13 +42,18 @@ class AdmissionWindow:
         if kv_tokens:  # vLLM reports it for every model with a paged cache
             self.limit = min(self._largest, max(1, kv_tokens // longest))
 
-    def observe(self, load: KvLoad, in_flight: int) -> None:
-        """Update the limit; called after each step."""
-        self._usage = load.usage
-        preempted = load.preemptions > self._preemptions
-        self._preemptions = load.preemptions
+    def observe(self, in_flight: int, usage: float, preemptions: int) -> None:
+        """Update the limit; called after each step.
+
+        Args:
+            usage: fraction of KV blocks in use, in [0, 1].
+            preemptions: sequences preempted since the start; vLLM preempts the one admitted last.
+        """
+        self._usage = usage
+        preempted = preemptions > self._preemptions
+        self._preemptions = preemptions
         self._draining = self._draining and in_flight > self.limit
-        if (load.usage > self._high or preempted) and not self._draining:
+        if (usage > self._high or preempted) and not self._draining:
             self.limit = max(1, int(min(self.limit, in_flight) * self._cut))
             self._draining = in_flight > self.limit
             self._was_cut, self._credit = True, 0

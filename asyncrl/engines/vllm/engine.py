@@ -29,7 +29,7 @@ from asyncrl.engines.base import GenerateRequest
 from asyncrl.engines.lora import AdapterTable
 from asyncrl.engines.parameters import ParameterTable
 from asyncrl.engines.request_check import check_request
-from asyncrl.engines.vllm.admission import AdmissionQueue, AdmissionWindow, KvLoad
+from asyncrl.engines.vllm.admission import AdmissionQueue, AdmissionWindow
 from asyncrl.engines.vllm.client import VllmClient
 from asyncrl.engines.vllm.names import load_staged
 from asyncrl.engines.vllm.receiver import StagedInWorkers, VllmReceiver
@@ -200,8 +200,8 @@ class VllmEngine:
             self._loop.close()
             self._left.close()
 
-    def _after_step(self, load: KvLoad) -> None:
-        self._queue.window.observe(load, self._queue.in_flight)
+    def _after_step(self) -> None:
+        self._queue.window.observe(self._queue.in_flight, self._meter.usage, self._meter.preemptions)
         self._queue.admit()
 
     async def _generate(self, request: GenerateRequest) -> list[Completion]:

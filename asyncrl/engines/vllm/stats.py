@@ -7,14 +7,13 @@ from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from asyncrl.engines.vllm.admission import KvLoad
 from asyncrl.pace import Pace
 
 
 class EngineMeter:
     """Totals since the start. Written on the engine's loop, read from any thread."""
 
-    def __init__(self, on_step: Callable[[KvLoad], None]) -> None:
+    def __init__(self, on_step: Callable[[], None]) -> None:
         self.generated_tokens = 0
         self.prefill_tokens = 0
         self.cached_tokens = 0
@@ -37,7 +36,7 @@ class EngineMeter:
             self._time(iteration.inter_token_latencies_iter, len(iteration.time_to_first_tokens_iter))
         if scheduler is not None:
             self.running, self.usage = scheduler.num_running_reqs, scheduler.kv_cache_usage
-            self._on_step(KvLoad(usage=self.usage, preemptions=self.preemptions))
+            self._on_step()
 
     def _time(self, since: Sequence[float], prompts: int) -> None:
         """Time one step. `since`: seconds since the previous token, of each sequence beyond its first token; the
