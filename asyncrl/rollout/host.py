@@ -5,7 +5,6 @@ from __future__ import annotations
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
 from asyncrl.collector import load
@@ -82,7 +81,8 @@ def run_worker_here(spec: WorkerSpec) -> int:
     traceback, without the file that imported. A missing package will still be missing at the next start.
     """
     try:
-        process = late_import("worker.process")
+        # Late: neither the pool nor a Ray actor may load torch before the worker's environment variables are set.
+        process = load("asyncrl.rollout.worker.process")
     except ImportError as error:
         log = Path(spec.log_path)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -90,12 +90,3 @@ def run_worker_here(spec: WorkerSpec) -> int:
             traceback.print_exc(file=file)
         return EXIT_REFUSED if isinstance(error, ModuleNotFoundError) else EXIT_FAILED
     return process.run_worker_process(spec)
-
-
-def late_import(module: str) -> ModuleType:
-    """Import `asyncrl.rollout.<module>` on demand.
-
-    This is the one dynamic import: a run on plain processes must not load Ray (0.5 s, 60 MB), and neither the pool nor
-    a Ray actor may load torch before the worker's environment variables are set.
-    """
-    return load(f"asyncrl.rollout.{module}")

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
+from asyncrl.collector import load
 from asyncrl.errors import ConfigError
 from asyncrl.family import Family, undertaker
 from asyncrl.replay.net.keyring import with_keys
@@ -34,7 +35,6 @@ from asyncrl.rollout.host import (
     WorkerExit,
     WorkerHost,
     WorkerSpec,
-    late_import,
 )
 from asyncrl.rollout.pool.log_tail import last_line, log_size
 from asyncrl.rollout.pool.relay import Relay
@@ -45,7 +45,8 @@ from asyncrl.storage.held import clear_away
 from asyncrl.storage.occupancy import lived_in
 from asyncrl.telemetry.live.tails import marked
 
-HOST_MODULES = {"ray": "pool.ray_host", "process": "pool.process_host"}
+HOST_MODULES = {"ray": "asyncrl.rollout.pool.ray_host", "process": "asyncrl.rollout.pool.process_host"}
+"""Imported late: a run on plain processes must not load Ray (0.5 s, 60 MB)."""
 TURN_S = 0.5
 STEADY_S = 60.0
 """A worker that lived this many seconds is restarted at once; earlier deaths are followed by growing delays."""
@@ -176,7 +177,7 @@ def run_pool(config: Config) -> int:
         buried = undertaker()
         specs = worker_specs(config, number)
         hold_ray_to_loopback(config, os.environ)
-        host = late_import(HOST_MODULES[config.rollout.host]).make_host(config)
+        host = load(HOST_MODULES[config.rollout.host]).make_host(config)
         pool = RolloutPool(specs, host, max_restarts=config.rollout.max_worker_restarts)
         # After the host has started: Ray installs signal handlers, which these must override.
         for ending in (signal.SIGTERM, signal.SIGINT):

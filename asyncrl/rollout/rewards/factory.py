@@ -6,11 +6,11 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from asyncrl.checks.rewards import at_once, reward_terms
+from asyncrl.collector import load
 from asyncrl.environments.base import Score
 from asyncrl.errors import RewardError
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.score import Outcome
-from asyncrl.rollout.host import late_import
 from asyncrl.schema import Config
 
 
@@ -46,7 +46,7 @@ def make_rewards(config: Config, *, of_set: str = "") -> AbstractAsyncContextMan
     if not terms:
         return NoRewards()
     if config.reward.host == "ray":
-        return late_import("rewards.service").SharedRewards(of_set, wait_s=config.replay.wait_timeout_s / 2)
+        return load("asyncrl.rollout.rewards.service").SharedRewards(of_set, wait_s=config.replay.wait_timeout_s / 2)
     return RewardPool(
         terms,
         workers=config.reward.workers,

@@ -323,7 +323,7 @@ def test_what_a_worker_cannot_import_stands_in_its_log(
     def missing(_module: str) -> None:
         raise error("No module named 'httpx'")
 
-    monkeypatch.setattr(host_module, "late_import", missing)
+    monkeypatch.setattr(host_module, "load", missing)
     log = tmp_path / "logs" / "rollout-0.log"
     assert run_worker_here(spec("a", str(log))) == code
     assert "in missing" in log.read_text() and last_line(str(log)) == f"{error.__name__}: No module named 'httpx'"
