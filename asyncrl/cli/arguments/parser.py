@@ -50,11 +50,6 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
 }
 """Every command with its line in `asyncrl --help`, grouped by purpose."""
 
-SETTLED = (
-    "keys", "audit", "settings", "metrics", "alarms", "doctor", "compare", "report", "watch", "trace", "retriever",
-    "export",
-)  # fmt: skip
-"""Commands that take no settings."""
 ROLES = ("local", "quickstart", "replay", "shard", "rollout", "learner")
 WIDTH = 80
 HELP = "settings, or YAML files with settings; later ones override earlier ones. `asyncrl settings` lists them"
@@ -269,7 +264,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     top = parser()
     given, rest = top.parse_known_args(arguments)
     options = [text for text in rest if text.startswith("-")]
-    if options or (rest and given.command in SETTLED):
+    if options or (rest and not hasattr(given, "overrides")):
         why = NO_SWEEP if {"-m", "--multirun"} & set(options) else "settings are key=value, without dashes"
         top.error(f"unrecognized arguments: {' '.join(options or rest)} ({why})")
     if rest:
