@@ -134,10 +134,11 @@ class RayHost:
             options |= {"num_cpus": workers * processes_per_worker, "num_gpus": gpus, "include_dashboard": False}
             try:
                 ray.init(address="local", object_store_memory=OBJECT_STORE_BYTES, **options)
-            except OSError as error:
+            except Exception as error:  # where a part of Ray does not start in 30 s, it raises just this class
                 raise ConfigError(
-                    f"Ray cannot start here: {error}. RAY_TMPDIR={os.environ['RAY_TMPDIR']} is the folder of its files "
-                    "and sockets"
+                    f"Ray cannot start here: {error} RAY_TMPDIR={os.environ['RAY_TMPDIR']} is the folder of its files, "
+                    "logs and sockets. On a machine that is busy with other work, start again; rollout.host=process "
+                    "needs no Ray"
                 ) from error
         self._gpus, self._processes = gpus_per_worker(int(ray.cluster_resources().get("GPU", 0))), processes_per_worker
         # No CPUs are reserved: with more workers than cores Ray would otherwise let some wait for ever.

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.rollout.pool.ray_host import give_token
+from asyncrl.errors import ConfigError
+from asyncrl.rollout.pool import ray_host
+from asyncrl.rollout.pool.ray_host import RayHost, give_token
 
 
 @pytest.mark.parametrize(
@@ -25,3 +27,19 @@ def test_a_ray_of_our_own_has_a_token_where_no_home_folder_can_keep_one(
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     give_token()
     assert "RAY_AUTH_TOKEN" not in os.environ, "what the user chose stays"
+
+
+@pytest.mark.parametrize(
+    "raised", [OSError("[Errno 28] no space"), Exception("The current node timed out during startup.")]
+)
+def test_a_ray_that_does_not_start_says_where_its_logs_are_and_what_needs_none(
+    raised: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(**options: object) -> None:
+        raise raised
+
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setattr(ray_host.ray, "init", init)
+    with pytest.raises(ConfigError) as refused:
+        RayHost(address="", workers=1, gpus_per_worker=lambda gpus: 0.0)
+    assert all(part in str(refused.value) for part in (str(raised), str(tmp_path), "rollout.host=process"))
