@@ -16,6 +16,7 @@ from rich.text import Text
 from asyncrl.chat.hub import described_in
 from asyncrl.checks.evaluations import eval_sets
 from asyncrl.checks.machine import check_data
+from asyncrl.checks.rewards import reward_terms
 from asyncrl.checks.sources import sources
 from asyncrl.cli.lengths import histogram
 from asyncrl.cli.starting.preflight import survey_lines
@@ -26,6 +27,7 @@ from asyncrl.data.rows.base import Row
 from asyncrl.data.survey import Survey
 from asyncrl.errors import RewardError
 from asyncrl.plain_text import plain
+from asyncrl.rewards.library.choice import LETTERS
 from asyncrl.rewards.score import Outcome
 from asyncrl.rewards.trial import score_texts
 from asyncrl.schema import Config, RewardConfig
@@ -40,7 +42,8 @@ UNUSED = "reward.function=unused:unused"
 SHOWN = 2000
 """Limit on the characters shown of the first prompt."""
 TRUTHS = ("reward_model.ground_truth", "ground_truth", "answer", "solution", "target", "label")
-"""Columns that usually contain the right answer; the first one present in a row is used."""
+"""Columns that usually contain the right answer; the first one present in a row is used, after the reward's own
+`column`."""
 FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>", "The answer is {}.", "Answer: {}")
 """Forms in which rewards expect the answer. Each is scored, and the best score counts."""
 
@@ -66,7 +69,8 @@ def main(overrides: Sequence[str]) -> int:
     tokens = [count for each in found for count in each.tokens]
     untold = "there is no tokenizer.json in model.path here, so nothing was tokenized"
     say(console, *(histogram(tokens, limit) if tokens else [untold]))
-    console.print(_rendered(found[0]))
+    columns = _columns(config.reward)
+    console.print(_rendered(found[0], columns))
     if not rewarded:
         console.print(
             "no reward was given. Give reward.function=FILE.py:NAME or reward=NAME to score each row's own answer"
@@ -95,19 +99,27 @@ def _shares(config: Config) -> Iterator[str]:
         yield "of 1,000 prompts: " + ", ".join(f"{count} of {name}" for name, count in drawn.items())
 
 
-def _rendered(found: Survey) -> Text:
+def _columns(reward: RewardConfig) -> tuple[str, ...]:
+    """Return the columns in which to look for the right answer: those that the reward was told of, then `TRUTHS`."""
+    if not reward.function and not reward.functions:
+        return TRUTHS
+    told = [term.args.get("column") for term in reward_terms(reward)]
+    return (*(column for column in told if isinstance(column, str) and column), *TRUTHS)
+
+
+def _rendered(found: Survey, columns: Sequence[str]) -> Text:
     """Render the first prompt, dim, and in green the part that is sampled. Only sampled tokens are in the loss."""
     where, row = found.first_rows[0]
     text = Text(f"the first prompt ({plain(where)}); dim is given, green is sampled and alone in the loss:\n")
     prompt = found.first_prompt or str(row["prompt"])
     text.append(plain(prompt if len(prompt) <= SHOWN else f"{prompt[:SHOWN]} ..."), style="dim")
-    truth = ground_truth(row)
+    truth = ground_truth(row, columns)
     return text.append(f"▶{plain(truth) if truth is not None else '...'}◀", style="bold green")
 
 
-def ground_truth(row: Row) -> str | None:
-    """Return the row's right answer as text; None if it has none of the columns `TRUTHS`."""
-    for name in TRUTHS:
+def ground_truth(row: Row, columns: Sequence[str] = TRUTHS) -> str | None:
+    """Return the row's right answer as text; None if it has none of the columns."""
+    for name in columns:
         value: Any = row
         for part in name.split("."):
             value = value.get(part) if isinstance(value, dict) else None
@@ -129,17 +141,20 @@ def judged(reward: RewardConfig, rows: Sequence[tuple[str, Row]]) -> tuple[list[
     Raises:
         ConfigError: the reward cannot be loaded or called.
     """
-    truths = {where: truth for where, row in rows if (truth := ground_truth(row)) is not None}
+    columns = _columns(reward)
+    truths = {where: truth for where, row in rows if (truth := ground_truth(row, columns)) is not None}
     known = [(where, row) for where, row in rows if where in truths]
     if not known:
-        return [f"no row has one of the columns {', '.join(TRUTHS)}, so the reward was not called"], []
-    asked = [(row, ["", *(form.format(truths[where]) for form in FORMS)]) for where, row in known]
+        return [f"no row has one of the columns {', '.join(columns)}, so the reward was not called"], []
+    asked = [
+        (row, ["", *(form.format(text) for text in _spellings(truths[where]) for form in FORMS)]) for where, row in known
+    ]
     scores = [[_value(each) for each in found] for found in score_texts(reward, asked)]
     best = [max(found[1:]) for found in scores]
     top = max(best)
     if top == -np.inf:
         return [], [f"{known[0][0]}: no form of the row's own answer {truths[known[0][0]]!r:.80} got a score"]
-    form = FORMS[scores[best.index(top)][1:].index(top)]
+    form = FORMS[scores[best.index(top)][1:].index(top) % len(FORMS)]
     empty = sorted({found[0] for found in scores})
     said = [
         f"the reward of {len(known)} rows' own answers: {_span(best)}, best as {form.format('ANSWER')!r}; of an empty "
@@ -160,6 +175,11 @@ def judged(reward: RewardConfig, rows: Sequence[tuple[str, Row]]) -> tuple[list[
                 f"{_said(top)}. Fix the row, or the reward"
             )
     return said, wrong
+
+
+def _spellings(truth: str) -> tuple[str, ...]:
+    """Return the answer, and the letter of the choice if it may be the index of one."""
+    return (truth, LETTERS[int(truth)]) if truth in map(str, range(len(LETTERS))) else (truth,)
 
 
 def _value(outcome: Outcome) -> float:

@@ -81,6 +81,19 @@ def test_an_answer_with_half_a_character_is_a_row_as_any_other(
     assert "2 rows" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("settings", [[], ["reward.args.column=kind"]])
+def test_a_number_of_a_choice_is_answered_by_its_letter_and_the_rewards_own_column_comes_first(
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows: list[dict[str, Any]] = [
+        {"prompt": f"{n}?", "answer": "see page 3" if settings else n, "kind": "cab"[n]} for n in range(3)
+    ]
+    assert main(["data", "check", *task(tmp_path, rows), "reward=choice", *settings]) == 0
+    said = capsys.readouterr().out
+    assert "of 3 rows' own answers: 1, best as" in said and f"▶{'c' if settings else '0'}◀" in said
+
+
 def test_rows_without_a_right_answer_beside_others_that_have_one_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
