@@ -147,7 +147,8 @@ def judged(reward: RewardConfig, rows: Sequence[tuple[str, Row]]) -> tuple[list[
     if not known:
         return [f"no row has one of the columns {', '.join(columns)}, so the reward was not called"], []
     asked = [
-        (row, ["", *(form.format(text) for text in _spellings(truths[where]) for form in FORMS)]) for where, row in known
+        (row, ["", *(form.format(text) for text in _spellings(truths[where]) for form in FORMS)])
+        for where, row in known
     ]
     scores = [[_value(each) for each in found] for found in score_texts(reward, asked)]
     best = [max(found[1:]) for found in scores]

@@ -131,9 +131,19 @@ def _adapt_trl(function: Function, name: str, parameters: Parameters, clock: Cal
         missing = [key for key in needed if key not in given]
         if missing:
             raise RewardError(f"{name} needs the column(s) {', '.join(missing)}; the row has: {', '.join(row)}")
-        return _score_together(lambda: function(**given), size, name, clock, applies=True)
+        return _score_together(lambda: _called(function, given, chat=chat), size, name, clock, applies=True)
 
     return score
+
+
+def _called(function: Function, given: Mapping[str, Any], *, chat: bool) -> Any:
+    try:
+        return function(**given)
+    except (TypeError, IndexError, KeyError, AttributeError) as error:  # as where it expected the other kind
+        kinds = ("messages", "lists of messages") if chat else ("text", "texts")
+        raise RewardError(
+            f"{failed(error)}. As the row's prompt is {kinds[0]}, `completions` are {kinds[1]}, as in TRL"
+        ) from error
 
 
 def _for_each(value: Any, size: int) -> list[Any]:

@@ -55,7 +55,9 @@ def _load(term: RewardTerm) -> tuple[Callable[..., Any], str]:
     function = load_function(term.function, setting)
     args = f"{setting}.args" if term.name else "reward.args"
     if not term.model and not inspect.isclass(function):
-        return bind(function, term.args, term.function, args), term.function
+        bound = bind(function, term.args, term.function, args)
+        made = _make(bound, (), term) if _makes_another(bound) else None
+        return made if callable(made) else bound, term.function
     given = (term.model,) if term.model else ()
     made = _make(bind(function, term.args, term.function, args, filled=given), given, term)
     name = f"{term.function} of {term.model}" if term.model else term.function
@@ -63,6 +65,19 @@ def _load(term: RewardTerm) -> tuple[Callable[..., Any], str]:
         of = f" of reward.model={term.model}" if term.model else ""
         raise ConfigError(f"{term.function} created a {type(made).__name__}{of}, which cannot be called")
     return made, name
+
+
+def _makes_another(function: Callable[..., Any]) -> bool:
+    """Whether it makes the reward, as TRL's `get_soft_overlong_punishment` does: it needs nothing more, takes nothing
+    that a completion supplies, and has no place for a completion and a row, or says that it returns a callable."""
+    signature = inspect.signature(function)
+    parameters = signature.parameters.values()
+    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    starred = any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in parameters)
+    needs = any(each.default is each.empty for each in parameters)
+    if starred or needs or signature.parameters.keys() & SUPPLIED or inspect.iscoroutinefunction(function):
+        return False
+    return len(positional) < 2 or "Callable" in str(signature.return_annotation)
 
 
 def bind(

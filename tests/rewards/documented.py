@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 
 # verl: "Implement Reward Function for Dataset", and its examples of custom_reward_function with reward_kwargs
 
@@ -94,3 +95,20 @@ class Scaled:
 
     def __call__(self, completion, row):
         return self.scale * len(completion) + self.offset
+
+
+def get_longer_than(shortest: int = 3, least: float = 0.0) -> Callable:
+    """As TRL's `get_soft_overlong_punishment`: it makes the reward."""
+
+    def longer(completions, **kwargs):
+        return [1.0 if len(each) > shortest else least for each in completions]
+
+    return longer
+
+
+def get_word(word="yes"):
+    return lambda completion, row: float(word in completion)
+
+
+def get_number(number=1.0):
+    return number

@@ -46,6 +46,37 @@ def values(*arguments: Any) -> list[float]:
     return [outcome.value for outcome in outcomes(*arguments)]
 
 
+@pytest.mark.parametrize(
+    ("name", "args", "expected"),
+    [
+        ("get_longer_than", {}, [0.0, 1.0]),
+        ("get_longer_than", {"shortest": 1}, [1.0, 1.0]),
+        ("get_longer_than", {"shortest": 9, "least": -1}, [-1.0, -1.0]),
+        ("get_word", {}, [0.0, 0.0]),
+        ("get_word", {"word": "no"}, [1.0, 0.0]),
+    ],
+)
+def test_a_function_that_makes_the_reward_is_called_once_with_its_arguments(name, args, expected):
+    assert values(term(name, args=args), ["no", "well"], {"prompt": "p"}) == expected
+
+
+def test_what_makes_no_reward_is_refused_with_its_signature():
+    with pytest.raises(ConfigError, match=r"get_number\(number=1.0\) cannot be called as f\(completion, row\)"):
+        outcomes(term("get_number"), ["a"], {"prompt": "p"})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ("p", r"IndexError: .*prompt is text, `completions` are texts"),
+        ([{"role": "user", "content": "p"}], r"TypeError: .*prompt is messages, `completions` are lists of messages"),
+    ],
+)
+def test_a_function_of_trl_for_the_other_kind_of_prompt_is_told_which_kind_it_got(prompt, says):
+    with pytest.raises(RewardError, match=says):
+        outcomes(term("think_then_answer" if prompt == "p" else "boxed"), [""], {"prompt": prompt, "ground_truth": ""})
+
+
 def test_verls_functions_run_as_its_documentation_shows_them():
     assert values(term("my_reward_fn"), ["x" * 50], GSM8K) == [0.5]
     (right, wrong, none) = outcomes(term("compute_score"), ["#### 72", "#### 7", "72"], GSM8K)
