@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -50,6 +50,38 @@ def refuse_lacking_nodes(paths: Mapping[str, str], gpus: float) -> None:
             f"a node of the Ray cluster lacks what workers need there: {'; '.join(said)}. Put it at the same path "
             "on every node, or on a file system that they share, or take the node out of the cluster"
         )
+
+
+def lacking_room(gpus: Sequence[float], workers: int, each: float) -> str:
+    """Return a line if a cluster has too few GPUs for all workers; empty if it has enough. It is no refusal: machines
+    may join, and others may use these.
+
+    Args:
+        gpus: GPUs of each machine.
+        each: GPUs per worker, on one machine.
+    """
+    if not each:
+        return ""
+    room = sum(int(here) * int(1 / each + 1e-9) if each < 1 else int(here / each) for here in gpus)
+    if room >= workers:
+        return ""
+    most = int(max(gpus, default=0.0))
+    widths = [width for width in range(1, int(each)) if each % width == 0 and width <= most]
+    way = "engine.device=cpu, with ray.gpus_per_worker=0, needs none"
+    if room:
+        way = f"rollout.workers={room} fits now"
+    elif widths:
+        way = f"workers of {widths[-1]} would fit now"
+    have = ", ".join(f"{here:g}" for here in sorted(gpus, reverse=True))
+    return (
+        f"the Ray cluster has room for {room} of rollout.workers={workers}: each needs {each:g} GPU(s) on one machine "
+        f"(engine.tensor_parallel, ray.gpus_per_worker), and its machines have {have}. The others wait for machines "
+        f"that join; {way}"
+    )
+
+
+def gpus_of_nodes() -> list[float]:
+    return [node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]]
 
 
 def _problems(answer: Any, answered: bool, node: str, paths: Mapping[str, str]) -> list[str]:

@@ -28,7 +28,15 @@ from asyncrl.family import die_with_parent
 from asyncrl.rollout.host import EXIT_FAILED, EXIT_REFUSED, HostLostError, WorkerExit, WorkerSpec, run_worker_here
 from asyncrl.rollout.luggage import Luggage, local_paths, pack, unpacked
 from asyncrl.rollout.pool.log_tail import last_lines
-from asyncrl.rollout.pool.nodes import lines_of, lines_on, refuse_lacking_nodes, terminate, terminate_on
+from asyncrl.rollout.pool.nodes import (
+    gpus_of_nodes,
+    lacking_room,
+    lines_of,
+    lines_on,
+    refuse_lacking_nodes,
+    terminate,
+    terminate_on,
+)
 from asyncrl.rollout.pool.ray_health import RayHealth
 from asyncrl.rollout.pool.specs import absolute_paths, worker_environment
 from asyncrl.rollout.rewards.service import start_service
@@ -307,6 +315,8 @@ def make_host(config: Config) -> RayHost:
         except ConfigError:
             host.close()
             raise
+        if line := lacking_room(gpus_of_nodes(), config.rollout.workers, host.gpus_per_worker):
+            print(line, file=sys.stderr, flush=True)
     if config.reward.host == "ray":
         environment = worker_environment(config)
         for of_set, reward in served_rewards(config).items():

@@ -7,6 +7,7 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.rollout.pool import ray_host
+from asyncrl.rollout.pool.nodes import lacking_room
 from asyncrl.rollout.pool.ray_host import RayHost, give_token
 
 
@@ -43,3 +44,28 @@ def test_a_ray_that_does_not_start_says_where_its_logs_are_and_what_needs_none(
     with pytest.raises(ConfigError) as refused:
         RayHost(address="", workers=1, gpus_per_worker=lambda gpus: 0.0)
     assert all(part in str(refused.value) for part in (str(raised), str(tmp_path), "rollout.host=process"))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "workers", "each", "says"),
+    [
+        ([8.0], 2, 4.0, ""),
+        ([8.0, 0.0], 3, 4.0, "room for 2 of rollout.workers=3: each needs 4 GPU(s) on one machine"),
+        (
+            [6.0, 3.0],
+            2,
+            4.0,
+            "have 6, 3. The others wait for machines that join; rollout.workers=1 fits",
+        ),
+        ([2.0, 3.0], 1, 4.0, "workers of 2 would fit now"),
+        ([0.0], 1, 1.0, "engine.device=cpu, with ray.gpus_per_worker=0, needs none"),
+        ([2.0], 5, 0.4, "room for 4 of"),  # two on each of its GPUs
+        ([2.0], 4, 0.4, ""),
+        ([0.0], 9, 0.0, ""),
+    ],
+)
+def test_a_cluster_with_too_few_gpus_is_told_with_what_would_fit(
+    gpus: list[float], workers: int, each: float, says: str
+) -> None:
+    said = lacking_room(gpus, workers, each)
+    assert (says in said) if says else not said
