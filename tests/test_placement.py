@@ -155,6 +155,10 @@ def test_a_pool_of_its_own_is_refused_before_ray_waits(monkeypatch: pytest.Monke
 def test_ray_has_no_one_and_a_half_gpus(key: str) -> None:
     with pytest.raises(ConfigError, match=rf"{key}=1.5: Ray gives a part of one GPU, or whole ones. Set {key}=2"):
         load_config([*REQUIRED, "reward.host=ray", f"{key}=1.5"])
+    with pytest.raises(ConfigError, match=rf"{key} must be at least 0; got inf"):
+        load_config([*REQUIRED, "reward.host=ray", f"{key}=inf"])
+    with pytest.raises(ConfigError, match=rf"{key}=1e-300 is less than Ray can give"):
+        load_config([*REQUIRED, "reward.host=ray", f"{key}=1e-300"])
 
 
 def test_four_and_four_and_engines_of_four() -> None:

@@ -211,10 +211,16 @@ def gpus_hold_the_engine(config: Config) -> Problems:
         )
 
 
+LEAST_OF_A_GPU = 0.0001
+"""Ray counts in steps of this."""
+
+
 def gpus_are_whole_or_parts_of_one(config: Config) -> Problems:
     for key, gpus in (("ray.gpus_per_worker", config.ray.gpus_per_worker), ("reward.gpus", config.reward.gpus)):
-        if gpus > 1 and gpus % 1:
+        if 1 < gpus < math.inf and gpus % 1:
             yield f"{key}={gpus:g}: Ray gives a part of one GPU, or whole ones. Set {key}={math.ceil(gpus)}"
+        elif 0 < gpus < LEAST_OF_A_GPU:
+            yield f"{key}={gpus:g} is less than Ray can give of a GPU. Set {key}=0, or at least {LEAST_OF_A_GPU}"
 
 
 def urls_are_of_pull(config: Config) -> Problems:
