@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from typing import Any
 
@@ -61,17 +60,15 @@ def test_members_for_which_an_epoch_formed_join_the_next_one_where_it_did_not_fo
 
 
 def test_a_worker_without_a_connection_to_another_is_left_out_and_comes_back_when_it_has_one(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refusing: list[Any]
 ) -> None:
     """Before, each epoch broke for it, and no worker got any version."""
-    connect, silent = stream_wire._connect, socket.socket()
-    silent.bind(("127.0.0.1", 0))  # nobody else gets this port, and it refuses
-    apart = ["127.0.0.1", silent.getsockname()[1], "", "", ""]
+    connect = stream_wire._connect
     broken = threading.Event()
     broken.set()
 
     def second_fails(store: Any, seat: int, where: Any, deadline: float) -> Any:
-        return connect(store, seat, apart if seat == 2 and broken.is_set() else where, deadline)
+        return connect(store, seat, refusing if seat == 2 and broken.is_set() else where, deadline)
 
     monkeypatch.setattr(stream_wire, "_connect", second_fails)
     meeting = Meeting(2)
@@ -96,7 +93,6 @@ def test_a_worker_without_a_connection_to_another_is_left_out_and_comes_back_whe
         publisher.publish(1, [("w", WEIGHT)])
         until(lambda: served_by(2, 1), "no version after it", within_s=WAIT_S)
     finally:
-        silent.close()
         publisher.close()
         for member in members:
             member.close()

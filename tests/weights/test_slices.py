@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from asyncrl.weights.boxes import Box, whole
-from asyncrl.weights.broadcast import staging
+from asyncrl.weights.broadcast import staging, stream_wire
 from asyncrl.weights.broadcast.group import WeightGroup
 from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.staging import Staging
@@ -222,6 +223,25 @@ class LeavingGroup(WeightGroup):
             self.abort()
             raise RuntimeError("one of its processes is gone")
         return super().broadcast(buffer)
+
+
+def test_senders_whose_groups_wait_for_a_worker_without_a_connection_begin_anew_at_once(
+    monkeypatch: pytest.MonkeyPatch, refusing: list[Any]
+) -> None:
+    """It gets no further than the first sender's group; the other sender knew nothing of that, and the learner ended if
+    that one was not back in time."""
+    connect = stream_wire._connect
+
+    def second_fails(store: Any, seat: int, where: Any, deadline: float) -> Any:
+        return connect(store, seat, refusing if seat == 2 else where, deadline)
+
+    monkeypatch.setattr(stream_wire, "_connect", second_fails)
+    board, began = Board(), time.monotonic()
+    with publishers(board, senders=2) as senders, engines(board, None, None) as (first, _):
+        for each in senders:
+            each.publish(0, weights(0).items())
+        first.wait(0)
+        assert time.monotonic() - began < TIMEOUT_S / 2
 
 
 def test_a_transfer_that_breaks_in_one_lane_is_begun_anew_for_all(monkeypatch):

@@ -138,25 +138,22 @@ def test_a_group_forms_for_nobody_if_one_member_does_not_come():
 
 @pytest.mark.parametrize("lost", [1, 2, 3])
 def test_a_member_that_cannot_connect_ends_the_wait_of_all_with_its_place_and_reason(
-    monkeypatch: pytest.MonkeyPatch, lost: int
+    monkeypatch: pytest.MonkeyPatch, lost: int, refusing: list[Any]
 ) -> None:
-    connect, silent = stream_wire._connect, socket.socket()
-    silent.bind((HOST, 0))  # nobody else gets this port, and it refuses
-    port = silent.getsockname()[1]
+    connect = stream_wire._connect
 
     def nowhere(store: dist.Store, seat: int, where: list[Any], deadline: float) -> socket.socket:
-        return connect(store, seat, [HOST, port, "", "", ""] if seat == 10 * lost else where, deadline)
+        return connect(store, seat, refusing if seat == 10 * lost else where, deadline)
 
     monkeypatch.setattr(stream_wire, "_connect", nowhere)
     store, started = dist.HashStore(), time.monotonic()
     with ThreadPoolExecutor(4) as threads:
-        members = [threads.submit(StreamWire, store, rank, 4, WAIT_S, HOST, 10 * rank) for rank in range(4)]
+        members = [threads.submit(StreamWire, store, rank, 4, WAIT_S, HOST, seat=10 * rank) for rank in range(4)]
         errors = [each.exception(WAIT_S) for each in members]
-    silent.close()
     assert time.monotonic() - started < WAIT_S / 2
     first = errors[0]
     assert isinstance(first, ApartError) and first.seat == 10 * lost, errors
-    for part in (f"{HOST}:{port}", "Connection refused", "weights.interface", "weights=pull"):
+    for part in (f"{HOST}:{refusing[1]}", "Connection refused", "weights.interface", "weights=pull"):
         assert part in str(first)
     assert isinstance(errors[lost], ApartError)  # those behind it may have joined
 

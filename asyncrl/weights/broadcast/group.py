@@ -81,9 +81,10 @@ class WeightGroup:
         self.timeout_s = link.timeout_s
         self._deadline = 0.0
         """Deadline of the present stretch, by `time.monotonic()`."""
-        prefixed = dist.PrefixStore(f"group/{epoch}/{name}", store)
+        of_epoch = dist.PrefixStore(f"group/{epoch}", store)
+        prefixed = dist.PrefixStore(name, of_epoch)
         prefixed.set_timeout(timedelta(seconds=link.timeout_s))
-        self._wire = open_wire(prefixed, link, rank, world)
+        self._wire = open_wire(prefixed, of_epoch, link, rank, world)
 
     def pieces(self, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield flat `buffer` as it is broadcast, in the same parts at both ends. nccl divides buffers itself and gets

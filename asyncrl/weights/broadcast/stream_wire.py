@@ -59,13 +59,26 @@ class StreamWire:
     Args:
         listen: address of this machine at which the next member connects.
         seat: number of this member that all know, in `ApartError`.
+        epoch: the store of all groups of this epoch, in which a member says that it has no connection: it does not
+            come to the groups of other senders either.
 
     Raises:
         ApartError: a member, this one or another, cannot connect to the one before it.
         RuntimeError: the others did not arrive in time.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world: int, timeout_s: float, listen: str, seat: int = 0) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world: int,
+        timeout_s: float,
+        listen: str,
+        *,
+        seat: int = 0,
+        epoch: dist.Store | None = None,
+    ) -> None:
+        epoch = epoch or store
         self.piece_bytes = _PIECE_IN if rank else _PIECE_OUT
         self._before: socket.socket | None = None
         self._next: socket.socket | None = None
@@ -78,10 +91,10 @@ class StreamWire:
                 if rank > 0:
                     if not wait_key(store, f"entrance/{rank - 1}", timeout_s):
                         raise RuntimeError(f"waited {timeout_s:g} s for rank {rank - 1}")
-                    self._before = _connect(store, seat, fetch(store, f"entrance/{rank - 1}"), deadline)
+                    self._before = _connect(epoch, seat, fetch(store, f"entrance/{rank - 1}"), deadline)
                 if entrance is not None:
-                    self._next = entrance.next_member(store, self._before, deadline)
-                    _ready(store, [self._next], self._before, deadline)
+                    self._next = entrance.next_member(epoch, self._before, deadline)
+                    _ready(epoch, [self._next], self._before, deadline)
                     _receive(self._next, memoryview(bytearray(_JOINED)), deadline)
             for end in (self._before, self._next):
                 if end is not None and end.family != socket.AF_UNIX:
@@ -93,7 +106,7 @@ class StreamWire:
             raise
         except (OSError, RuntimeError) as error:
             self.abort()
-            _look(store)  # the cause, if others have left because of it
+            _look(epoch)  # the cause, if others have left because of it
             raise RuntimeError(f"rank {rank} of {world} did not find its neighbours: {error}") from error
 
     def broadcast(self, buffer: torch.Tensor, left_s: float) -> Any:
@@ -130,10 +143,10 @@ class _Entrance:
         self._far = kept.enter_context(socket.create_server((listen, 0), family=family))
         self.where = [listen, self._far.getsockname()[1], machine(), name, self._word]
 
-    def next_member(self, store: dist.Store, before: socket.socket | None, deadline: float) -> socket.socket:
+    def next_member(self, epoch: dist.Store, before: socket.socket | None, deadline: float) -> socket.socket:
         """Return the connection of whoever says the word. Raises RuntimeError: nobody has by `deadline`."""
         while True:
-            for door in _ready(store, [self._near, self._far], before, deadline):
+            for door in _ready(epoch, [self._near, self._far], before, deadline):
                 end, _ = door.accept()
                 if door is self._near:
                     end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ON_THE_WAY)
@@ -146,7 +159,7 @@ class _Entrance:
 
 
 def _ready(
-    store: dist.Store, ends: Sequence[socket.socket], before: socket.socket | None, deadline: float
+    epoch: dist.Store, ends: Sequence[socket.socket], before: socket.socket | None, deadline: float
 ) -> Sequence[socket.socket]:
     """Wait until something can be read from one of `ends`. Raises RuntimeError: not by `deadline`, or the member
     `before`, which says nothing until all have joined, has left; ApartError."""
@@ -154,7 +167,7 @@ def _ready(
         for end in (*ends, *([before] if before is not None else [])):
             selector.register(end, selectors.EVENT_READ)
         while not (ready := selector.select(min(max(deadline - time.monotonic(), 0.0), _LOOK_S))):
-            _look(store)
+            _look(epoch)
             if time.monotonic() >= deadline:
                 raise RuntimeError("the next one did not come in time")
     there = [key.fileobj for key, _ in ready]
@@ -163,13 +176,13 @@ def _ready(
     return [end for end in ends if end in there]
 
 
-def _look(store: dist.Store) -> None:
+def _look(epoch: dist.Store) -> None:
     """Raises ApartError: some member has no connection."""
-    if store.check([_APART]):
-        raise ApartError(*fetch(store, _APART))
+    if epoch.check([_APART]):
+        raise ApartError(*fetch(epoch, _APART))
 
 
-def _connect(store: dist.Store, seat: int, where: Sequence[Any], deadline: float) -> socket.socket:
+def _connect(epoch: dist.Store, seat: int, where: Sequence[Any], deadline: float) -> socket.socket:
     host, port, there, name, word = where
     end = _connect_near(name) if there == machine() else None
     if end is None:
@@ -177,10 +190,10 @@ def _connect(store: dist.Store, seat: int, where: Sequence[Any], deadline: float
             within_s = min(max(deadline - time.monotonic(), 0.002) / 2, _CONNECT_S)
             end = socket.create_connection((host, port), within_s)
         except OSError as error:
-            _look(store)  # the one before may have left because of another, which is not this one's fault
+            _look(epoch)  # the one before may have left because of another, which is not this one's fault
             apart = ApartError(seat, _why_apart(host, port, error))
-            store.compare_set(_APART, "", msgpack.packb([seat, str(apart)]))  # pyright: ignore[reportArgumentType]
-            _look(store)  # the first counts
+            epoch.compare_set(_APART, "", msgpack.packb([seat, str(apart)]))  # pyright: ignore[reportArgumentType]
+            _look(epoch)  # the first counts
             raise apart from error
         end.settimeout(None)
     _send(end, memoryview(word.encode()), deadline)

@@ -98,8 +98,12 @@ class Wire(Protocol):
         ...
 
 
-def open_wire(store: dist.Store, link: Link, rank: int, world: int) -> Wire:
-    """Join the other members of this epoch.
+def open_wire(store: dist.Store, epoch: dist.Store, link: Link, rank: int, world: int) -> Wire:
+    """Join the other members of a group.
+
+    Args:
+        store: of this group alone.
+        epoch: of all groups of this epoch.
 
     Raises:
         RuntimeError: not all arrived within `timeout_s`, or one died meanwhile.
@@ -109,7 +113,7 @@ def open_wire(store: dist.Store, link: Link, rank: int, world: int) -> Wire:
     if link.backend == "sockets":
         where = places_to_listen(link.interface, link.host, os.environ)[0]
         listen = where.get("hostname") or address_of(where["interface"])
-        return StreamWire(store, rank, world, link.timeout_s, listen, link.seat)
+        return StreamWire(store, rank, world, link.timeout_s, listen, seat=link.seat, epoch=epoch)
     return (GlooWire if link.backend == "gloo" else NcclWire)(store, link, rank, world)
 
 
