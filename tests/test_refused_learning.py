@@ -352,6 +352,12 @@ def test_no_count_and_no_time_is_without_end(
         assert re.search(rf"\b{key} must be at most [\d,]+; got 1.* Set {key}=\d+ or less", str(refused.value)), key
 
 
+def test_a_device_that_does_not_exist_is_not_also_one_for_all_ranks() -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(["learner.device=cuda:x", "learner.ranks=2", *REQUIRED])
+    assert "must be auto, cpu, cuda or cuda:N" in str(refused.value) and "puts all" not in str(refused.value)
+
+
 def test_everything_that_is_wrong_is_reported_at_once() -> None:
     with pytest.raises(ConfigError) as refused:
         load_config([*REQUIRED, "replay.pipeline_depth=7", "rollout.temperature=0", "learner.schedule=cos"])

@@ -37,7 +37,8 @@ EXPORTED_FILE = "exported.json"
 """File in the folder of an exported model that says after how many steps it was exported."""
 BRANCH_FILE = "branch.json"
 """Describes the newest branch: which start began it, and from where."""
-_NAME = re.compile(rf"step_(\d+)|{LEFT}step_(\d+)(?:_\d+)?", re.ASCII)
+_NAME = re.compile(rf"step_(0|[1-9]\d*)|{LEFT}step_(\d+)(?:_\d+)?", re.ASCII)
+"""Names that this program gives; a copy that a user calls `step_070` is none of its checkpoints."""
 
 
 def finished(folder: Path) -> list[Path]:
@@ -56,12 +57,23 @@ def _step_of(path: Path) -> int | None:
     return int(named[1] or named[2]) if named else None
 
 
+def _steps_of(path: Path) -> int:
+    """The steps of a checkpoint by its name; of a copy with another name by what it holds."""
+    named = _step_of(path)
+    if named is None:
+        with contextlib.suppress(CheckpointError):
+            named = position_of(path)[0]
+    return named or 0
+
+
 def newest(folder: Path) -> tuple[Path | None, str]:
     """The checkpoint that `latest` names, else the one with the most steps; and a message about a missing link."""
     latest, whole = folder / LATEST, finished(folder)
     if latest.is_symlink():
         path = folder / latest.readlink()
-        if path in (*whole, *folder.glob(f"{LEFT}step_*")) or not whole:  # resumed from by name: then it is the newest
+        if path.parent.resolve() == folder.resolve():  # a user may have written the link with more of the path
+            path = folder / path.name
+        if path in whole or not whole or _named(path, folder):
             return path, ""
         return whole[-1], (
             f"{latest} points to {latest.readlink()}, which does not exist: continuing from {whole[-1].name}"
@@ -70,6 +82,13 @@ def newest(folder: Path) -> tuple[Path | None, str]:
         lost = "is not a link (a copy may have followed it)" if latest.exists() else "is missing"
         return whole[-1], f"{latest} {lost}: continuing from {whole[-1].name}, the checkpoint with the most steps"
     return None, ""
+
+
+def _named(path: Path, folder: Path) -> bool:
+    """Whether it is a checkpoint with a name that `finished` does not list: of a line that a branch left, or a copy
+    that a user made. Such a one is the newest if a resume named it."""
+    left = path.name.startswith(f"{LEFT}step_") and path.is_dir()
+    return path.parent == folder and path.suffix != ".tmp" and (left or (path / STATE_FILE).is_file())
 
 
 def exported(checkpoint: Path, name: str = EXPORT_DIR) -> Path:
@@ -88,7 +107,8 @@ def newest_whole(folder: Path) -> tuple[Path | None, list[tuple[Path, str]], str
     path, said = newest(folder)
     damaged: list[tuple[Path, str]] = []
     first: CheckpointDamagedError | None = None
-    older = [each for each in finished(folder) if path is not None and (_step_of(each) or 0) < (_step_of(path) or 0)]
+    steps = 0 if path is None else _steps_of(path)
+    older = [each for each in finished(folder) if _steps_of(each) < steps]
     for candidate in [path, *reversed(older)] if path is not None else []:
         try:
             sealed.verify(candidate)
@@ -141,10 +161,13 @@ def position_of(path: Path) -> tuple[int, int]:
 
 
 def prune(folder: Path, newest_step: Path, keep: int, spared: Collection[str] = (), *, every: int = 0) -> list[Path]:
-    """Retire old checkpoints. Kept are the `keep` with the most steps, among them `newest_step`, those whose names are
-    spared, and those at multiples of `every` steps. Returns the folders to remove, including incomplete ones that a
-    crash left; removing many gigabytes takes time."""
-    old = [path for path in finished(folder) if path != newest_step][: -keep + 1 or None]
+    """Retire old checkpoints. Kept are `newest_step` and the `keep` - 1 before it, those whose names are spared, those
+    at multiples of `every` steps, and those with more steps than `newest_step`: a user copied them here, or the run
+    will save them again. If they counted, none before the newest would be kept. Returns the folders to remove,
+    including incomplete ones that a crash left; removing many gigabytes takes time."""
+    steps = _steps_of(newest_step)
+    old = [path for path in finished(folder) if path != newest_step and _steps_of(path) <= steps]
+    old = old[: -keep + 1 or None]
     stays = {path.name for path in old if every and not (_step_of(path) or 0) % every} | set(spared)
     for path in old:
         if path.name not in stays:

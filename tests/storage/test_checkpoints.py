@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import shutil
 from pathlib import Path
 
 import pytest
 
 from asyncrl.errors import CheckpointError
 from asyncrl.storage import sealed
-from asyncrl.storage.checkpoints import begin_branch, branch_begun, chosen, newest, newest_whole, trained_steps
+from asyncrl.storage.checkpoints import begin_branch, branch_begun, chosen, newest, newest_whole, prune, trained_steps
 from asyncrl.storage.full_disk import Patience
 
 
@@ -37,6 +38,43 @@ def test_the_setting_decides_and_a_missing_link_is_the_checkpoint_of_the_most_st
         (ckpt / "latest").symlink_to(other)
         assert trained_steps(chosen(run_dir, "auto")) == 20
         assert f"latest points to {other}, which does not exist" in newest(ckpt)[1]
+
+
+@pytest.mark.parametrize("form", ["step_8", "./step_8", "../ckpt/step_8", "{ckpt}/step_8"])
+@pytest.mark.parametrize("by", ["absolute", "relative"])
+def test_a_link_is_followed_however_the_user_wrote_it(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, form: str, by: str
+) -> None:
+    (run_dir / "ckpt" / "latest").unlink()
+    (run_dir / "ckpt" / "latest").symlink_to(form.format(ckpt=run_dir / "ckpt"))
+    monkeypatch.chdir(run_dir)
+    folder = run_dir / "ckpt" if by == "absolute" else Path("ckpt")
+    assert newest(folder) == (folder / "step_8", "")
+
+
+def test_a_run_that_began_from_a_copy_with_a_name_of_its_own_and_died_goes_on_from_that(run_dir: Path) -> None:
+    ckpt = run_dir / "ckpt"
+    shutil.copytree(ckpt / "step_20", ckpt / "step_20_good")
+    (ckpt / "step_9").mkdir()
+    (ckpt / "step_9" / "state.json").write_text('{"step": 8, "policy_version": 9}')
+    assert begin_branch(ckpt, ckpt / "step_20_good", "ckpt/step_20_good", "one") == []
+    assert newest(ckpt) == (ckpt / "step_20_good", "")
+    for name in ("step_9", "step_20_good"):
+        sealed.seal(ckpt / name)
+    (ckpt / "step_20_good" / "more").touch()
+    whole, damaged, _ = newest_whole(ckpt)
+    assert whole == ckpt / "step_9" and [path.name for path, _ in damaged] == ["step_20_good"]
+
+
+def test_copies_that_a_user_put_beside_the_checkpoints_push_none_of_them_out_and_stay(run_dir: Path) -> None:
+    ckpt = run_dir / "ckpt"
+    for name in ("step_6", "step_200", "step_08", "step_8_good", "step_8.bak"):
+        shutil.copytree(ckpt / "step_8", ckpt / name)
+    prune(ckpt, ckpt / "step_20", 2)
+    assert {path.name for path in ckpt.iterdir()} == {
+        *("latest", "step_20", "step_8", "step_6.tmp"),
+        *("step_200", "step_08", "step_8_good", "step_8.bak"),
+    }
 
 
 def test_a_checkpoint_that_does_not_say_is_refused_by_its_file_with_the_way_out(run_dir: Path) -> None:

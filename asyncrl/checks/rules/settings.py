@@ -50,8 +50,9 @@ def _known_device(key: str, device: str) -> Problems:
 
 def ranks_have_devices(config: RunSettings) -> Problems:
     device, ranks = config.learner.device, config.learner.ranks
-    yield from _known_device("learner.device", device)
-    if ":" in device and ranks > 1:
+    unknown = list(_known_device("learner.device", device))
+    yield from unknown
+    if ":" in device and ranks > 1 and not unknown:
         yield one_device_for_all(device, ranks)
 
 
