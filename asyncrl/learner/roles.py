@@ -112,7 +112,7 @@ def build_roles(config: Config, device: torch.device, backend: Backend | None) -
     if needs_reference(config) and not roles.base_is_reference and not roles.reference_comes:
         roles.reference = build_model(config, device, backend, path=config.reference.path, frozen=True, exact=exact)
     if ema > 0:
-        roles.average = build_model(config, device, backend, frozen=True, exact=exact)
+        roles.average = build_model(config, device, backend, averaged=True, exact=exact)
     if config.learner.router_replay:
         for model in filter(None, (policy, roles.average)):
             model.replay = RouterReplay(model, f"model.path={config.model.path}")

@@ -306,6 +306,8 @@ def role_rows(config: Config, model: ModelSize, *, on_host: bool = False) -> lis
         count = own.of_critic if role == "critic" else own.parameters
         names = OFFLOADED[config.learner.offload][on_host]
         kept = {name: widths[name] for name in names if role == "critic" or name == "master weights"}
+        if role == "reference" and there and kept:
+            kept = {"weights": BYTES[config.model.dtype]}
         if there and kept:
             rows.append((sum(kept.values()) * count / ranks, f"{' + '.join(kept)} of the {role}"))
     return rows

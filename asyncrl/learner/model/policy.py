@@ -157,15 +157,18 @@ def build_model(
     *,
     path: str = "",
     frozen: bool = False,
+    averaged: bool = False,
     exact: bool = False,
 ) -> PolicyModel:
     """Load a policy with fp32 master weights on `device`, held by `backend` (None: a single rank).
 
     With `model.lora_rank` the base is frozen, in the compute dtype, and the fp32 master weights are the adapters.
+    Weights that never change are in the compute dtype too: it is what they are rounded to before each use.
 
     Args:
         path: path of the checkpoint, as `reference.path`; empty is `model.path`.
-        frozen: without gradients, for the reference and the averaged policy.
+        frozen: weights that never change, for the reference.
+        averaged: without gradients, for the averaged policy.
         exact: see `engine.exact`.
 
     Raises:
@@ -173,16 +176,20 @@ def build_model(
     """
     settings = replace(config.model, path=path or config.model.path)
     setting = f"reference.path={path}" if path else f"model.path={settings.path}"
-    adapted = settings.lora_rank > 0 and not frozen
-    kept = dtype_on(settings.dtype, device.type) if adapted else "float32"
+    adapted = settings.lora_rank > 0 and not (frozen or averaged)
+    compute, several = dtype_on(settings.dtype, device.type), backend is not None and backend.mesh.size() > 1
+    # One rank reads a frozen model in float32: scores packed and alone are then compared as strictly as the policy's.
+    kept = compute if adapted or (frozen and several) else "float32"
 
     def change(model: PolicyModel, read: nn.Module) -> None:
         refuse_scores(config, model.hf.config, device, model.layout)
         model.fp32_head = settings.fp32_head
         if exact:
             compute_exactly(model, device)
-        if frozen:
+        if frozen or averaged:
             model.requires_grad_(False)
+        if frozen:
+            keep_in(model, DTYPES[compute])
         if adapted:
             model.adapters = add_adapters(model.hf, settings, base_fingerprint(read))
 
@@ -204,6 +211,16 @@ def build_model(
             start=start,
         )
         return built(recipe, settings, longest_sequence(config), device, backend)
+
+
+def keep_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert the parameters. Buffers are float32: frequencies of rotary embeddings lose too much in half precision."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                module._buffers[name] = buffer.float()
 
 
 def compute_exactly(model: PolicyModel, device: torch.device) -> None:
@@ -236,7 +253,10 @@ def causal_lm(config: ModelConfig, setting: str, dtype: torch.dtype) -> tuple[Ma
 
     def build() -> PreTrainedModel:
         with of_transformers():
-            model = blank(AutoModelForCausalLM, hf_config, **options)
+            # Not in `dtype`: its buffers would be rounded, with them the bias by which DeepSeek-V3 chooses experts.
+            model = blank(AutoModelForCausalLM, hf_config, **(options | {"dtype": torch.float32}))
+        keep_in(model, dtype)
+        model.config.dtype = dtype
         with suppress(OSError):  # a checkpoint may have none
             model.generation_config = GenerationConfig.from_pretrained(config.path)
         return model
@@ -251,6 +271,7 @@ def _load_whole(path: str, options: dict[str, Any], **attention: str) -> PreTrai
     model, found = loaded
     refuse_random(found["missing_keys"])
     _refuse_untied(model)
+    keep_in(model, options["dtype"])  # transformers leaves some parameters in float32, and rounds some buffers
     return model
 
 
