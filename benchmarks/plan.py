@@ -209,13 +209,13 @@ async def work(config: ReplayConfig, name: str, slots: int) -> None:
         """waits for: the next version; unblocked by: the learner's announcement, or the end."""
         revision = 0
         while True:
-            board = await client.watch(revision=revision, wait_s=5.0)
+            board = await asyncio.to_thread(client.rendezvous().watch, revision, 5.0)
             if board.revision == revision:
                 continue
             revision = board.revision
             await asyncio.sleep(board.values["sync_s"])
             engine.load(board.values["version"])
-            await client.served(board.values["version"], "f")
+            await asyncio.to_thread(client.rendezvous().served, board.values["version"], "f")
 
     helpers = [asyncio.create_task(engine.run()), asyncio.create_task(serve())]
     report.start_clocks()

@@ -98,8 +98,8 @@ async def produce(config: ReplayConfig, size: Size, acks: Path) -> None:
     keep_heap()  # a rollout worker's process calls both
     collector.wake()
     client = RolloutClient(config.address, worker="producer", run_digest="d", config=config)
-    board = await client.watch(revision=0, wait_s=30)
-    await client.served(int(board.values["version"]), "f")
+    board = await asyncio.to_thread(client.rendezvous().watch, 0, 30)
+    await asyncio.to_thread(client.rendezvous().served, int(board.values["version"]), "f")
     waits: list[float] = []
     trajectories, free = make_trajectories(size), asyncio.Semaphore(IN_FLIGHT)
 

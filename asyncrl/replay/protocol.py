@@ -194,14 +194,6 @@ class RolloutReplay(Protocol):
 
     async def report_evaluation(self, result: EvalResult) -> None: ...
 
-    async def served(self, policy_version: int, fingerprint: str) -> None:
-        """Report that the engine now serves this version: the fingerprint was recomputed by the worker and matched."""
-        ...
-
-    async def watch(self, *, revision: int, wait_s: float) -> Board:
-        """Return the board once its revision differs from `revision`, or unchanged after `wait_s` seconds."""
-        ...
-
     async def close(self) -> None: ...
 
 

@@ -80,11 +80,11 @@ class ChaosWorker:
         """Serve each policy version that the board announces."""
         revision = -1
         while True:
-            board = await self.client.watch(revision=revision, wait_s=1.0)
+            board = await asyncio.to_thread(self.client.rendezvous().watch, revision, 1.0)
             revision = board.revision
             version = board.values.get("version", NO_VERSION)
             if version > self.served:
-                await self.client.served(version, "f")
+                await asyncio.to_thread(self.client.rendezvous().served, version, "f")
                 self.served = version
 
     async def make(self, assignment: Assignment) -> None:

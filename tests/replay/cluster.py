@@ -108,7 +108,7 @@ def begin(peers: Peers) -> tuple[LearnerClient, RolloutClient]:
     learner, worker = peers.learner(), peers.worker()
     version = learner.restore(step=None, policy_version=NO_VERSION, snapshot=None).next_version
     learner.publish(policy_version=version, parent=NO_VERSION)
-    asyncio.run(worker.served(version, "f"))
+    worker.rendezvous().served(version, "f")
     return learner, worker
 
 

@@ -247,7 +247,7 @@ async def _under_fire(config: ReplayConfig, learner: LearnerClient, hostile: Hos
     sent = good = steps = 0
     trained: set[int] = set()
     slowest, started = 0.0, time.monotonic()
-    await client.served(0, "f")
+    client.rendezvous().served(0, "f")
     while sent < count:
         for _ in range(min(200, count - sent)):
             hostile.send()
@@ -265,7 +265,7 @@ async def _under_fire(config: ReplayConfig, learner: LearnerClient, hostile: Hos
             await asyncio.to_thread(learner.trained, step=steps, policy_version=steps + 1)
             learner.commit(step=steps)
             steps += 1
-            await client.served(steps, "f")
+            client.rendezvous().served(steps, "f")
     await client.close()
     seconds = time.monotonic() - started
     return {

@@ -139,7 +139,7 @@ class Camp:
 
     async def _work(self) -> None:
         client = self._worker
-        await client.served(0, "f")
+        client.rendezvous().served(0, "f")
         with contextlib.suppress(ReplayError, NoProgress):  # the server is gone at the end
             while not self._stop.is_set():
                 acquired = await client.acquire(slots=4, wait_s=0.2)

@@ -76,19 +76,9 @@ class InProcessReplay:
                 self.condition.wait(left)
 
 
-class _BlockingRendezvous:
-    def __init__(self, worker: InProcessRollout) -> None:
-        self._worker = worker
-
-    def watch(self, revision: int, wait_s: float) -> Board:
-        return self._worker.watch_now(revision, wait_s)
-
-    def served(self, policy_version: int, fingerprint: str) -> None:
-        self._worker.served_now(policy_version, fingerprint)
-
-
 class InProcessRollout:
-    """Implements `RolloutReplay`. It says hello at construction, and again after the core has given the worker up."""
+    """Implements `RolloutReplay`, and is its own rendezvous. It says hello at construction, and again after the core
+    has given the worker up."""
 
     def __init__(self, replay: InProcessReplay, worker: str, stats: Callable[[], dict[str, float]]) -> None:
         self.worker, self.incarnation = worker, uuid.uuid4().hex
@@ -97,8 +87,8 @@ class InProcessRollout:
         with replay.changing() as core:
             core.hello(worker, self.incarnation)
 
-    def rendezvous(self) -> _BlockingRendezvous:
-        return _BlockingRendezvous(self)
+    def rendezvous(self) -> InProcessRollout:
+        return self
 
     async def acquire(self, *, slots: int, wait_s: float) -> Acquired:
         return await asyncio.to_thread(self._acquire, slots, wait_s)
@@ -147,19 +137,13 @@ class InProcessRollout:
             self._alive(core)
             core.report_evaluation(self.worker, self.incarnation, result)
 
-    async def served(self, policy_version: int, fingerprint: str) -> None:
-        self.served_now(policy_version, fingerprint)
-
-    def served_now(self, policy_version: int, fingerprint: str) -> None:
+    def served(self, policy_version: int, fingerprint: str) -> None:
         with self._replay.changing() as core:
             self._alive(core)
             core.served(self.worker, self.incarnation, policy_version, fingerprint)
             self._served = policy_version
 
-    async def watch(self, *, revision: int, wait_s: float) -> Board:
-        return await asyncio.to_thread(self.watch_now, revision, wait_s)
-
-    def watch_now(self, revision: int, wait_s: float) -> Board:
+    def watch(self, revision: int, wait_s: float) -> Board:
         changed = self._replay.wait_for(lambda core: core.board if core.board.revision != revision else None, wait_s)
         return changed or self._replay.core.board
 

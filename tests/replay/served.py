@@ -35,7 +35,7 @@ class Run:
 
 
 async def ready(client: RolloutClient, slots: int = 4):
-    await client.served(0, "f")
+    client.rendezvous().served(0, "f")
     return (await client.acquire(slots=slots, wait_s=30)).assignments
 
 

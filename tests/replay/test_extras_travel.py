@@ -163,7 +163,7 @@ def test_a_run_in_one_process_gets_extras_as_over_the_wire() -> None:
     learner, worker = replay.learner(), replay.rollout("w")
     learner.restore(step=None, policy_version=NO_VERSION, snapshot=None)
     learner.publish(policy_version=0, parent=NO_VERSION)
-    worker.served_now(0, "f")
+    worker.served(0, "f")
     extras = {"x": np.arange(6, dtype=">i4").reshape(2, 3).T}
 
     async def work() -> None:

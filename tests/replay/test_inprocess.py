@@ -25,7 +25,7 @@ def test_a_whole_run_in_one_process_ends_with_stop() -> None:
     learner, worker = replay.learner(), replay.rollout("w")
 
     async def work() -> int:
-        await worker.served(0, "f")
+        worker.rendezvous().served(0, "f")
         made = 0
         while True:
             # Not longer: it may have looked for the newest version just before the learner announced it.
@@ -37,8 +37,8 @@ def test_a_whole_run_in_one_process_ends_with_stop() -> None:
                 inserted = await worker.insert(group(order, [order.policy_version] * 3))
                 assert inserted.status in ("accepted", "closed")  # what came ahead of the last step may come too late
                 made += inserted.status == "accepted"
-            newest = (await worker.watch(revision=-1, wait_s=0)).values.get("version", 0)
-            await worker.served(newest, "f")
+            newest = worker.rendezvous().watch(-1, 0).values.get("version", 0)
+            worker.rendezvous().served(newest, "f")
 
     made: list[int] = []
     thread = threading.Thread(target=lambda: made.append(asyncio.run(work())), daemon=True)
@@ -77,7 +77,7 @@ def test_a_lease_ahead_waits_for_the_learner_without_giving_up() -> None:
     learner, worker = replay.learner(), replay.rollout("w")
 
     async def make() -> None:
-        await worker.served(0, "f")
+        worker.rendezvous().served(0, "f")
         for order in (await worker.acquire(slots=4, wait_s=30)).assignments:
             await worker.insert(group(order, [0] * 3))
 
@@ -107,7 +107,7 @@ def test_groups_are_checked_as_on_the_wire() -> None:
     worker = replay.rollout("w")
 
     async def work() -> None:
-        await worker.served(0, "f")
+        worker.rendezvous().served(0, "f")
         order = (await worker.acquire(slots=1, wait_s=1)).assignments[0]
         bad = group(order, [0])
         bad.trajectories[0].behavior_logprobs[-1] = float("nan")
@@ -134,7 +134,7 @@ def test_a_worker_that_was_given_up_comes_back_by_itself() -> None:
 def test_evaluations_pass_through() -> None:
     replay = started()
     worker, learner = replay.rollout("w"), replay.learner()
-    worker.served_now(0, "f")
+    worker.served(0, "f")
     learner.evaluate(step=0, policy_version=0, eval_set="h", rows=2, chunk=2)
     order = asyncio.run(worker.acquire(slots=1, wait_s=1)).evaluations[0]
     result = EvalResult(job_id=order.job_id, chunk=0, attempt=0, version_min=0, version_max=0, scores=(1.0, 0.0))

@@ -46,7 +46,7 @@ MOST_SAMPLE_GROUPS = 4096
 
 
 class WorkerRendezvous:
-    """Blocking `watch` and `served` for the weight subscriber's thread."""
+    """How a worker learns of versions, and reports which it serves; blocking, for the weight subscriber's thread."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -56,6 +56,7 @@ class WorkerRendezvous:
         return _board(self._connection.request("watch", [revision, float(wait_s)]).result().body)
 
     def served(self, policy_version: int, fingerprint: str) -> None:
+        """Report that the engine now serves this version: the fingerprint was recomputed by the worker and matched."""
         self._connection.request("served", [policy_version, fingerprint]).result()
         self._connection.served = max(self._connection.served, policy_version)
 
@@ -144,13 +145,6 @@ class RolloutClient:
 
     async def report_evaluation(self, result: EvalResult) -> None:
         await self._futures.of(self._connection.request("report_evaluation", messages.encode_record(result)))
-
-    async def served(self, policy_version: int, fingerprint: str) -> None:
-        await asyncio.to_thread(self._rendezvous.served, policy_version, fingerprint)
-
-    async def watch(self, *, revision: int, wait_s: float) -> Board:
-        response = await self._futures.of(self._connection.request("watch", [revision, float(wait_s)]))
-        return _board(response.body)
 
     async def close(self) -> None:
         if self._shards is not None:

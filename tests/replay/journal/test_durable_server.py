@@ -59,7 +59,7 @@ def test_peers_of_a_killed_server_go_on_with_the_next_as_if_nothing_had_been(ser
     assert learner.trained(step=0, policy_version=1).metrics["replay/trained"] == 2
     server.restart()
     assert learner.watch(revision=0, wait_s=1).values == {"epoch": 3}
-    asyncio.run(worker.served(1, "f"))
+    worker.rendezvous().served(1, "f")
     made |= asyncio.run(fill(worker, 4, version=1))
     plan = learner.lease(step=1, rank=0, world=1, wait_s=30).plan
     assert {header.group_id for header in plan.groups} <= made.keys()
@@ -150,7 +150,7 @@ def test_a_worker_replaced_before_the_restart_stays_fenced_after_it(server: Serv
     _, zombie = begin(server)
     asyncio.run(zombie.acquire(slots=1, wait_s=30))
     successor = server.worker("w")
-    asyncio.run(successor.served(0, "f"))
+    successor.rendezvous().served(0, "f")
     server.restart()
     (order, *_) = asyncio.run(successor.acquire(slots=2, wait_s=30)).assignments
     with pytest.raises(FencedError):
@@ -165,7 +165,7 @@ def test_groups_of_a_worker_that_does_not_come_back_go_to_others(server: Server)
     lost._connection._closing.set()  # It dies with the server.
     server.restart()
     other = server.worker("other")
-    asyncio.run(other.served(0, "f"))
+    other.rendezvous().served(0, "f")
     taken: list[int] = []
 
     def given_to_another() -> bool:
@@ -182,7 +182,7 @@ def test_uncommitted_steps_are_served_again_bit_by_bit_whatever_the_number_of_ra
         asyncio.run(fill(worker, 4, version=step))
         first.append(learner.lease(step=step, rank=0, world=1, wait_s=30))
         learner.trained(step=step, policy_version=step + 1)
-        asyncio.run(worker.served(step + 1, "f"))
+        worker.rendezvous().served(step + 1, "f")
         if step == 0:
             learner.commit(step=0)
     learner.close()
@@ -251,7 +251,7 @@ def test_workers_of_a_resumed_run_wait_for_its_learner_and_old_ones_are_told_to_
     resumed = server.learner(5)
     version = resumed.restore(step=None, policy_version=NO_VERSION, snapshot=None).next_version
     resumed.publish(policy_version=version, parent=NO_VERSION)
-    asyncio.run(new.served(version, "f"))
+    new.rendezvous().served(version, "f")
     assert asyncio.run(new.acquire(slots=1, wait_s=30)).assignments
 
 

@@ -41,7 +41,7 @@ def test_silent_peers_are_named_by_the_others(caplog) -> None:
         run.start()
         worker, watcher = run.worker("mute"), run.worker("watcher")
         asyncio.run(ready(worker))
-        asyncio.run(watcher.served(0, "f"))
+        watcher.rendezvous().served(0, "f")
         for client in (worker, run.learner):
             client._connection._closing.set()
         wanted = ("worker mute was silent for", "learner rank 0 was silent for")
@@ -85,7 +85,7 @@ def test_a_dead_worker_s_assignments_go_to_another() -> None:
         dying, other = run.worker("dying"), run.worker("other")
         (order,) = await ready(dying, 1)
         dying._connection._closing.set()  # Stops its thread without a goodbye, as a kill would.
-        await other.served(0, "f")
+        other.rendezvous().served(0, "f")
         taken = []
         while order.group_id not in taken:
             taken += [o.group_id for o in (await other.acquire(slots=8, wait_s=0.5)).assignments]
@@ -105,13 +105,13 @@ def test_requests_outlive_connections_that_drop() -> None:
         client = run.worker()
 
         async def work() -> None:
-            await client.served(0, "f")
+            client.rendezvous().served(0, "f")
             while not (acquired := await client.acquire(slots=8, wait_s=0.3)).stop:
                 made = [group(order, [order.policy_version] * 3) for order in acquired.assignments]
                 replies = await asyncio.gather(*(client.insert(one) for one in made))
                 assert {reply.status for reply in replies} <= {"accepted", "duplicate"}
-                newest = (await client.watch(revision=-1, wait_s=0)).values.get("version", 0)
-                await client.served(newest, "f")
+                newest = client.rendezvous().watch(-1, 0).values.get("version", 0)
+                client.rendezvous().served(newest, "f")
 
         seen: list[int] = []
         step = 0
@@ -157,7 +157,7 @@ def test_a_worker_of_a_restarted_server_is_told_to_start_anew() -> None:
     config = replay_config()
     client = RolloutClient(config.address, worker="w", run_digest="d", config=config)
     with running_server(config, settings()):
-        asyncio.run(client.watch(revision=-1, wait_s=0))
+        client.rendezvous().watch(-1, 0)
     with running_server(config, settings()):
         with pytest.raises(FencedError, match="restarted"):
             asyncio.run(client.acquire(slots=1, wait_s=30))
@@ -321,7 +321,7 @@ def test_the_server_leaves_when_the_run_is_finished_and_everybody_is_gone(monkey
         run = Run(config)
         run.start()
         client = run.worker()
-        asyncio.run(client.served(0, "f"))
+        client.rendezvous().served(0, "f")
         run.learner.finish()
         assert asyncio.run(client.acquire(slots=1, wait_s=30)).stop
         assert thread.is_alive()

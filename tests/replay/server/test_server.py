@@ -108,13 +108,13 @@ def test_long_polls_answer_at_once_when_there_is_something_and_at_their_deadline
         nothing = await client.acquire(slots=1, wait_s=0.3)
         assert 0.25 < time.monotonic() - start < 30
         assert "not published" in nothing.waiting_for
-        board = await client.watch(revision=0, wait_s=0.2)
+        board = client.rendezvous().watch(0, 0.2)
         assert board.revision == 0
         start = time.monotonic()
         pending = asyncio.create_task(client.acquire(slots=1, wait_s=55))
-        watching = asyncio.create_task(client.watch(revision=0, wait_s=55))
+        watching = asyncio.create_task(asyncio.to_thread(client.rendezvous().watch, 0, 55.0))
         await asyncio.to_thread(run.start)
-        await client.served(0, "f")
+        client.rendezvous().served(0, "f")
         assert len((await pending).assignments) == 1
         await asyncio.to_thread(run.learner.announce, {"a": [1, "b"]})
         assert (await watching).values == {"a": [1, "b"]}
@@ -172,7 +172,7 @@ class PatientRun(Run):
         self._clock = clock
 
     async def make(self, worker, version: int) -> None:
-        await worker.served(version, "f")
+        worker.rendezvous().served(version, "f")
         made, deadline = 0, time.monotonic() + 30
         while made < self.admission.groups_per_step and time.monotonic() < deadline:
             for order in (await worker.acquire(slots=4, wait_s=30)).assignments:
@@ -224,12 +224,12 @@ def test_a_cancelled_acquire_gives_its_orders_back(run) -> None:
     async def work() -> None:
         waiting = asyncio.create_task(client.acquire(slots=4, wait_s=20))
         await asyncio.sleep(0)
-        await client.watch(revision=-1, wait_s=0)  # Answered: so what was sent before it is at the server.
+        client.rendezvous().watch(-1, 0)  # Answered: so what was sent before it is at the server.
         waiting.cancel()
         await asyncio.to_thread(run.start)
-        await client.served(0, "f")
+        client.rendezvous().served(0, "f")
         # Answered when those that wait are asked again, the older acquire first: so it has been given its orders.
-        await client.watch(revision=(await client.watch(revision=-1, wait_s=0)).revision, wait_s=0.05)
+        (met := client.rendezvous()).watch(met.watch(-1, 0.0).revision, 0.05)
         attempts = {}
         deadline = time.monotonic() + 30
         while len(attempts) < 4 and time.monotonic() < deadline:
@@ -249,7 +249,7 @@ def test_evaluation_runs_through_the_same_workers(run) -> None:
         run.learner.wait_evaluations(wait_s=0.1)
 
     async def work() -> None:
-        await client.served(0, "f")
+        client.rendezvous().served(0, "f")
         done = 0
         while done < 3:
             for order in (await client.acquire(slots=1, wait_s=30)).evaluations:
@@ -343,8 +343,8 @@ def test_a_request_that_python_cannot_show_is_refused_and_the_server_goes_on(run
     with monkeypatch.context() as patched:
         patched.setattr(Workers, "note", show)
         with pytest.raises(WireError, match="'served' is nested too deep"):
-            asyncio.run(client.served(0, "f"))
-    asyncio.run(client.served(0, "f"))
+            client.rendezvous().served(0, "f")
+    client.rendezvous().served(0, "f")
 
 
 def test_an_open_address_without_keys_is_refused() -> None:

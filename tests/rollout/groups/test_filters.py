@@ -182,7 +182,7 @@ def test_a_dropped_group_makes_room_for_exactly_one_other_prompt(tmp_path):
             plan = learner.lease(step=step, rank=0, world=1, wait_s=60).plan
             prompts += [group.prompt_index for group in plan.groups]
             learner.trained(step=step, policy_version=step + 1)
-            rollout.served_now(step + 1, "f")
+            rollout.served(step + 1, "f")
         learner.finish()
         return prompts
 
@@ -195,7 +195,7 @@ def test_a_dropped_group_makes_room_for_exactly_one_other_prompt(tmp_path):
         return prompts, report()
 
     rollout = replay.rollout("rollout-0")
-    rollout.served_now(0, "f")
+    rollout.served(0, "f")
     prompts, counts = asyncio.run(scenario())
     ledger = replay.core.state.ledger
     filtered = ledger.dropped[DropReason.FILTERED_ZERO_VARIANCE]
