@@ -19,24 +19,23 @@ from asyncrl.learner.reporting.step_row import evaluation_metrics, write_evaluat
 from asyncrl.learner.train import Training
 from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.protocol import TrainedReply
-from asyncrl.schema import Config, EvalConfig, LearnerConfig, ModelConfig, RunConfig
+from asyncrl.schema import Config, EvalConfig
 from asyncrl.storage.checkpoints import trained_in
 from asyncrl.types import NO_VERSION
 from asyncrl.weights.base import PublishStats
 from tests.learner.alone import train_alone
 from tests.learner.fed_replay import FedReplay, KeptRows, KeptWeights, largest_difference
-from tests.learner.feed import tiny_checkpoint
 from tests.learner.smooth_steps import EQUAL, MAKER, RATE, apart, make_smooth_optimizer
+from tests.learner.tiny_config import tiny_config
 
 CPU = torch.device("cpu")
 
 
 def make_config(folder: Path, **learner: Any) -> Config:
-    settings = {"steps": 6, "lr": 1e-3, "save_every": 2, "max_tokens_per_microbatch": 60, "max_nonfinite_steps": 1}
-    return Config(
-        run=RunConfig(dir=str(folder / "run")),
-        model=ModelConfig(path=str(tiny_checkpoint(folder / "model"))),
-        learner=LearnerConfig(**(settings | learner)),
+    settings = {"steps": 6, "lr": 1e-3, "save_every": 2, "max_nonfinite_steps": 1} | learner
+    return tiny_config(
+        folder,
+        learner=settings,
         replay=ReplayConfig(wait_timeout_s=0.2),
         eval=EvalConfig(every=4, path="heldout.jsonl"),
     )

@@ -10,24 +10,20 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from asyncrl.losses.settings import LossConfig
-from asyncrl.schema import Config, LearnerConfig, ModelConfig, RunConfig
+from asyncrl.schema import Config
 from asyncrl.weights.adapter import SCALING, read_pairs
-from tests.learner.feed import tiny_checkpoint
 from tests.learner.rank_process import train_on_ranks
 from tests.learner.smooth_steps import EQUAL, RATE, apart
+from tests.learner.tiny_config import tiny_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.unhurried, pytest.mark.timeout(900)]
 
 
 def make_config(folder: Path, run: str, **model: object) -> Config:
-    if not (folder / "model").exists():
-        tiny_checkpoint(folder / "model", num_key_value_heads=2)
-    return Config(
-        run=RunConfig(dir=str(folder / run)),
-        model=ModelConfig(path=str(folder / "model"), lora_rank=3, lora_alpha=6, **model),
-        loss=LossConfig(kl_coef=0.05),  # against the base: the policy with its adapters off
-        learner=LearnerConfig(steps=4, lr=RATE, save_every=2, max_tokens_per_microbatch=60),
-    )
+    learner = {"steps": 4, "lr": RATE, "save_every": 2}
+    adapters = {"lora_rank": 3, "lora_alpha": 6, **model}
+    loss = LossConfig(kl_coef=0.05)  # against the base: the policy with its adapters off
+    return tiny_config(folder, run, kv_heads=2, model=adapters, learner=learner, loss=loss)
 
 
 @pytest.fixture(scope="module")

@@ -11,24 +11,22 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from asyncrl.losses import LossConfig
-from asyncrl.schema import AdvantageConfig, Config, EvalConfig, LearnerConfig, ModelConfig, RunConfig
+from asyncrl.schema import AdvantageConfig, Config, EvalConfig, ModelConfig
 from tests.learner.fed_replay import largest_difference
 from tests.learner.feed import tiny_checkpoint
 from tests.learner.rank_process import train_on_ranks
 from tests.learner.smooth_steps import EQUAL, RATE, apart
+from tests.learner.tiny_config import tiny_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.unhurried, pytest.mark.timeout(900)]
 
 
 def make_config(folder: Path, run: str, **learner: Any) -> Config:
-    model = folder / "model"
-    if not model.exists():
-        tiny_checkpoint(model, num_key_value_heads=2)
-    settings = {"steps": 4, "lr": RATE, "save_every": 2, "max_tokens_per_microbatch": 60}
-    return Config(
-        run=RunConfig(dir=str(folder / run)),
-        model=ModelConfig(path=str(model)),
-        learner=LearnerConfig(**(settings | learner)),
+    return tiny_config(
+        folder,
+        run,
+        kv_heads=2,
+        learner={"steps": 4, "lr": RATE, "save_every": 2} | learner,
         loss=LossConfig(entropy_coef=0.05),
         eval=EvalConfig(path="heldout.jsonl"),  # rank 0 waits for the last one, the others with it
     )

@@ -13,25 +13,18 @@ from asyncrl.learner.step.gradients import UNDIVIDED
 from asyncrl.losses import Denominators, policy_loss, preset
 from asyncrl.losses.aggregate import divisor
 from asyncrl.losses.rules import AGGREGATIONS
-from asyncrl.schema import AdvantageConfig, Config, LearnerConfig, ModelConfig, RunConfig
+from asyncrl.schema import AdvantageConfig, Config, LearnerConfig
 from tests.learner.alone import train_alone
 from tests.learner.fed_replay import FedReplay, KeptRows, KeptWeights, largest_difference
-from tests.learner.feed import tiny_checkpoint
 from tests.learner.smooth_steps import EQUAL, MAKER, RATE, apart, make_smooth_optimizer
 from tests.learner.step.early_replay import EarlyReplay
+from tests.learner.tiny_config import tiny_config
 from tests.losses.batches import random_batch, to_inputs
 
 
 def make_config(folder: Path, name: str, **learner: Any) -> Config:
-    if not (folder / "model").exists():
-        tiny_checkpoint(folder / "model")
-    settings: dict[str, Any] = {"steps": 2, "lr": 1e-3, "save_every": 0, "max_tokens_per_microbatch": 60}
-    settings |= {"groups_per_step": 8, "early_groups": 2}
-    return Config(
-        run=RunConfig(dir=str(folder / name)),
-        model=ModelConfig(path=str(folder / "model")),
-        learner=LearnerConfig(**(settings | learner)),
-    )
+    settings = {"steps": 2, "lr": 1e-3, "save_every": 0, "groups_per_step": 8, "early_groups": 2}
+    return tiny_config(folder, name, learner=settings | learner)
 
 
 def run(config: Config, replay: FedReplay) -> tuple[KeptWeights, KeptRows]:

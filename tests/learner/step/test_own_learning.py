@@ -17,12 +17,13 @@ from asyncrl.learner.roles import build_roles
 from asyncrl.learner.step.gradients import accumulate, loss_inputs
 from asyncrl.learner.step.targets import own_inputs, with_targets
 from asyncrl.losses import LossConfig, policy_loss
-from asyncrl.schema import AdvantageConfig, Config, LearnerConfig, ModelConfig, RunConfig
+from asyncrl.schema import AdvantageConfig, Config
 from tests.learner.alone import train_alone
 from tests.learner.fed_replay import FedReplay, KeptWeights
-from tests.learner.feed import gradient, make_lease, make_step, tiny_checkpoint
+from tests.learner.feed import gradient, make_lease, make_step
 from tests.learner.rank_process import train_on_ranks
 from tests.learner.smooth_steps import EQUAL, RATE, apart
+from tests.learner.tiny_config import tiny_config
 
 CPU = torch.device("cpu")
 MINE = """
@@ -88,14 +89,11 @@ def fails(update):
 
 
 def make_config(folder: Path, run: str = "run", **learner: object) -> Config:
-    if not (folder / "model").exists():
-        tiny_checkpoint(folder / "model")
-        (folder / "mine.py").write_text(MINE)
-    settings = {"steps": 1, "lr": RATE, "max_tokens_per_microbatch": 60} | learner
-    return Config(
-        run=RunConfig(dir=str(folder / run)),
-        model=ModelConfig(path=str(folder / "model")),
-        learner=LearnerConfig(**settings),  # pyright: ignore[reportArgumentType]
+    (folder / "mine.py").write_text(MINE)
+    return tiny_config(
+        folder,
+        run,
+        learner={"steps": 1, "lr": RATE} | learner,
         loss=LossConfig(preset="own", function=f"{folder}/mine.py:loss", args={"power": 0.7}),
         advantage=own(folder, "median"),
     )

@@ -15,10 +15,11 @@ from asyncrl.learner.roles import build_roles
 from asyncrl.learner.step.gradients import accumulate, loss_inputs
 from asyncrl.learner.step.targets import with_targets
 from asyncrl.losses import LossConfig, policy_loss, preset
-from asyncrl.schema import Config, LearnerConfig, ModelConfig, RunConfig
-from tests.learner.feed import gradient, make_lease, make_step, tiny_checkpoint
+from asyncrl.schema import Config
+from tests.learner.feed import gradient, make_lease, make_step
 from tests.learner.rank_process import train_on_ranks
 from tests.learner.smooth_steps import EQUAL, RATE, apart
+from tests.learner.tiny_config import tiny_config
 
 CPU = torch.device("cpu")
 LOSSES = {
@@ -39,14 +40,7 @@ OF_ALL = {
 
 
 def make_config(folder: Path, loss: LossConfig, run: str = "run", budget: int = 60) -> Config:
-    if not (folder / "model").exists():
-        tiny_checkpoint(folder / "model")
-    return Config(
-        run=RunConfig(dir=str(folder / run)),
-        model=ModelConfig(path=str(folder / "model")),
-        learner=LearnerConfig(steps=1, lr=RATE, max_tokens_per_microbatch=budget),
-        loss=loss,
-    )
+    return tiny_config(folder, run, learner={"steps": 1, "lr": RATE, "max_tokens_per_microbatch": budget}, loss=loss)
 
 
 @pytest.mark.parametrize("name", OF_ALL)
