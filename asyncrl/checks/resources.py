@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from asyncrl.checks.addresses import interfaces_here, unknown_interfaces
+from asyncrl.checks.addresses import host_of, interfaces_here, unknown_interfaces
 from asyncrl.checks.placement import (
     gpus_of_rewards,
     impossible_placement,
@@ -18,7 +18,7 @@ from asyncrl.checks.placement import (
     pool_demand,
     visible_gpus,
 )
-from asyncrl.checks.rules.replay import host_of, serves_weights
+from asyncrl.checks.rules.replay import serves_weights
 from asyncrl.errors import ConfigError
 from asyncrl.placement import engine_share
 from asyncrl.schema import Config
