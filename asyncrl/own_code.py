@@ -182,8 +182,10 @@ def with_args(spec: str, args: Mapping[str, Any], setting: str, takes: int) -> C
             if not callable(made):
                 raise ConfigError(f"{setting}={spec}: an object of this class cannot be called. Give it __call__")
             inspect.signature(made).bind(*range(takes))
+            _refuse_async(made.__call__, spec, setting)
             return made
         inspect.signature(function).bind(*range(takes), **args)
+        _refuse_async(function, spec, setting)
     except ConfigError:
         raise
     except Exception as error:  # user code at a process boundary: whatever making it raises is one refused setting
@@ -192,6 +194,11 @@ def with_args(spec: str, args: Mapping[str, Any], setting: str, takes: int) -> C
             f"{setting}={spec} must take {takes} argument(s){given}: {type(error).__name__}: {error}"
         ) from error
     return functools.partial(function, **args)
+
+
+def _refuse_async(function: Callable[..., Any], spec: str, setting: str) -> None:
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"{setting}={spec} is async, and the learner's step awaits nothing. Define it with `def`")
 
 
 _MADE: dict[tuple[str, str, str], Callable[..., Any]] = {}

@@ -21,6 +21,16 @@ from asyncrl.own_code import called, made_once
 from asyncrl.schema import AdvantageConfig
 
 
+class RewardParts(dict[str, Tensor]):
+    """Parts of the reward by name; a missing one says how it is asked for."""
+
+    def __missing__(self, name: str) -> Tensor:
+        raise OwnCodeError(
+            f"inputs.reward_parts has no {name!r} (it has: {', '.join(self) or 'none'}). Name each part that "
+            f"advantage.function needs, advantage.components.{name}=1, and have the reward return it"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageInputs:
     """All N trajectories of a step, over all ranks, in the order of its groups. float64 on the CPU."""
@@ -38,7 +48,7 @@ class AdvantageInputs:
     prompt_lengths: Int[Tensor, " N"]
     truncated: Bool[Tensor, " N"]
     """Whether the trajectory ended at the length limit."""
-    reward_parts: Mapping[str, Float[Tensor, " N"]] = field(default_factory=dict)
+    reward_parts: Mapping[str, Float[Tensor, " N"]] = field(default_factory=RewardParts)
     """Named components that all trajectories of the step have, as the reward function returned them."""
 
 
@@ -101,5 +111,5 @@ def made_up(parts: Mapping[str, float]) -> AdvantageInputs:
         fresh=torch.tensor([3, 5, 1, 4, 5, 2]),
         prompt_lengths=torch.tensor([4, 4, 6, 6, 2, 2]),
         truncated=torch.tensor([False, True, False, False, False, False]),
-        reward_parts={name: rewards / (place + 1) for place, name in enumerate(parts)},
+        reward_parts=RewardParts({name: rewards / (place + 1) for place, name in enumerate(parts)}),
     )

@@ -34,7 +34,7 @@ from asyncrl.advantages import (
     vtrace,
     whitening_moments,
 )
-from asyncrl.advantages.own import own_advantages
+from asyncrl.advantages.own import RewardParts, own_advantages
 from asyncrl.errors import RewardError
 from asyncrl.learner.batch.micro_batch import MicroBatch
 from asyncrl.learner.batch.packing import sent
@@ -335,9 +335,9 @@ def own_inputs(plan: StepPlan, components: Mapping[str, float]) -> AdvantageInpu
         fresh=each(plan.fresh_tokens(header) for header in headers),
         prompt_lengths=each(header.prompt_length for header in headers),
         truncated=each((header.finish_reason == "length" for header in headers), torch.bool),
-        reward_parts={
-            name: each((header.rewards[name] for header in headers), torch.float64) for name in sorted(shared)
-        },
+        reward_parts=RewardParts(
+            {name: each((header.rewards[name] for header in headers), torch.float64) for name in sorted(shared)}
+        ),
     )
 
 

@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 
 from asyncrl.advantages.own import own_advantages, try_advantages
 from asyncrl.digests import learner_digest
-from asyncrl.errors import AsyncRLError, OwnCodeError
+from asyncrl.errors import AsyncRLError, ConfigError, OwnCodeError
 from asyncrl.learner.batch.micro_batch import pack
 from asyncrl.learner.batch.plan import Budget, plan_minibatches
+from asyncrl.learner.hook import Hook
 from asyncrl.learner.roles import build_roles
 from asyncrl.learner.step.gradients import accumulate, loss_inputs
 from asyncrl.learner.step.targets import own_inputs, with_targets
@@ -64,6 +65,16 @@ def divides(inputs):
 
 def short(inputs):
     return inputs.rewards[:-1]
+
+def parted(inputs):
+    return median(inputs) + inputs.reward_parts["form"]
+
+async def later(inputs):
+    return median(inputs)
+
+class Later:
+    async def __call__(self, update):
+        return {"calls": 1}
 
 class Halve:
     def __init__(self, step):
@@ -163,7 +174,12 @@ def test_advantages_per_token_are_those_of_the_trained_ones(name: str, tmp_path:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("drawn", "different advantages for the same step"), ("divides", "must be finite"), ("short", "[6]")],
+    [
+        ("drawn", "different advantages for the same step"),
+        ("divides", "must be finite"),
+        ("short", "[6]"),
+        ("later", "is async, and the learner's step awaits nothing"),
+    ],
 )
 def test_advantages_that_cannot_work_are_refused_before_a_run(name: str, said: str, tmp_path: Path):
     make_config(tmp_path)
@@ -171,6 +187,23 @@ def test_advantages_that_cannot_work_are_refused_before_a_run(name: str, said: s
     with pytest.raises(AsyncRLError) as error:
         try_advantages(own(tmp_path, name))
     assert said in str(error.value) and f"mine.py:{name}" in str(error.value)
+
+
+def test_a_part_of_the_reward_that_is_not_there_says_how_to_ask_for_it(tmp_path: Path):
+    make_config(tmp_path)
+    with pytest.raises(OwnCodeError, match=r"no 'form' \(it has: none\).*advantage\.components\.form=1"):
+        try_advantages(own(tmp_path, "parted"))
+    named = own(tmp_path, "parted")
+    named.components = {"form": 1.0}
+    try_advantages(named)
+
+
+@pytest.mark.parametrize("name", ["later", "Later"])
+def test_an_async_hook_is_refused_when_it_is_made(name: str, tmp_path: Path):
+    config = make_config(tmp_path)
+    config.learner.hook = f"{tmp_path}/mine.py:{name}"
+    with pytest.raises(ConfigError, match=f"{name} is async"):
+        Hook(config.learner, rank=0, world=1)
 
 
 def test_the_hook_is_called_around_each_update_and_what_it_does_to_gradients_counts(tmp_path: Path):
