@@ -227,10 +227,18 @@ def called(function: Callable[..., Any], named: str, *arguments: Any) -> Any:
         raise
     # User code at a process boundary. An exit with code 0 would make a learner look as if it had trained all steps.
     except (Exception, SystemExit) as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        raise OwnCodeError(
-            f"{named} raised {type(error).__name__}: {error} ({Path(last.filename).name}, line {last.lineno})"
-        ) from error
+        raise OwnCodeError(f"{named} raised {described(error)}") from error
+
+
+def described(error: BaseException) -> str:
+    """The error's class, text and place: the innermost line of the user's own files, else of a package they call; none
+    if it is in asyncrl, as where a function does not take its arguments."""
+    ours = (str(Path(__file__).parent), "<")
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(ours)]
+    installed = ("site-packages", "dist-packages", os.path.dirname(os.__file__))
+    theirs = [each for each in frames if not any(place in each.filename for place in installed)]
+    places = [f" ({Path(each.filename).name}, line {each.lineno})" for each in theirs or frames]
+    return f"{type(error).__name__}: {error}{places[-1] if places else ''}"
 
 
 def code_fingerprint(spec: str) -> str:

@@ -4,6 +4,7 @@ scores."""
 from __future__ import annotations
 
 import asyncio
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from asyncrl.environments.base import Episodes, EpisodeTools
 from asyncrl.environments.guard import causes
 from asyncrl.environments.together import Together
 from asyncrl.errors import AsyncRLError, EngineDiedError, EpisodeError, GenerationError, RewardError
+from asyncrl.own_code import described
 from asyncrl.rewards.score import Outcome, RewardScore, to_score, with_turns
 from asyncrl.types import Prompt, Trajectory
 
@@ -144,7 +146,10 @@ class EpisodeEnvironment(ABC, Generic[R]):
         """Run one episode; returns its score, if it has one, and why it could not continue."""
         over = ""
         try:
-            reward = await self.episode(chat, row)
+            playing = self.episode(chat, row)
+            if not inspect.isawaitable(playing):
+                raise EpisodeError(f"{type(self).__name__}.episode is not async. Define it with `async def`")
+            reward = await playing
         except EpisodeOver as error:
             reward, over = self.reward_when_over, f": {error}"
         return None if reward is None else to_score(reward, "the environment"), over
@@ -185,4 +190,4 @@ def _failure(error: BaseException) -> AsyncRLError:
     if known is not None:
         return known
     first = next((each for each in found if not isinstance(each, BaseExceptionGroup)), error)
-    return EpisodeError(f"{type(first).__name__}: {first}")
+    return EpisodeError(described(first))

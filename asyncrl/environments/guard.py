@@ -18,6 +18,7 @@ from asyncrl.environments.faults import find_fault
 from asyncrl.environments.own_thread import on_own_thread
 from asyncrl.errors import EngineDiedError, EpisodeError, GenerationError, RequestError, RewardError
 from asyncrl.log_rate import is_power_of_ten
+from asyncrl.own_code import described
 from asyncrl.types import Completion, Prompt
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,10 @@ class GuardedEnvironment:
         own = replace(prompt, token_ids=given, columns=deepcopy(prompt.columns))
         try:
             checked = replace(tools, generate=self._checked(tools.generate))
-            episodes = await self._inner.run(own, size, checked)
+            running = self._inner.run(own, size, checked)
+            if not inspect.isawaitable(running):
+                raise EpisodeError("`run` is not async. Define it with `async def`")
+            episodes = await running
             fault = find_fault(episodes, prompt, size, self._vocabulary)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
@@ -70,7 +74,7 @@ class GuardedEnvironment:
             known = next((cause for cause in causes(error) if isinstance(cause, PASSED_ON)), None)
             if known is None or isinstance(known, RequestError):
                 first = next((each for each in causes(error) if not isinstance(each, BaseExceptionGroup)), error)
-                why = known or f"{type(first).__name__}: {first}"
+                why = known or (str(first) if isinstance(first, EpisodeError) else described(first))
                 raise self._failed(str(why), error) from error
             if known is error:
                 raise

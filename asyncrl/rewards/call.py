@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.errors import RewardError
+from asyncrl.own_code import described
 from asyncrl.rewards.score import Outcome
 
 Row = dict[str, Any]
@@ -78,4 +79,4 @@ UNTIMED = CallClock(math.inf, lambda _: None)
 
 
 def failed(error: Exception) -> RewardError:
-    return error if isinstance(error, RewardError) else RewardError(f"{type(error).__name__}: {error}")
+    return error if isinstance(error, RewardError) else RewardError(described(error))

@@ -180,6 +180,15 @@ async def test_what_is_sampled_at_another_temperature_is_read_and_not_trained_on
     assert [request.sampling.temperature for request in engine.requests] == [0.0, 1.0]
 
 
+async def test_an_episode_that_is_not_async_is_told_so() -> None:
+    class Plain(ChatEnvironment):
+        def episode(self, chat: Conversation, row: dict[str, Any]) -> float:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return 1.0
+
+    episodes, _ = await play(Plain(), ["hello"])
+    assert "Plain.episode is not async. Define it with `async def`" in str(episodes.failures[0])
+
+
 @pytest.mark.parametrize(
     "what", ["raises", "exits", "is cancelled", "hangs", "says nothing", "the engine fails", "no number"]
 )
@@ -209,7 +218,7 @@ async def test_what_fails_is_one_member(what: str) -> None:
     episodes, _ = await play(Talk(episode), ["hello"], size=3, timeout_s=timeout_s)
     assert len(episodes.trajectories) == 2 and len(episodes.failures) == 1
     says = {
-        "raises": "KeyError: 'a bug'",
+        "raises": "KeyError: 'a bug' (test_chat.py, line ",
         "exits": "SystemExit: 3",
         "is cancelled": "was cancelled",
         "hangs": "took longer than 5 s",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Callable
 
@@ -112,3 +113,7 @@ def get_word(word="yes"):
 
 def get_number(number=1.0):
     return number
+
+
+def breaks(completion, row):
+    return json.loads("1") + int(completion)

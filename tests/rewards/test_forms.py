@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -75,6 +76,13 @@ def test_what_makes_no_reward_is_refused_with_its_signature():
 def test_a_function_of_trl_for_the_other_kind_of_prompt_is_told_which_kind_it_got(prompt, says):
     with pytest.raises(RewardError, match=says):
         outcomes(term("think_then_answer" if prompt == "p" else "boxed"), [""], {"prompt": prompt, "ground_truth": ""})
+
+
+def test_an_error_names_the_line_of_the_users_file_and_none_where_the_call_itself_fails():
+    (raised,) = outcomes(term("breaks"), ["a"], {"prompt": "p"})
+    assert re.search(r"ValueError: invalid literal.* \(documented\.py, line \d+\)$", str(raised))
+    (unfit,) = outcomes(RewardTerm(function="math:pow"), ["a"], {"prompt": "p"})
+    assert str(unfit).endswith("TypeError: must be real number, not str")
 
 
 def test_verls_functions_run_as_its_documentation_shows_them():
