@@ -167,6 +167,7 @@ REFUSED = [
     ),
     ({"env": f"{FILE}:one_in_wrappers"}, "it returned the same Dig twice"),
     ({"env": f"{FILE}:Pictures"}, "observations must be texts (spaces.Text); got Box"),
+    ({"env": f"{FILE}:Pictures"}, "wrappers.TransformObservation(game, to_text, spaces.Text(1000))"),
     ({"env": "FrozenLake-v1"}, "add environment.args.args.render_mode=ansi"),
     ({"env": "MountainCarContinuous-v0"}, "actions must be texts or numbers"),
     ({"env": f"{FILE}:Dig", "actions": ["dig"]}, "names 1 actions, but those of the game are Text"),

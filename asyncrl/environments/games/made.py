@@ -102,7 +102,9 @@ class Game:
         if not self._tells and getattr(self._inner, "render_mode", None) != "ansi":
             return (
                 f"observations must be texts (spaces.Text); got {self._inner.observation_space}. If the game can be "
-                "rendered as text, add environment.args.args.render_mode=ansi"
+                "rendered as text, add environment.args.args.render_mode=ansi; else name a function that makes it in a "
+                "gymnasium.wrappers.TransformObservation(game, to_text, spaces.Text(1000)), "
+                "environment.args.env=file.py:make"
             )
         return ""
 
