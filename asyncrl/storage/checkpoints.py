@@ -37,6 +37,11 @@ EXPORTED_FILE = "exported.json"
 """File in the folder of an exported model that says after how many steps it was exported."""
 BRANCH_FILE = "branch.json"
 """Describes the newest branch: which start began it, and from where."""
+RUN_FILE = "run.json"
+"""File in the folder of a run that says whose it is."""
+FORKED_FROM = "forked_from"
+"""Its entry with the path that `resume` named, if it named one: written before any process of the run starts, while a
+branch begins only once the models are loaded."""
 _NAME = re.compile(rf"step_(0|[1-9]\d*)|{LEFT}step_(\d+)(?:_\d+)?", re.ASCII)
 """Names that this program gives; a copy that a user calls `step_070` is none of its checkpoints."""
 
@@ -251,6 +256,13 @@ def _branch_from(folder: Path) -> str:
         return ""
 
 
+def forked_from(run_dir: Path) -> str:
+    """The checkpoint that the last `resume=PATH` of this run named; empty if there was none."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return str(read_object(run_dir / RUN_FILE).get(FORKED_FROM, ""))
+    return ""
+
+
 def is_of_another_run(checkpoint: Path, folder: Path, run: str) -> bool:
     """Whether the checkpoint belongs to another run than `run`, whose folder is `folder`: it is not in `folder`, was
     not saved by `run`, and the branch of `folder` did not begin from it."""
@@ -274,9 +286,10 @@ def refuse_bare_fork(folder: Path) -> None:
     """Check for a branch without a checkpoint, when `resume=auto` finds no checkpoint in `folder`.
 
     Raises:
-        RunFolderError: a branch began here and saved none; the run would silently start from the model itself.
+        RunFolderError: a branch began here, or was to begin, and saved none; the run would silently start from the
+            model itself.
     """
-    begins = _branch_from(folder)
+    begins = _branch_from(folder) or forked_from(folder.parent)
     if not begins:
         return
     raise RunFolderError(

@@ -23,10 +23,10 @@ from asyncrl.replay.journal.disk import FolderDisk
 from asyncrl.replay.journal.durable import recover
 from asyncrl.replay.journal.segments import HEAD_FILE, REPAIR, read_head, segment_numbers
 from asyncrl.replay.shards.store import SHARD, check_store
-from asyncrl.storage.checkpoints import BRANCH_FILE, CHECKPOINT_DIR, newest_proven, position_of
+from asyncrl.storage.checkpoints import BRANCH_FILE, CHECKPOINT_DIR, RUN_FILE, newest_proven, position_of
 from asyncrl.storage.lines import Lines, Row, read_parts
 from asyncrl.storage.sealed import MANIFEST, is_sealed, verify_export
-from asyncrl.telemetry.folder.resumed import CONFIG_FILE, RUN_FILE
+from asyncrl.telemetry.folder.resumed import CONFIG_FILE
 from asyncrl.telemetry.folder.run_folder import config_note, owner_of
 from asyncrl.telemetry.metrics.log import EVAL_SAMPLES_FILE, HISTOGRAMS_FILE, METRICS_FILE, SAMPLES_FILE
 from asyncrl.telemetry.metrics.raised import ALARMS_FILE

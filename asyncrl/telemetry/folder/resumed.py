@@ -5,7 +5,7 @@ may not    what the run is made of: the model it began with, the rows of its dat
            `data.shuffle`); by content, so that a folder that was moved is the same one; and its kind
 
 run.json   {"run_id": ..., "made_of": {"model": fingerprint, "data": fingerprint, "seed": 0, "data.shuffle": true},
-            "code": {"reward.function": fingerprint, ...}}
+            "code": {"reward.function": fingerprint, ...}, "forked_from": "runs/OLD/ckpt/step_50"}
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from asyncrl.checks.sources import Place, Source, places, sources
 from asyncrl.config import by_key, config_to_dict, meant
 from asyncrl.errors import ConfigError, DataError, RunFolderError
 from asyncrl.schema import Config, RunSettings
-from asyncrl.storage.checkpoints import CHECKPOINT_DIR, proven
+from asyncrl.storage.checkpoints import CHECKPOINT_DIR, RUN_FILE, proven
 from asyncrl.storage.objects import read_object
 from asyncrl.telemetry.folder.origins import FromFile
 
 Settings = TypeVar("Settings", bound=RunSettings)
-RUN_FILE = "run.json"
 CONFIG_FILE = "config.yaml"
 ROWS = "rows"
 """Name under which the learner announces the `rows_here` of its machine."""

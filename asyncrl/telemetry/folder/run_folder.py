@@ -27,14 +27,13 @@ from asyncrl.checks.own_code import code_hashes
 from asyncrl.config import JOURNAL_DIR, KEYS_DIR, LOG_DIR, config_to_dict, disk_patience, settings_as_used, to_yaml
 from asyncrl.errors import AsyncRLError, RunFolderError
 from asyncrl.schema import Config, RunSettings
-from asyncrl.storage.checkpoints import CHECKPOINT_DIR, is_of_another_run
+from asyncrl.storage.checkpoints import CHECKPOINT_DIR, FORKED_FROM, RUN_FILE, forked_from, is_of_another_run
 from asyncrl.storage.full_disk import BOARD_BYTES, make_board
 from asyncrl.storage.objects import read_object
 from asyncrl.storage.sealed import replace_text
 from asyncrl.telemetry.folder.origins import commented, origins
 from asyncrl.telemetry.folder.resumed import (
     CONFIG_FILE,
-    RUN_FILE,
     changed_code,
     changes_of_resume,
     code_noted,
@@ -132,7 +131,9 @@ def _prepare(
         board = patience.board
         patience.through(board, BOARD_BYTES, lambda: make_board(board))
     code = code_noted(folder) or _code_of(config)
-    _note(config, folder, {"run_id": run_id, "origin": origin, "made_of": made_of(config), "code": code})
+    begins = {"auto": forked_from(folder), "never": ""}.get(config.resume, config.resume)
+    values = {"run_id": run_id, "origin": origin, "made_of": made_of(config), "code": code}
+    _note(config, folder, values | ({FORKED_FROM: begins} if begins else {}))
     # In `logs` for a run that continues: a start that is refused before a step was no resume (`begin_settings`).
     target = folder / LOG_DIR if (folder / CONFIG_FILE).exists() else folder
     write_config(config, target, [*history_of(folder), *changed], overrides)

@@ -11,7 +11,7 @@ import pytest
 from asyncrl.config import load_config
 from asyncrl.errors import DiskFullError, RunFolderError
 from asyncrl.schema import Config
-from asyncrl.storage.checkpoints import begin_branch
+from asyncrl.storage.checkpoints import begin_branch, proven
 from asyncrl.telemetry.folder.run_folder import (
     origin_of,
     owner_of,
@@ -69,6 +69,18 @@ def test_a_resume_is_another_start_of_the_same_run_and_overwrite_begins_another_
     assert (owner_of(folder), origin_of(folder)) == ("three", "three")
     (folder / "run.json").write_text('{"run_id": "old"}')  # as earlier versions wrote it
     assert origin_of(folder) == "old"
+
+
+def test_a_fork_that_died_before_its_models_were_loaded_does_not_silently_begin_with_the_model(tmp_path: Path) -> None:
+    named = str(tmp_path / "old" / "ckpt" / "step_6")
+    folder = prepare_run_folder(config_for(tmp_path / "a", f"resume={named}"), "one")
+    with pytest.raises(RunFolderError, match=f"was begun from {named} .* Continue with resume={named},"):
+        proven(folder, "auto", print)
+    prepare_run_folder(config_for(tmp_path / "a", "resume=auto"), "two")
+    with pytest.raises(RunFolderError, match=f"was begun from {named} "):
+        proven(folder, "auto", print)
+    prepare_run_folder(config_for(tmp_path / "a", "overwrite=true"), "three")
+    assert proven(folder, "auto", print) is None
 
 
 def checkpoint_of(run: str, path: Path) -> Path:
