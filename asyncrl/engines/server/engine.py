@@ -87,6 +87,7 @@ class ServerEngine(ABC):
         self._router = Router(list(self._servers))
         self._changed = asyncio.Condition()
         self._max_length = self._spared = 0
+        self._longer: Callable[[int], str] = str
         self._closed = False
         self._loop = LoopThread("servers")
         self._loop.begin(self._start(), PATIENCE_S + 4 * self._timeout_s)
@@ -104,7 +105,8 @@ class ServerEngine(ABC):
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         if self._closed:
             raise GenerationError("the engine is closed; make a new one")
-        check_request(request, self._vocabulary, self.max_length, spared=self._spared)
+        or_else = self._longer(len(request.prompt_ids) + request.sampling.max_new_tokens)
+        check_request(request, self._vocabulary, self.max_length, spared=self._spared, or_else=or_else)
         return await asyncio.wrap_future(self._loop.submit(self._generate(request)))
 
     @abstractmethod
@@ -191,8 +193,10 @@ class ServerEngine(ABC):
         for server in self._servers.values():
             if server.facts is None:
                 log.warning("continuing without a server until it can be used: %s", server.why)
-        self._max_length = min(server.facts.max_length for server in self._servers.values() if server.facts is not None)
-        self._spared = max(server.facts.spared for server in self._servers.values() if server.facts is not None)
+        there = [server.facts for server in self._servers.values() if server.facts is not None]
+        shortest = min(there, key=lambda facts: facts.max_length)
+        self._max_length, self._spared = shortest.max_length, max(facts.spared for facts in there)
+        self._longer = lambda tokens: f", or start the servers with {shortest.to_hold(tokens)}"
         self._watch = [asyncio.create_task(self._keep_looking_at(server)) for server in self._servers.values()]
 
     async def _keep_looking_at(self, server: Server) -> None:

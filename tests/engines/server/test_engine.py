@@ -19,7 +19,7 @@ from asyncrl.engines.server.look import look_at_servers
 from asyncrl.engines.server.receiver import StagedInServers
 from asyncrl.engines.server.vllm_servers import VllmServers
 from asyncrl.engines.vllm.names import shape_of
-from asyncrl.errors import ConfigError, EngineDiedError, GenerationError
+from asyncrl.errors import ConfigError, EngineDiedError, GenerationError, RequestError
 from asyncrl.schema import Config
 from asyncrl.weights.broadcast.staging import Seat
 from tests.engines.models import request
@@ -92,6 +92,14 @@ def test_each_server_is_given_a_version_and_tokens_carry_it(folder, pair):
         assert one.token_ids.tolist() == [7, 8, 9] and one.policy_versions.tolist() == [version] * 3
     assert [server.loads for server in pair] == [2, 2] and not any(server.paused for server in pair)
     assert pair[0].label == pair[1].label and engine.policy_version == 1
+    asyncio.run(engine.close())
+
+
+def test_a_request_that_no_server_holds_names_the_option_of_the_server(folder, pair):
+    engine = made(folder, *pair)
+    holds = engine.max_length
+    with pytest.raises(RequestError, match=f"engine holds {holds}. .*the servers with --max-model-len {holds + 5}$"):
+        asyncio.run(engine.generate(request(PROMPT[:3], new=holds + 2)))
     asyncio.run(engine.close())
 
 
