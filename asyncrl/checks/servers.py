@@ -36,6 +36,10 @@ class ServerFacts:
         if self.max_length < 1 or self.width < 1:
             raise ValueError("no room for a sequence")
 
+    def to_hold(self, tokens: int) -> str:
+        """Return the option with which it holds as many."""
+        return f"{self.option} {tokens + self.option_adds}"
+
 
 def too_short(url: str, facts: ServerFacts, config: Config, beside: int = 0) -> str:
     """Why such a server cannot be used by a run of this config; empty where it can.
@@ -56,7 +60,7 @@ def too_short(url: str, facts: ServerFacts, config: Config, beside: int = 0) -> 
         return ""
     return (
         f"engine.urls: {url} cannot be used: it holds {facts.max_length} tokens, and {what}. Start it with "
-        f"{facts.option} {most + facts.option_adds}"
+        f"{facts.to_hold(most)}"
     )
 
 
