@@ -240,7 +240,7 @@ async def test_a_rows_own_tools_are_refused_where_nobody_calls_them_and_told_els
     tools: Tools,
 ) -> None:
     own = {"tools": [{"type": "function", "function": {"name": "look_up", "parameters": {}}}]}
-    with pytest.raises(EpisodeError, match=r"tested: EpisodeError: the row's own `tools` cannot be called"):
+    with pytest.raises(EpisodeError, match=r"tested: the row's own `tools` cannot be called"):
         await play(tools, ["done"], columns=own)
 
     class Talk(ChatEnvironment):
