@@ -8,13 +8,14 @@ Every layer except attention computes a shared prompt once; attention reads it f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
-from jaxtyping import Int, Int16
+from jaxtyping import Bool, Int, Int16
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -24,7 +25,8 @@ SLACK_TOKENS = 16
 SLACK_RATIO = 0.8
 """So does a row at least this fraction as long."""
 BLOCK_PAIRS = 8192
-"""Pairs of a query and a key that take about as long as the overhead of another block."""
+"""Pairs of a query and a key that take about as long as the overhead of another block, or of another group that shares
+its prompt."""
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
@@ -70,13 +72,27 @@ class Siblings:
 class Blocks:
     """Rows of similar length, padded."""
 
-    shapes: tuple[tuple[int, int, int], ...]
-    """`(rows, queries, keys)` of each block. The queries of a row are the last of its keys."""
-    queries: Gather
-    keys: Int[Tensor, " slots"]
-    """Packed token of each slot of keys."""
-    real: int
-    """Number of them that are no padding."""
+    shapes: tuple[tuple[int, int], ...]
+    """`(rows, length)` of each block."""
+    rows: Gather
+    real: Bool[Tensor, " slots"]
+    """Which slots are no padding."""
+    held: int
+    """Number of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """Prompts apart from the completions that share them, so that each prompt's keys and values stand once."""
+
+    segments: Blocks
+    """Shared prompts, completions without them, and the other sequences: each attends to itself."""
+    queries: Int[Tensor, " queries"]
+    """Packed tokens of the completions, group after group, that also attend to..."""
+    keys: Int[Tensor, " keys"]
+    """...those of the prompt of their group, all of them."""
+    shapes: tuple[tuple[int, int], ...]
+    """`(queries, keys)` of each group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +110,8 @@ class Packing:
     """The same rows in blocks."""
     pairs: int
     """Pairs of a query and a key that it sees, as attention computes them."""
-    shared: Blocks | None = None
-    """In place of `padded`, where that is less work; on a CPU only. The queries of a shared prompt stand once: a
-    completion is a row that has queries for its own tokens only, and keys for those of its prompt too."""
+    shared: Shared | None = None
+    """In place of `padded`, where that is less work; on a CPU only, and for layers that see all earlier tokens."""
     routing: Int16[Tensor, "tokens layers k"] | None = None
     """Experts that the routers must choose (`model/routing.py`); -1 is their own choice. None: their own for all
     tokens."""
@@ -108,11 +123,15 @@ class Packing:
 
     def slots(self, *, any_length: bool) -> int:
         """Number of tokens, with padding, for which attention holds keys and values; see `Kernel.any_length`."""
-        return len(self.rows.index if any_length else (self.shared or self.padded).keys)
+        if any_length or self.shared is None:
+            return len((self.rows if any_length else self.padded.rows).index)
+        return len(self.shared.segments.rows.index) + len(self.shared.keys)
 
     def real(self, *, any_length: bool) -> int:
         """Number of `slots` that are no padding."""
-        return int(self.lengths.sum()) if any_length else (self.shared or self.padded).real
+        if any_length or self.shared is None:
+            return int(self.lengths.sum())
+        return self.shared.segments.held + len(self.shared.keys)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,18 +175,17 @@ def plan_packing(
     """
     device = device or HOST
     starts = np.cumsum(lengths) - lengths
-    whole = used = _Blocks.of(rows, starts, lengths, np.zeros_like(lengths))
-    if siblings is not None and device.type == "cpu":
-        apart = _apart(rows, starts, lengths, siblings)
-        used = apart if apart is not None and apart.cost < whole.cost else whole
+    whole = _Blocks.of(rows, starts, lengths)
+    groups = _Groups.of(rows, starts, lengths, siblings) if siblings is not None and device.type == "cpu" else None
+    apart = groups if groups is not None and groups.cost < whole.cost else None
     return Packing(
         cu_seqlens=sent(torch.from_numpy(np.append(starts, lengths.sum()).astype(np.int32)), device),
         max_length=int(lengths.max()),
         lengths=lengths,
         rows=_gather(rows, np.ones(len(rows), dtype=bool), tokens, device),
         padded=whole.sent(tokens, device),
-        pairs=used.pairs,
-        shared=None if used is whole else used.sent(tokens, device),
+        pairs=(apart or whole).pairs,
+        shared=None if apart is None else apart.sent(tokens, device),
     )
 
 
@@ -175,85 +193,97 @@ def plan_packing(
 class _Blocks:
     """Rows of similar length, padded, on the host."""
 
-    shapes: tuple[tuple[int, int, int], ...]
+    shapes: tuple[tuple[int, int], ...]
     """See `Blocks`."""
-    queries: NDArray[np.int64]
-    """Packed token of each slot of queries."""
+    index: NDArray[np.int64]
+    """Packed token of each slot."""
     real: NDArray[np.bool_]
     """Whether it is no padding."""
-    keys: NDArray[np.int64]
-    held: int
-    """Number of keys that are no padding."""
     pairs: int
 
-    def sent(self, tokens: int, device: torch.device) -> Blocks:
-        queries = _gather(self.queries, self.real, tokens, device)
-        whole = all(asked == held for _, asked, held in self.shapes)
-        keys = queries.index if whole else sent(torch.from_numpy(self.keys), device)
-        return Blocks(shapes=self.shapes, queries=queries, keys=keys, real=self.held)
-
-    @property
-    def cost(self) -> int:
-        return len(self.shapes) * BLOCK_PAIRS + sum(
-            count * (queries * keys if keys > queries else queries * keys // 2)  # a plain triangle skips its other half
-            for count, queries, keys in self.shapes
-        )
-
     @classmethod
-    def of(
-        cls,
-        rows: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        lengths: NDArray[np.int64],
-        skipped: NDArray[np.int64],
-    ) -> _Blocks:
+    def of(cls, rows: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> _Blocks:
         """
         Args:
             starts, lengths: of each row, in `rows`.
-            skipped: number of its first tokens that are keys only; the same for all rows of a block.
         """
-        shapes: list[tuple[int, int, int]] = []
-        queries: list[NDArray[np.int64]] = []
+        shapes: list[tuple[int, int]] = []
+        indices: list[NDArray[np.int64]] = []
         reals: list[NDArray[np.bool_]] = []
-        keys: list[NDArray[np.int64]] = []
-        for before in np.unique(skipped):
-            these = np.flatnonzero(skipped == before)
-            order = these[np.argsort(-lengths[these], kind="stable")]
-            for members in _blocks(lengths - before, order):
-                column = np.arange(lengths[members[0]])
-                real = column < lengths[members][:, None]
-                index = rows[np.where(real, starts[members][:, None] + column, starts[members][:, None])]
-                shapes.append((len(members), len(column) - int(before), len(column)))
-                queries.append(index[:, before:].ravel())
-                reals.append(real[:, before:].ravel())
-                keys.append(index.ravel())
+        for members in _blocks(lengths, np.argsort(-lengths, kind="stable")):
+            column = np.arange(lengths[members[0]])
+            real = column < lengths[members][:, None]
+            shapes.append((len(members), len(column)))
+            indices.append(rows[np.where(real, starts[members][:, None] + column, starts[members][:, None])].ravel())
+            reals.append(real.ravel())
+        pairs = int((lengths * (lengths + 1) // 2).sum())
+        return cls(shapes=tuple(shapes), index=np.concatenate(indices), real=np.concatenate(reals), pairs=pairs)
+
+    @property
+    def cost(self) -> int:
+        return sum(BLOCK_PAIRS + count * length * length // 2 for count, length in self.shapes)
+
+    def sent(self, tokens: int, device: torch.device) -> Blocks:
+        gather, real = _gather(self.index, self.real, tokens, device), sent(torch.from_numpy(self.real), device)
+        return Blocks(shapes=self.shapes, rows=gather, real=real, held=int(self.real.sum()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Groups:
+    """See `Shared`; on the host."""
+
+    segments: _Blocks
+    queries: tuple[NDArray[np.int64], ...]
+    keys: tuple[NDArray[np.int64], ...]
+
+    @classmethod
+    def of(
+        cls, rows: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64], siblings: Siblings
+    ) -> _Groups | None:
+        """None if no prompt is shared."""
+        leader, prompts = siblings.leader, siblings.prompts
+        several = (np.bincount(leader, minlength=len(leader))[leader] > 1) & (prompts > 0)
+        skipped = np.where(several, prompts, 0)
+        answered = lengths > skipped
+        # A prompt whose completions are all empty is a row like any other.
+        asked = np.flatnonzero(several & (leader == np.arange(len(leader))))
+        if not len(asked):
+            return None
+        ends = starts + lengths
+        members = [np.flatnonzero(answered & (leader == first)) for first in asked]
         return cls(
-            shapes=tuple(shapes),
-            queries=np.concatenate(queries),
-            real=np.concatenate(reals),
-            keys=np.concatenate(keys),
-            held=int(lengths.sum()),
-            pairs=int((lengths * (lengths + 1) // 2 - skipped * (skipped + 1) // 2).sum()),
+            segments=_Blocks.of(
+                rows,
+                np.concatenate([starts[asked], (starts + skipped)[answered]]),
+                np.concatenate([prompts[asked], (lengths - skipped)[answered]]),
+            ),
+            queries=tuple(
+                np.concatenate([rows[starts[i] + prompts[i] : ends[i]] for i in each]) for each in members if len(each)
+            ),
+            keys=tuple(
+                rows[starts[i] : starts[i] + prompts[i]] for i, each in zip(asked, members, strict=True) if len(each)
+            ),
         )
 
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        return tuple((len(asking), len(held)) for asking, held in zip(self.queries, self.keys, strict=True))
 
-def _apart(
-    rows: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64], siblings: Siblings
-) -> _Blocks | None:
-    """Each shared prompt as a row of its own, beside the completions; None if no prompt is shared."""
-    leader, prompts = siblings.leader, siblings.prompts
-    several = (np.bincount(leader, minlength=len(leader))[leader] > 1) & (prompts > 0)
-    asked = np.flatnonzero(several & (leader == np.arange(len(leader))))
-    if not len(asked):
-        return None
-    skipped = np.where(several, prompts, 0)
-    answered = np.flatnonzero(lengths > skipped)
-    return _Blocks.of(
-        rows,
-        np.concatenate([starts[asked], starts[answered]]),
-        np.concatenate([prompts[asked], lengths[answered]]),
-        np.concatenate([np.zeros_like(asked), skipped[answered]]),
-    )
+    @property
+    def pairs(self) -> int:
+        return self.segments.pairs + sum(math.prod(shape) for shape in self.shapes)
+
+    @property
+    def cost(self) -> int:
+        return self.segments.cost + sum(BLOCK_PAIRS + math.prod(shape) for shape in self.shapes)
+
+    def sent(self, tokens: int, device: torch.device) -> Shared:
+        queries, keys = (
+            sent(torch.from_numpy(np.concatenate([np.empty(0, np.int64), *each])), device)
+            for each in (self.queries, self.keys)
+        )
+        segments = self.segments.sent(tokens, device)
+        return Shared(segments=segments, queries=queries, keys=keys, shapes=self.shapes)
 
 
 def _blocks(lengths: NDArray[np.int64], order: NDArray[np.int64]) -> list[NDArray[np.int64]]:

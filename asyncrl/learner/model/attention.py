@@ -6,7 +6,7 @@ as the keyword argument `packing` (`batch.packing`).
 
 On a GPU all rows go to one call of a kernel that takes any lengths (`attention_rows`), if there is one
 (`attention_kernel`). Otherwise rows of similar length form [B, H, L, D] blocks, so the cost is sum(L^2), not T^2. On a
-CPU the queries of a shared prompt are then computed once.
+CPU a shared prompt is then computed once, and its keys and values are held once (`attention_shared`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from asyncrl.exact import kernels
 from asyncrl.exact.model import valued
 from asyncrl.learner.batch.packing import Packing
 from asyncrl.learner.model.attention_rows import Rows, attend
+from asyncrl.learner.model.attention_shared import attend_apart
 from asyncrl.learner.model.attention_trial import kernel_of
 
 PACKED_ATTENTION = "asyncrl_packed"
@@ -74,42 +75,43 @@ def packed_attention(
     if packing.sequence is not None:
         query, key, value = packing.sequence.to_heads(query, key, value)
     kernel = kernel_of(query.device, query.dtype, max(query.shape[-1], value.shape[-1]))
-    blocks = packing.padded if exact else packing.shared or packing.padded
-    gather, keys = (packing.rows, packing.rows.index) if kernel.any_length else (blocks.queries, blocks.keys)
-    places = ((query, gather.index), (key, keys), (value, keys))
-    q, k, v = (tensor[0].transpose(0, 1).index_select(0, index) for tensor, index in places)
+    shared = packing.shared
+    if shared is not None and not exact and (sliding_window is None or sliding_window >= packing.max_length):
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        out = attend_apart(q, k, v, shared, scaling)
+        return (out if packing.sequence is None else packing.sequence.to_tokens(out))[None], None
+    gather = packing.rows if kernel.any_length else packing.padded.rows
+    q, k, v = (tensor[0].transpose(0, 1).index_select(0, gather.index) for tensor in (query, key, value))
     if kernel.any_length:
         rows = Rows(packing.cu_seqlens, packing.max_length, packing.lengths)
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
         out = attend(kernel.name, q, k, v, rows, scale, sliding_window)
     else:
-        out = _blockwise(q, k, v, blocks.shapes, scaling, sliding_window, exact=exact)
+        out = _blockwise(q, k, v, packing.padded.shapes, scaling, sliding_window, exact=exact)
     out = out.index_select(0, gather.owner)
     return (out if packing.sequence is None else packing.sequence.to_tokens(out))[None], None
 
 
 def _blockwise(
-    q: Float[Tensor, "queries heads head_dim"],
-    k: Float[Tensor, "keys kv_heads head_dim"],
-    v: Float[Tensor, "keys kv_heads value_dim"],
-    shapes: Sequence[tuple[int, int, int]],
+    q: Float[Tensor, "slots heads head_dim"],
+    k: Float[Tensor, "slots kv_heads head_dim"],
+    v: Float[Tensor, "slots kv_heads value_dim"],
+    shapes: Sequence[tuple[int, int]],
     scaling: float | None,
     window: int | None,
     *,
     exact: bool,
-) -> Float[Tensor, "queries heads value_dim"]:
+) -> Float[Tensor, "slots heads value_dim"]:
     """
     Args:
         shapes: see `Blocks`.
     """
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     outputs, grouped = [], q.shape[1] != k.shape[1]
-    asked, held = ([shape[0] * shape[place] for shape in shapes] for place in (1, 2))
-    parts = zip(shapes, q.split(asked), k.split(held), v.split(held), strict=True)
-    for (rows, queries, length), *tensors in parts:
-        bq, bk, bv = (tensor.view(rows, -1, *tensor.shape[1:]).transpose(1, 2) for tensor in tensors)
-        plain_triangle = queries == length and (window is None or window >= length)
-        mask = None if plain_triangle else _band(queries, length, window, q.device)
+    slots = [rows * length for rows, length in shapes]
+    for (rows, length), *tensors in zip(shapes, *(each.split(slots) for each in (q, k, v)), strict=True):
+        bq, bk, bv = (tensor.view(rows, length, *tensor.shape[1:]).transpose(1, 2) for tensor in tensors)
+        mask = None if window is None or window >= length else _band(length, window, q.device)
         options: dict[str, Any] = {
             "attn_mask": mask,
             "is_causal": mask is None,
@@ -119,14 +121,15 @@ def _blockwise(
         plain = partial(functional.scaled_dot_product_attention, bq, bk, bv, **options)
         seen = None if mask is None else mask[None, None]
         out = valued(plain, partial(kernels.attention, bq, bk, bv, scale, seen)) if exact else plain()
-        outputs.append(out.transpose(1, 2).reshape(rows * queries, q.shape[1], v.shape[2]))
+        outputs.append(out.transpose(1, 2).reshape(rows * length, q.shape[1], v.shape[2]))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _band(queries: int, keys: int, window: int | None, device: torch.device) -> Bool[Tensor, "queries keys"]:
-    """Which keys each of the last `queries` tokens sees."""
-    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
-    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+def _band(length: int, window: int, device: torch.device) -> Bool[Tensor, "length length"]:
+    """Which keys each token sees."""
+    place = torch.arange(length, device=device)
+    distance = place[:, None] - place
+    return (distance >= 0) & (distance < window)
 
 
 # Without a mask function, so that transformers builds no mask at all for this implementation.

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from asyncrl.learner.batch.packing import Blocks, Gather, Packing
+from asyncrl.learner.batch.packing import Blocks, Gather, Packing, Shared
 from asyncrl.learner.parallel.collectives import exchanged, sequence_group, summed_over, through
 
 
@@ -74,13 +74,17 @@ class SequenceRanks:
             return Gather(index=moved(gather.index), owner=gather.owner.index_select(0, token))
 
         def in_blocks(blocks: Blocks) -> Blocks:
-            return replace(blocks, queries=by_rank(blocks.queries), keys=moved(blocks.keys))
+            return replace(blocks, rows=by_rank(blocks.rows))
+
+        def by_prompt(shared: Shared) -> Shared:
+            queries, keys = moved(shared.queries), moved(shared.keys)
+            return replace(shared, segments=in_blocks(shared.segments), queries=queries, keys=keys)
 
         return replace(
             packing,
             rows=by_rank(packing.rows),
             padded=in_blocks(packing.padded),
-            shared=None if packing.shared is None else in_blocks(packing.shared),
+            shared=None if packing.shared is None else by_prompt(packing.shared),
             routing=None if packing.routing is None else self.own(packing.routing),
             sequence=self,
         )

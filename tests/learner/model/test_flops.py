@@ -106,7 +106,7 @@ def test_a_pack_pads_attention_alone_and_rows_pad_everything():
     members = sorted(lease.trajectories)
     full, empty = (pack(lease, chosen, torch.device("cpu")) for chosen in (members, []))
     lengths = [len(lease.trajectories[member].token_ids) for member in members]
-    blocks = sum(rows * length for rows, length, _ in full.packing.padded.shapes)
+    blocks = sum(rows * length for rows, length in full.packing.padded.shapes)
     assert blocks > sum(lengths), "the feed has nothing to pad"
     packed = padding([full, empty], in_rows=False, compute=torch.float32)
     assert packed["perf/padding_share"] == (1, len(full.input_ids) + 1)

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.learner.batch import packing
 from asyncrl.learner.checkpoints.export import export_hf
 from asyncrl.learner.model.policy import build_model
 from asyncrl.learner.model.reading import files_of
@@ -187,7 +188,13 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_what_is_kept_of_a_checkpointed_layer_is_not_computed_twice_and_gradients_are_the_same_bits(tmp_path: Path):
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_is_kept_of_a_checkpointed_layer_is_not_computed_twice_and_gradients_are_the_same_bits(
+    apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    if apart:
+        monkeypatch.setattr(packing._Groups, "cost", -1)
+    assert (siblings().packing.shared is not None) == apart
     tiny_checkpoint(tmp_path, "qwen3", num_hidden_layers=3)
     gradients, attended, multiplied = {}, {}, {}
     for keep in ("everything", "nothing", "attention", "matmul"):
