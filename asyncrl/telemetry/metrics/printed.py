@@ -53,6 +53,12 @@ def failed_rewards(row: Row) -> str:
     return f"{count:.0f}{f' ({reasons})' if reasons else ''}" if count else ""
 
 
+def _versions(row: Row, name: str) -> str:
+    """Say so if an evaluation went on while newer weights were loaded; the row has the version of its oldest token."""
+    oldest, newest = row.get("policy_version"), row.get(f"eval/{name}/version_max")
+    return f" (versions {oldest} to {newest:.0f})" if oldest is not None and newest and newest > oldest else ""
+
+
 def format_line(row: Row) -> str:
     """Format one step as one line; values that the row does not have are left out."""
     parts = [f"step {row['step']}", *([f"version {row['policy_version']}"] if "policy_version" in row else [])]
@@ -66,7 +72,7 @@ def format_line(row: Row) -> str:
         value = row.get(name)
         if value is not None:
             parts.append(f"{label} {form.format(value)}")
-    parts += [f"eval {name} {evaluation}" for name, evaluation in evaluations(row).items()]
+    parts += [f"eval {name} {evaluation}{_versions(row, name)}" for name, evaluation in evaluations(row).items()]
     failed = failed_rewards(row)
     parts += [f"rewards failed {failed}"] if failed else []
     waiting = who_waits(row)

@@ -50,6 +50,8 @@ def test_a_row_with_nothing_but_its_number_is_still_a_line() -> None:
 def test_an_evaluation_is_a_line_of_its_own_that_tells_of_the_rows_in_no_mean() -> None:
     line = format_line(EVALUATION)
     assert line.startswith("step 4 | version 4 | eval heldout accuracy 0.750 (238 of 256 rows failed")
+    assert line.endswith("(versions 4 to 5)")
+    assert "versions" not in format_line(EVALUATION | {"eval/heldout/version_max": 4.0})
     failed = {"step": 4, "policy_version": 4, "eval/heldout/count": 0.0, "eval/heldout/failed": 8.0}
     assert "eval heldout (8 of 8 rows failed" in format_line(failed)
     assert "0.000" not in format_line(failed)
