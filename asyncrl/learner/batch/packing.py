@@ -75,10 +75,6 @@ class Blocks:
     shapes: tuple[tuple[int, int], ...]
     """`(rows, length)` of each block."""
     rows: Gather
-    real: Bool[Tensor, " slots"]
-    """Which slots are no padding."""
-    held: int
-    """Number of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +83,8 @@ class Shared:
 
     segments: Blocks
     """Shared prompts, completions without them, and the other sequences: each attends to itself."""
+    real: Bool[Tensor, " slots"]
+    """Which slots of the segments are no padding."""
     queries: Int[Tensor, " queries"]
     """Packed tokens of the completions, group after group, that also attend to..."""
     keys: Int[Tensor, " keys"]
@@ -131,7 +129,7 @@ class Packing:
         """Number of `slots` that are no padding."""
         if any_length or self.shared is None:
             return int(self.lengths.sum())
-        return self.shared.segments.held + len(self.shared.keys)
+        return int(self.shared.real.sum()) + len(self.shared.keys)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,8 +222,7 @@ class _Blocks:
         return sum(BLOCK_PAIRS + count * length * length // 2 for count, length in self.shapes)
 
     def sent(self, tokens: int, device: torch.device) -> Blocks:
-        gather, real = _gather(self.index, self.real, tokens, device), sent(torch.from_numpy(self.real), device)
-        return Blocks(shapes=self.shapes, rows=gather, real=real, held=int(self.real.sum()))
+        return Blocks(shapes=self.shapes, rows=_gather(self.index, self.real, tokens, device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,12 +242,13 @@ class _Groups:
         several = (np.bincount(leader, minlength=len(leader))[leader] > 1) & (prompts > 0)
         skipped = np.where(several, prompts, 0)
         answered = lengths > skipped
-        # A prompt whose completions are all empty is a row like any other.
         asked = np.flatnonzero(several & (leader == np.arange(len(leader))))
         if not len(asked):
             return None
         ends = starts + lengths
-        members = [np.flatnonzero(answered & (leader == first)) for first in asked]
+        members = {first: np.flatnonzero(answered & (leader == first)) for first in asked}
+        # A prompt whose completions are all empty is a row like any other.
+        asking = {first: each for first, each in members.items() if len(each)}
         return cls(
             segments=_Blocks.of(
                 rows,
@@ -258,11 +256,9 @@ class _Groups:
                 np.concatenate([prompts[asked], (lengths - skipped)[answered]]),
             ),
             queries=tuple(
-                np.concatenate([rows[starts[i] + prompts[i] : ends[i]] for i in each]) for each in members if len(each)
+                np.concatenate([rows[starts[i] + prompts[i] : ends[i]] for i in each]) for each in asking.values()
             ),
-            keys=tuple(
-                rows[starts[i] : starts[i] + prompts[i]] for i, each in zip(asked, members, strict=True) if len(each)
-            ),
+            keys=tuple(rows[starts[first] : starts[first] + prompts[first]] for first in asking),
         )
 
     @property
@@ -282,8 +278,9 @@ class _Groups:
             sent(torch.from_numpy(np.concatenate([np.empty(0, np.int64), *each])), device)
             for each in (self.queries, self.keys)
         )
+        real = sent(torch.from_numpy(self.segments.real), device)
         segments = self.segments.sent(tokens, device)
-        return Shared(segments=segments, queries=queries, keys=keys, shapes=self.shapes)
+        return Shared(segments=segments, real=real, queries=queries, keys=keys, shapes=self.shapes)
 
 
 def _blocks(lengths: NDArray[np.int64], order: NDArray[np.int64]) -> list[NDArray[np.int64]]:

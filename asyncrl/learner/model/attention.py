@@ -75,19 +75,18 @@ def packed_attention(
     if packing.sequence is not None:
         query, key, value = packing.sequence.to_heads(query, key, value)
     kernel = kernel_of(query.device, query.dtype, max(query.shape[-1], value.shape[-1]))
-    shared = packing.shared
+    shared, scale = packing.shared, query.shape[-1] ** -0.5 if scaling is None else scaling
     if shared is not None and not exact and (sliding_window is None or sliding_window >= packing.max_length):
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        out = attend_apart(q, k, v, shared, scaling)
+        out = attend_apart(q, k, v, shared, scale)
         return (out if packing.sequence is None else packing.sequence.to_tokens(out))[None], None
     gather = packing.rows if kernel.any_length else packing.padded.rows
     q, k, v = (tensor[0].transpose(0, 1).index_select(0, gather.index) for tensor in (query, key, value))
     if kernel.any_length:
         rows = Rows(packing.cu_seqlens, packing.max_length, packing.lengths)
-        scale = q.shape[-1] ** -0.5 if scaling is None else scaling
         out = attend(kernel.name, q, k, v, rows, scale, sliding_window)
     else:
-        out = _blockwise(q, k, v, packing.padded.shapes, scaling, sliding_window, exact=exact)
+        out = _blockwise(q, k, v, packing.padded.shapes, scale, sliding_window, exact=exact)
     out = out.index_select(0, gather.owner)
     return (out if packing.sequence is None else packing.sequence.to_tokens(out))[None], None
 
@@ -97,7 +96,7 @@ def _blockwise(
     k: Float[Tensor, "slots kv_heads head_dim"],
     v: Float[Tensor, "slots kv_heads value_dim"],
     shapes: Sequence[tuple[int, int]],
-    scaling: float | None,
+    scale: float,
     window: int | None,
     *,
     exact: bool,
@@ -106,7 +105,6 @@ def _blockwise(
     Args:
         shapes: see `Blocks`.
     """
-    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     outputs, grouped = [], q.shape[1] != k.shape[1]
     slots = [rows * length for rows, length in shapes]
     for (rows, length), *tensors in zip(shapes, *(each.split(slots) for each in (q, k, v)), strict=True):
@@ -115,7 +113,7 @@ def _blockwise(
         options: dict[str, Any] = {
             "attn_mask": mask,
             "is_causal": mask is None,
-            "scale": scaling,
+            "scale": scale,
             "enable_gqa": grouped,
         }
         plain = partial(functional.scaled_dot_product_attention, bq, bk, bv, **options)

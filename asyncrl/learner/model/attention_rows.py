@@ -54,13 +54,17 @@ def attend(
     """Causal attention within each row; a query sees the last `window` keys, its own among them (None: all)."""
     if kernel == FLEX:
         return _flex(q, k, v, rows, scale, window)
-    # The kernels require one width for queries, keys and values, but multi-head latent attention has another for its
-    # values. Padding with zeros adds nothing to a product.
-    value_dim, widest = v.shape[-1], max(q.shape[-1], v.shape[-1])
-    q, k, v = (functional.pad(tensor, (0, widest - tensor.shape[-1])) for tensor in (q, k, v))
-    band = (-1 if window is None else window - 1, 0)
+    value_dim, band = v.shape[-1], (-1 if window is None else window - 1, 0)
+    q, k, v = of_one_width(q, k, v)
     computed = (_cached_flash if kernel == FLASH3_CACHED else _flash)(q, k, v, rows, scale, band)
     return computed[..., :value_dim]
+
+
+def of_one_width(*tensors: Tensor) -> list[Tensor]:
+    """Pad the last dimension with zeros, which add nothing to a product: flash kernels require one width for queries,
+    keys and values, but multi-head latent attention has another for its values."""
+    widest = max(tensor.shape[-1] for tensor in tensors)
+    return [functional.pad(tensor, (0, widest - tensor.shape[-1])) for tensor in tensors]
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, rows: Rows, scale: float, band: tuple[int, int]) -> Tensor:

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn import functional
 
 from asyncrl.learner.batch.packing import Shared
+from asyncrl.learner.model.attention_rows import of_one_width
 
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -31,16 +31,12 @@ def attend_apart(
     k: Float[Tensor, "tokens kv_heads head_dim"],
     v: Float[Tensor, "tokens kv_heads value_dim"],
     shared: Shared,
-    scaling: float | None,
+    scale: float,
 ) -> Float[Tensor, "tokens heads value_dim"]:
     """Causal attention of packed tokens, in which siblings share their prompt. On a CPU."""
-    # The kernel requires one width; padding with zeros adds nothing to a product.
-    value_dim, widest = v.shape[-1], max(q.shape[-1], v.shape[-1])
-    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    q, k, v = (functional.pad(tensor, (0, widest - tensor.shape[-1])) for tensor in (q, k, v))
-    out = _Apart.apply(q, k, v, shared, scale)
+    out = _Apart.apply(*of_one_width(q, k, v), shared, scale)
     assert isinstance(out, Tensor)
-    return out[..., :value_dim]
+    return out[..., : v.shape[-1]]
 
 
 class _Apart(torch.autograd.Function):
@@ -89,7 +85,7 @@ def _segments(shared: Shared) -> Iterator[tuple[tuple[int, int], Tensor, Tensor]
     """`(rows, length)` of each block, the packed token of each of its slots, and which [rows, length] are padding."""
     blocks = shared.segments
     slots = [rows * length for rows, length in blocks.shapes]
-    for shape, index, real in zip(blocks.shapes, blocks.rows.index.split(slots), blocks.real.split(slots), strict=True):
+    for shape, index, real in zip(blocks.shapes, blocks.rows.index.split(slots), shared.real.split(slots), strict=True):
         yield shape, index, ~real.view(shape)
 
 
