@@ -37,7 +37,6 @@ from asyncrl.planner.costs import Costs, Decode, Histogram, LogNormal
 from asyncrl.planner.outcome import Measured, simulate
 from asyncrl.planner.simulation import Setup
 from asyncrl.replay.client.client import LearnerClient, RolloutClient
-from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.core.admission import AdmissionSettings
 from asyncrl.replay.serving import run_server
 from asyncrl.rewards.score import Outcome, RewardScore
@@ -45,6 +44,7 @@ from asyncrl.rollout.groups.episode import EpisodeRunner, GroupShape
 from asyncrl.rollout.groups.filters import Filters
 from asyncrl.rollout.worker.report import WorkerReport
 from asyncrl.rollout.worker.worker import RolloutWorker
+from asyncrl.settings.replay import ReplayConfig
 from asyncrl.types import NO_VERSION, Completion, Prompt, SamplingParams
 from benchmarks.parts.answer import answer, parse
 from benchmarks.parts.keys import some_keys

@@ -48,12 +48,12 @@ from pathlib import Path
 from asyncrl import collector
 from asyncrl.learner.batch.prefetch import LeasePrefetch
 from asyncrl.replay.client.client import LearnerClient, RolloutClient
-from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.core.admission import AdmissionSettings
 from asyncrl.replay.net.malloc import keep_heap
 from asyncrl.replay.net.socket_options import LOOPBACK_SEND_BUFFER
 from asyncrl.replay.serving import run_server
 from asyncrl.replay.shards.running import run_shard
+from asyncrl.settings.replay import ReplayConfig
 from asyncrl.types import NO_VERSION, TrajectoryGroup
 from benchmarks.parts.answer import answer, parse
 from benchmarks.parts.keys import some_keys

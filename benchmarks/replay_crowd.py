@@ -20,10 +20,10 @@ from asyncrl.replay.codec import headers, wire
 from asyncrl.replay.codec.group import encode_group
 from asyncrl.replay.codec.reply import decode_replies
 from asyncrl.replay.codec.wire import Envelope
-from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.core.admission import AdmissionSettings
 from asyncrl.replay.net.keys import secure_client
 from asyncrl.replay.serving import run_server
+from asyncrl.settings.replay import ReplayConfig
 from asyncrl.types import NO_VERSION
 from benchmarks.parts.answer import answer, parse
 from benchmarks.parts.keys import some_keys

@@ -39,6 +39,7 @@ import torch
 
 from asyncrl.engines.parameters import ParameterTable
 from asyncrl.learner.publishing.holding import hold_back
+from asyncrl.settings.weights import WeightsConfig
 from asyncrl.weights.broadcast import sending, staging
 from asyncrl.weights.broadcast.group import WeightGroup, connect_store, host_store
 from asyncrl.weights.broadcast.publisher import BroadcastSender
@@ -47,7 +48,6 @@ from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.fingerprint import Fingerprint
 from asyncrl.weights.publishing import gather
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher
-from asyncrl.weights.settings import WeightsConfig
 from benchmarks.parts.answer import answer, parse
 from benchmarks.parts.board import TIMEOUT_S, BoardManager, Rendezvous
 from benchmarks.parts.crowd import IDLE_S, control_cost

@@ -128,7 +128,7 @@ sums=(
     "tests/advantages tests/checks tests/data tests/evaluator tests/planner tests/sft tests/cli/test_verify.py"
 )
 other_rooms=(tests --ignore=tests/replay --ignore=tests/chaos --ignore=tests/autotune --ignore=tests/losses
-    --ignore=tests/test_balance.py)
+    --ignore=tests/settings --ignore=tests/test_balance.py)
 for path in ${sums[*]}; do other_rooms+=("--ignore=$path"); done
 # Of the slow tests with deadlines, one lane runs those that start Ray, another those of vLLM; either takes the rest.
 with_ray="tests/rollout tests/integration/test_deaths.py tests/integration/test_loop.py
@@ -147,7 +147,7 @@ numbers=(tests/advantages tests/losses tests/engines/test_transformers.py
     tests/learner/model/test_{attention,critic,fused,logprobs}.py tests/learner/step/test_targets.py
     tests/learner/test_{roles,train}.py)
 # The losses, the pure core of the replay, its wire format, and what these rest on: mistakes would be silent there.
-core="asyncrl/autotune/*,asyncrl/balance.py,asyncrl/losses/*,asyncrl/recorded.py,asyncrl/replay/*"
+core="asyncrl/autotune/*,asyncrl/balance.py,asyncrl/losses/*,asyncrl/recorded.py,asyncrl/replay/*,asyncrl/settings/loss/*"
 of_the_replay="--cov=asyncrl.replay --cov=asyncrl.autotune --cov=asyncrl.balance --cov=asyncrl.recorded"
 sockets="asyncrl/replay/server/loop.py,asyncrl/replay/client/client.py,asyncrl/replay/client/connection.py,asyncrl/replay/net/keys.py,*/__main__.py"
 
@@ -164,7 +164,8 @@ static_checks_and_sums() {
     "$(dirname "$PYTHON")/lint-imports" || wrong lint-imports
     echo "== docs"
     "$PYTHON" -m sphinx -W --keep-going -q -b html docs docs/_build/html || wrong docs
-    COVERAGE_FILE=.coverage.losses tests "losses" -m "$fast" --cov=asyncrl.losses --cov-report= tests/losses
+    COVERAGE_FILE=.coverage.losses tests "losses" -m "$fast" --cov=asyncrl.losses --cov=asyncrl.settings.loss --cov-report= \
+        tests/losses tests/settings
     later "sums" "$fast" "${sums[@]}"
 }
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from asyncrl.errors import OwnCodeError
 from asyncrl.own_code import called, made_once
-from asyncrl.schema import AdvantageConfig
+from asyncrl.settings.advantage import AdvantageConfig
 
 
 class RewardParts(dict[str, Tensor]):

@@ -19,8 +19,8 @@ from rich.text import Text
 from asyncrl.checks.addresses import host_of, is_everywhere
 from asyncrl.errors import ConfigError, NoProgress
 from asyncrl.replay.client.client import Viewer
-from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.protocol import PeerSeen, View
+from asyncrl.settings.replay import ReplayConfig
 from asyncrl.standstill import NAMED_S
 from asyncrl.telemetry.live.console import LiveView, PlainConsole, facts
 from asyncrl.telemetry.live.progress import by_age

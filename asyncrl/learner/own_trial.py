@@ -11,11 +11,11 @@ from typing import Any
 
 from asyncrl.advantages.own import try_advantages
 from asyncrl.learner.hook import Hook
-from asyncrl.losses.config import proximal_source, required_inputs
 from asyncrl.losses.own import try_loss
-from asyncrl.losses.settings import LossConfig
 from asyncrl.own_code import answer
 from asyncrl.schema import AdvantageConfig, LearnerConfig
+from asyncrl.settings.loss.keys import LossConfig
+from asyncrl.settings.loss.meaning import proximal_source, required_inputs
 
 
 def try_own(loss: LossConfig, advantage: AdvantageConfig, learner: LearnerConfig) -> None:

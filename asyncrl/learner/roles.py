@@ -16,9 +16,9 @@ from asyncrl.learner.model.policy import PolicyModel, build_model
 from asyncrl.learner.model.routing import RouterReplay
 from asyncrl.learner.optimizer.spikes import Spikes
 from asyncrl.learner.optimizer.update import UpdateReport, make_optimizer
-from asyncrl.losses.config import required_inputs, resolve
 from asyncrl.losses.kl import AdaptiveKL
 from asyncrl.schema import Config
+from asyncrl.settings.loss.meaning import required_inputs, resolve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,10 +12,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from asyncrl.losses.config import resolve
 from asyncrl.losses.inputs import Denominators
 from asyncrl.losses.ratios import Segments, Tokens
-from asyncrl.losses.settings import LossConfig
+from asyncrl.settings.loss.keys import LossConfig
+from asyncrl.settings.loss.meaning import resolve
 
 
 def token_factors(

@@ -31,11 +31,11 @@ from torch import Tensor
 
 from asyncrl.errors import ConfigError
 from asyncrl.losses.inputs import LossInputs, TopK
-from asyncrl.losses.presets import Preset
 from asyncrl.losses.ratios import Tokens, edge_ends
-from asyncrl.losses.settings import LossConfig
 from asyncrl.losses.surrogates import SURROGATES, Shaped
 from asyncrl.losses.weights import behavior_weight
+from asyncrl.settings.loss.keys import LossConfig
+from asyncrl.settings.loss.presets import Preset
 
 FLOOR_ROUNDINGS = 16
 """The probability left outside H is at least this many roundings of 1: less is noise, and alpha is a quotient."""

@@ -17,18 +17,18 @@ from torch import Tensor
 from asyncrl.errors import ConfigError
 from asyncrl.losses.aggregate import kept_factors, token_factors
 from asyncrl.losses.centering import centered, weight_log_ratio
-from asyncrl.losses.config import find_preset, looks_at_all, resolve
 from asyncrl.losses.diagnostics import Sums, diagnose, summarize
 from asyncrl.losses.inputs import Denominators, Kept, LossInputs
 from asyncrl.losses.kept import first_pass
 from asyncrl.losses.kl import kl_estimate, without_rounding
 from asyncrl.losses.own import own_loss
-from asyncrl.losses.presets import Preset
 from asyncrl.losses.ratios import LOG_RATIO_LIMIT, Tokens, edge_ends, make_safe, surrogate_edge, with_anchor
 from asyncrl.losses.rejection import kept_tokens, rejections
-from asyncrl.losses.settings import KEYS, LossConfig
 from asyncrl.losses.surrogates import SURROGATES
 from asyncrl.losses.weights import behavior_weight
+from asyncrl.settings.loss.keys import KEYS, LossConfig
+from asyncrl.settings.loss.meaning import find_preset, looks_at_all, resolve
+from asyncrl.settings.loss.presets import Preset
 
 
 @dataclass(frozen=True, slots=True)

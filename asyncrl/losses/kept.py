@@ -11,15 +11,15 @@ from torch import Tensor
 
 from asyncrl.losses.adaptive import tail_from
 from asyncrl.losses.centering import weight_log_ratio
-from asyncrl.losses.config import find_preset, resolve
 from asyncrl.losses.inputs import Denominators, Kept, LossInputs
 from asyncrl.losses.m2po import m2po_clip_range, m2po_limit
-from asyncrl.losses.presets import Preset
 from asyncrl.losses.ratios import Tokens, edge_ends, make_safe, surrogate_edge, with_anchor
 from asyncrl.losses.rejection import anchor_log_ratio, kept_tokens, rejections
-from asyncrl.losses.settings import LossConfig
 from asyncrl.losses.surrogates import log_ratio_of, outward_of
 from asyncrl.losses.weights import behavior_weight, capped_weight
+from asyncrl.settings.loss.keys import LossConfig
+from asyncrl.settings.loss.meaning import find_preset, resolve
+from asyncrl.settings.loss.presets import Preset
 
 
 @torch.no_grad()

@@ -20,9 +20,9 @@ from torch import Tensor
 from asyncrl.errors import OwnCodeError
 from asyncrl.losses.inputs import LossInputs
 from asyncrl.losses.ratios import Tokens, make_safe
-from asyncrl.losses.settings import LossConfig
 from asyncrl.losses.surrogates import Shaped
 from asyncrl.own_code import called, made_once
+from asyncrl.settings.loss.keys import LossConfig
 
 INPUTS = tuple(each.name for each in dataclasses.fields(LossInputs))
 

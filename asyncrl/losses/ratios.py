@@ -13,8 +13,8 @@ from torch import Tensor
 
 from asyncrl.errors import ConfigError
 from asyncrl.losses.inputs import Kept, LossInputs
-from asyncrl.losses.presets import Preset
-from asyncrl.losses.settings import LossConfig
+from asyncrl.settings.loss.keys import LossConfig
+from asyncrl.settings.loss.presets import Preset
 
 LOG_RATIO_LIMIT = 20.0
 """Limit on |log-ratio| in `exp`: e^20 squared still fits into fp32. Beyond it the gradient is 0."""

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from asyncrl.errors import ConfigError
 from asyncrl.losses.ratios import LOG_RATIO_LIMIT, Tokens, probability
-from asyncrl.losses.settings import LossConfig
 from asyncrl.losses.surrogates import binary_kl
+from asyncrl.settings.loss.keys import LossConfig
 
 
 def rejections(tokens: Tokens, config: LossConfig) -> dict[str, Bool[Tensor, " T"]]:

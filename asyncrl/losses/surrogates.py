@@ -16,7 +16,7 @@ from torch import Tensor
 
 from asyncrl.losses.adaptive import contraction
 from asyncrl.losses.ratios import LOG_RATIO_LIMIT, Tokens, at_level, edge_ends, probability
-from asyncrl.losses.settings import LossConfig
+from asyncrl.settings.loss.keys import LossConfig
 
 Sides = tuple[Tensor | None, Tensor | None]
 

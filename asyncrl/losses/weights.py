@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from asyncrl.losses.ratios import Tokens, at_level
-from asyncrl.losses.settings import LossConfig
+from asyncrl.settings.loss.keys import LossConfig
 
 
 def behavior_weight(

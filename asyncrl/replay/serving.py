@@ -13,7 +13,6 @@ from typing import Any
 
 from asyncrl.errors import JournalError
 from asyncrl.replay.audit.ledger_file import LedgerFile, LedgerThread
-from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.core.admission import AdmissionSettings
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.journal.disk import Disk, FolderDisk
@@ -32,6 +31,7 @@ from asyncrl.replay.server.survivors import learner_of
 from asyncrl.replay.server.viewing import Viewing
 from asyncrl.replay.shards.payloads import InShards, with_shards
 from asyncrl.replay.shards.receipts import Seals
+from asyncrl.settings.replay import ReplayConfig
 from asyncrl.spans import lap
 from asyncrl.storage.full_disk import Patience
 

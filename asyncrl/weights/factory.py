@@ -13,6 +13,7 @@ from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.config import disk_patience
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Config
+from asyncrl.settings.weights import WeightsConfig
 from asyncrl.weights.base import LoadWeights, Publisher, PublisherRendezvous, SubscriberRendezvous
 from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.staging import Receiver, Staging
@@ -25,7 +26,6 @@ from asyncrl.weights.files.server import FilesServer
 from asyncrl.weights.files.shelf import FolderShelf, Shelf, UrlShelf
 from asyncrl.weights.files.subscriber import FilesSubscriber
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher, Sender
-from asyncrl.weights.settings import WeightsConfig
 from asyncrl.weights.subscriber import Subscriber
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrl.replay.config import JournalConfig, ReplayConfig
 from asyncrl.replay.core.admission import AdmissionSettings
 from asyncrl.replay.net.keyring import run_keys
+from asyncrl.settings.replay import JournalConfig, ReplayConfig
 from asyncrl.types import StalePolicy
 
 DIGEST = "chaos"

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl.replay.config import ReplayConfig
+from asyncrl.settings.replay import ReplayConfig
 from tests.addresses import free_address
 
 from .check import Verdict

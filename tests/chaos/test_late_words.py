@@ -11,9 +11,9 @@ from asyncrl.errors import FencedError, ReplayError
 from asyncrl.replay.client.client import LearnerClient
 from asyncrl.replay.codec import wire
 from asyncrl.replay.codec.wire import Envelope
-from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.net.keys import secure_client
+from asyncrl.settings.replay import ReplayConfig
 from asyncrl.types import NO_VERSION
 from tests.replay.helpers import replay_config, running_server, settings
 

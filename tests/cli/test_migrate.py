@@ -13,8 +13,8 @@ from asyncrl.cli.arguments.settings_file import with_files
 from asyncrl.cli.main import main
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
-from asyncrl.losses.config import resolve
 from asyncrl.schema import Config
+from asyncrl.settings.loss.meaning import resolve
 
 GSM8K = """
 python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=~/data/gsm8k/train.parquet

@@ -29,8 +29,8 @@ from asyncrl.config import (
     to_yaml,
 )
 from asyncrl.errors import ConfigError
-from asyncrl.losses.config import resolve
 from asyncrl.schema import Config
+from asyncrl.settings.loss.meaning import resolve
 from asyncrl.sft.rules import load_sft
 from asyncrl.sft.settings import SftConfig
 from asyncrl.telemetry.folder.run_folder import RUN_FILE, changes_in, write_config

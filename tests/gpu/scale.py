@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from asyncrl.balance import shard_step
 from asyncrl.learner.parallel.place import Place
-from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.protocol import Lease
 from asyncrl.schema import Config, DataConfig, LearnerConfig, ModelConfig, RolloutConfig, RunConfig
+from asyncrl.settings.replay import ReplayConfig
 from asyncrl.types import NO_VERSION, StepPlan, Trajectory, TrajectoryGroup
 from tests.learner.feed import header_of, make_lease
 

@@ -26,9 +26,9 @@ from asyncrl.learner.backends.fsdp2 import FSDP2
 from asyncrl.learner.model.policy import PolicyModel
 from asyncrl.learner.publishing.canary import ProvingPublisher, canary_of
 from asyncrl.learner.train import train
-from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.protocol import Lease
 from asyncrl.schema import Config, PlacementConfig, RunConfig
+from asyncrl.settings.replay import ReplayConfig
 from asyncrl.weights.canary import compare
 from asyncrl.weights.factory import make_publisher
 from tests.gpu.beside import INCARNATION, NAMES, engine_beside

@@ -61,10 +61,10 @@ from asyncrl.schema import (
     PlacementConfig,
     RolloutConfig,
 )
+from asyncrl.settings.weights import ON_DEVICE, WeightsConfig
 from asyncrl.weights.delta import DeltaChoice
 from asyncrl.weights.factory import backend_of
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher
-from asyncrl.weights.settings import ON_DEVICE, WeightsConfig
 from tests.learner.families import FAMILIES, tiny_family
 from tests.learner.feed import make_lease, make_step, tiny_model
 

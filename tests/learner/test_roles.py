@@ -10,8 +10,8 @@ import torch
 
 from asyncrl.errors import CheckpointMismatchError, ConfigError, NonFiniteError, NoProgress
 from asyncrl.learner.roles import Roles, build_roles
-from asyncrl.losses.settings import LossConfig
 from asyncrl.schema import AdvantageConfig, Config, CriticConfig
+from asyncrl.settings.loss.keys import LossConfig
 from tests.learner.alone import train_alone
 from tests.learner.fed_replay import FedReplay, KeptRows, KeptWeights, largest_difference
 from tests.learner.smooth_steps import EQUAL, MAKER, RATE, apart, make_smooth_optimizer

@@ -17,9 +17,9 @@ from asyncrl.learner.processes.stop import Asked, never
 from asyncrl.learner.reporting.step_clock import StepClock
 from asyncrl.learner.reporting.step_row import evaluation_metrics, write_evaluations
 from asyncrl.learner.train import Training
-from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.protocol import TrainedReply
 from asyncrl.schema import Config, EvalConfig
+from asyncrl.settings.replay import ReplayConfig
 from asyncrl.storage.checkpoints import trained_in
 from asyncrl.types import NO_VERSION
 from asyncrl.weights.base import PublishStats

@@ -11,7 +11,7 @@ import torch
 
 from asyncrl.errors import ConfigError
 from asyncrl.losses import LossConfig, LossInputs, TopK, policy_loss, preset
-from asyncrl.losses.config import check_loss
+from asyncrl.settings.loss.meaning import check_loss
 
 VOCABULARY, TOKENS = 9, 40
 WEIGHTS: dict[str, tuple[LossConfig, Callable[..., Any]]] = {

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -16,8 +14,8 @@ from hypothesis import strategies as st
 from asyncrl.errors import ConfigError
 from asyncrl.learner.step.metrics import Measured, Told
 from asyncrl.losses import PRESETS, Denominators, LossInputs, policy_loss, preset
-from asyncrl.losses.config import needs_first_pass, proximal_source
 from asyncrl.losses.kept import first_pass
+from asyncrl.settings.loss.meaning import needs_first_pass, proximal_source
 from tests.losses.batches import random_batch, take, to_inputs
 from tests.losses.references import rows
 
@@ -245,22 +243,6 @@ def test_gradient_flows_through_the_learner_only() -> None:
 def test_bfloat16_is_raised_to_float32() -> None:
     inputs = to_inputs(random_batch(1), torch.bfloat16)
     assert policy_loss(inputs, preset("ppo")).loss.dtype == torch.float32
-
-
-def test_the_config_side_loads_no_torch() -> None:
-    code = (
-        "import sys, asyncrl.losses.config as c; "
-        "c.check_loss(c.preset('dppo_tv'), 1); c.proximal_source(c.LossConfig(), 2); "
-        "assert not {'torch', 'jaxtyping', 'numpy'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=150)
-
-
-def test_the_package_knows_no_other_names() -> None:
-    import asyncrl.losses
-
-    with pytest.raises(AttributeError, match="no attribute 'ppo_loss'"):
-        asyncrl.losses.ppo_loss  # noqa: B018
 
 
 def test_the_proximal_policy_is_asked_for_only_where_it_is_used() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError
 from asyncrl.losses import PRESETS, Denominators, policy_loss, preset
-from asyncrl.losses.rules import AGGREGATIONS, LEVELS, WEIGHTS
+from asyncrl.settings.loss.rules import AGGREGATIONS, LEVELS, WEIGHTS
 from tests.losses.batches import random_batch, to_inputs
 from tests.losses.parametric import loss_of
 from tests.losses.references import NEEDS_PROXIMAL, Array, Batch

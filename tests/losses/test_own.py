@@ -10,8 +10,8 @@ import torch
 
 from asyncrl.errors import AsyncRLError, ConfigError, OwnCodeError
 from asyncrl.losses import Denominators, LossConfig, policy_loss, preset
-from asyncrl.losses.config import check_loss, proximal_source
 from asyncrl.losses.own import try_loss
+from asyncrl.settings.loss.meaning import check_loss, proximal_source
 from tests.losses.batches import random_batch, to_inputs
 
 LOSSES = """

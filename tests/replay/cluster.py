@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Protocol
 
 from asyncrl.replay.client.client import LearnerClient, RolloutClient
-from asyncrl.replay.config import JournalConfig
 from asyncrl.replay.journal.log import JournalSettings
 from asyncrl.replay.serving import run_server
 from asyncrl.replay.shards.running import run_shard
 from asyncrl.replay.shards.store import open_store
+from asyncrl.settings.replay import JournalConfig
 from asyncrl.types import NO_VERSION, TrajectoryGroup
 from tests.addresses import free_address
 from tests.replay.helpers import group, replay_config, settings

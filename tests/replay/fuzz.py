@@ -38,9 +38,9 @@ from asyncrl.replay.codec.messages import decode_lost, encode_dropped
 from asyncrl.replay.codec.reply import decode_replies
 from asyncrl.replay.codec.together import SEVERAL, decode_requests
 from asyncrl.replay.codec.wire import Envelope
-from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.net.keys import secure_client
 from asyncrl.replay.protocol import Acquired, DroppedSample
+from asyncrl.settings.replay import ReplayConfig
 from asyncrl.types import NO_VERSION, Assignment, GroupHeader, StepPlan
 from tests.replay.helpers import group, replay_config, running_server, settings
 

@@ -12,9 +12,9 @@ from dataclasses import replace
 import numpy as np
 
 from asyncrl.replay.client.client import LearnerClient, RolloutClient
-from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.core.admission import AdmissionSettings
 from asyncrl.replay.serving import run_server
+from asyncrl.settings.replay import ReplayConfig
 from asyncrl.types import (
     NO_VERSION,
     Assignment,

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Sequence
 
 from asyncrl.replay.client.client import LearnerClient, RolloutClient
-from asyncrl.replay.config import JournalConfig, ReplayConfig
 from asyncrl.replay.serving import run_server
+from asyncrl.settings.replay import JournalConfig, ReplayConfig
 from tests.replay.helpers import close_all, replay_config, settings
 from tests.replay.memory_disk import MemoryDisk
 

@@ -11,9 +11,16 @@ from asyncrl.checks.problem import Problems, divisors
 from asyncrl.checks.rules.checkpoints import best_is_measured, copies_last, exports_have_checkpoints
 from asyncrl.checks.rules.settings import ENVIRONMENTS
 from asyncrl.errors import ConfigError
-from asyncrl.losses.config import ESTIMATORS, check_loss, find_preset, needs_first_pass, required_inputs, resolve
-from asyncrl.losses.settings import LossConfig
 from asyncrl.schema import AdvantageConfig, Config, RunSettings
+from asyncrl.settings.loss.keys import LossConfig
+from asyncrl.settings.loss.meaning import (
+    ESTIMATORS,
+    check_loss,
+    find_preset,
+    needs_first_pass,
+    required_inputs,
+    resolve,
+)
 
 
 def groups_have_siblings(config: Config) -> Problems:

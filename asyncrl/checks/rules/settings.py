@@ -13,8 +13,8 @@ from asyncrl.checks.rewards import MODEL_REWARD, reward_terms
 from asyncrl.checks.rules.sampling import truncation_needs_samples
 from asyncrl.checks.rules.values import RANGES, WORDS, in_words, other_words, out_of_bounds, out_of_range
 from asyncrl.errors import ConfigError
-from asyncrl.losses import rules as of_losses
 from asyncrl.schema import Config, RunSettings
+from asyncrl.settings.loss import rules as of_losses
 
 ENVIRONMENTS = ("single_turn", "tools", "python", "search", "reasoning_gym", "gymnasium", "openai", "verifiers")
 COLDEST, HOTTEST = 0.01, 100

@@ -17,10 +17,10 @@ from asyncrl.checks.rules.switches import without_effect
 from asyncrl.cli.arguments.overrides import quoted, written
 from asyncrl.config import choice_values, config_dir, config_groups, default_settings, read_settings
 from asyncrl.errors import ConfigError
-from asyncrl.losses.config import resolve
-from asyncrl.losses.settings import KEYS as LOSS_KEYS
-from asyncrl.losses.settings import LossConfig
 from asyncrl.schema import Config
+from asyncrl.settings.loss.keys import KEYS as LOSS_KEYS
+from asyncrl.settings.loss.keys import LossConfig
+from asyncrl.settings.loss.meaning import resolve
 from asyncrl.telemetry.folder.origins import FromFile
 from asyncrl.telemetry.folder.run_folder import RUN_FILE, without_blots
 

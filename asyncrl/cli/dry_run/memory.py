@@ -24,10 +24,10 @@ from asyncrl.learner.memory_plan import (
     on_one_of,
     whole_numbers,
 )
-from asyncrl.losses.config import required_inputs
 from asyncrl.rollout.worker.concurrency import sequences_per_engine
 from asyncrl.schema import Config
-from asyncrl.weights.settings import ON_DEVICE
+from asyncrl.settings.loss.meaning import required_inputs
+from asyncrl.settings.weights import ON_DEVICE
 
 BYTES = {"float32": 4, "bfloat16": 2}
 OF_TRAINED = ("master weights", "gradients", "Adam moments")

@@ -13,8 +13,8 @@ from asyncrl.checks.placement import VISIBLE, named, placement_of
 from asyncrl.cli.arguments.overrides import quoted
 from asyncrl.cli.processes.ports import free_port
 from asyncrl.placement import WHOLE_SHARE
-from asyncrl.replay.config import ReplayConfig
 from asyncrl.schema import Config, RunSettings
+from asyncrl.settings.replay import ReplayConfig
 
 # On a machine full of processes, two math threads per rank make all of them slower and none faster.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}

@@ -18,10 +18,10 @@ from asyncrl.learner.step.metrics import Measured, Told
 from asyncrl.learner.step.scoring import anchor_of, score_with_topk
 from asyncrl.losses import Denominators, LossInputs, policy_loss
 from asyncrl.losses.aggregate import divisor
-from asyncrl.losses.config import needs_first_pass
 from asyncrl.losses.inputs import Bounds, Kept
 from asyncrl.losses.kept import first_pass
 from asyncrl.schema import Config
+from asyncrl.settings.loss.meaning import needs_first_pass
 from asyncrl.spans import span
 
 UNDIVIDED = Denominators(tokens=1.0, sequences=1.0, groups=1.0)

@@ -14,9 +14,9 @@ from asyncrl.learner.model.packed import PackedModel
 from asyncrl.learner.model.policy import PolicyModel
 from asyncrl.learner.roles import Roles
 from asyncrl.losses import TopK
-from asyncrl.losses.config import proximal_source, required_inputs
 from asyncrl.replay.protocol import Lease
 from asyncrl.schema import Config
+from asyncrl.settings.loss.meaning import proximal_source, required_inputs
 from asyncrl.spans import span
 
 

@@ -26,10 +26,10 @@ from asyncrl.learner.step.scoring import scored_batches
 from asyncrl.learner.step.targets import with_targets
 from asyncrl.losses import Denominators
 from asyncrl.losses.anchor import ema_update
-from asyncrl.losses.config import scales_learning_rate
 from asyncrl.losses.diagnostics import ess_lr_scale
 from asyncrl.replay.protocol import Lease
 from asyncrl.schema import Config
+from asyncrl.settings.loss.meaning import scales_learning_rate
 from asyncrl.spans import span
 
 TRAINED_TOKENS = "perf/trained_tokens"

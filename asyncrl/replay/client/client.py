@@ -26,7 +26,6 @@ from asyncrl.replay.codec import headers, messages, wire
 from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.codec.group import EncodedGroup, encode_group
 from asyncrl.replay.codec.lease import SAMPLE_GROUPS, Unpacking
-from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.net.keyring import VIEWER
 from asyncrl.replay.protocol import (
     Acquired,
@@ -39,6 +38,7 @@ from asyncrl.replay.protocol import (
     TrainedReply,
     View,
 )
+from asyncrl.settings.replay import ReplayConfig
 from asyncrl.types import Assignment, DropReason, StepPlan, TrajectoryGroup
 
 MOST_SAMPLE_GROUPS = 4096

@@ -32,12 +32,12 @@ from asyncrl.replay.codec.messages import decode_record, encode_record
 from asyncrl.replay.codec.reply import Hello, Pulse, Welcome, decode_replies, error_of, window_after
 from asyncrl.replay.codec.together import encode_requests
 from asyncrl.replay.codec.wire import Envelope
-from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.net.clock import awake_clock
 from asyncrl.replay.net.doors import Doors, open_door
 from asyncrl.replay.net.keys import secure_client
 from asyncrl.replay.net.socket_options import receive, send, set_socket_options
 from asyncrl.replay.net.wakeup import Wakeup
+from asyncrl.settings.replay import ReplayConfig
 from asyncrl.types import NO_VERSION
 
 log = logging.getLogger(__name__)

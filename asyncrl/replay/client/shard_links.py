@@ -18,7 +18,7 @@ from asyncrl.replay.client.connection import Connection
 from asyncrl.replay.client.requests import Response
 from asyncrl.replay.codec import headers, wire
 from asyncrl.replay.codec.group import EncodedGroup, shard_of
-from asyncrl.replay.config import ReplayConfig
+from asyncrl.settings.replay import ReplayConfig
 
 
 class ShardLinks:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from asyncrl.replay.config import ReplayConfig
+from asyncrl.settings.replay import ReplayConfig
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,6 @@ from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.codec.reply import Hello, Pulse, ServerTime, Welcome, decode_hello
 from asyncrl.replay.codec.together import Asked, decode_requests
 from asyncrl.replay.codec.wire import Envelope
-from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.journal.sync_thread import SyncThread
 from asyncrl.replay.net.keyring import VIEWER
 from asyncrl.replay.server.doorkeeper import MAX_MALFORMED, STRANGER_BYTES, Doorkeeper, hang_up
@@ -39,6 +38,7 @@ from asyncrl.replay.server.sessions import TICK_S, Answer, Session, silence_of
 from asyncrl.replay.server.shutdown import Shutdown
 from asyncrl.replay.server.viewing import MAX_VIEWERS
 from asyncrl.replay.server.waiting import WaitingRequests
+from asyncrl.settings.replay import ReplayConfig
 from asyncrl.storage.memory import free_share
 
 log = logging.getLogger(__name__)

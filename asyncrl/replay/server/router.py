@@ -15,11 +15,11 @@ import zmq
 from asyncrl.checks.addresses import numeric
 from asyncrl.errors import ReplayError
 from asyncrl.replay.codec.columns import Frame
-from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.net.doors import Doors
 from asyncrl.replay.net.keyring import roles_by_key
 from asyncrl.replay.net.keys import Guests, check_address, secure_server
 from asyncrl.replay.net.socket_options import receive_routed, send, set_socket_options
+from asyncrl.settings.replay import ReplayConfig
 
 log = logging.getLogger(__name__)
 

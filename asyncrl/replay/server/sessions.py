@@ -11,7 +11,7 @@ from asyncrl.checks.rules.values import LONGEST_WAIT_S
 from asyncrl.errors import NoProgress, WireError
 from asyncrl.replay.codec import wire
 from asyncrl.replay.codec.columns import Frame
-from asyncrl.replay.config import ReplayConfig
+from asyncrl.settings.replay import ReplayConfig
 
 TICK_S = 0.2
 """Seconds between two looks of the server at who is silent."""

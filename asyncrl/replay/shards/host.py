@@ -21,12 +21,12 @@ from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.codec.group import MAX_VOCABULARY, StoredGroup, check_stored, shard_of, split_frames
 from asyncrl.replay.codec.lease import pack_places
 from asyncrl.replay.codec.messages import decode_record
-from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.net.clock import awake_clock
 from asyncrl.replay.server.sessions import Answer, Reply, Session
 from asyncrl.replay.shards.payloads import Collected
 from asyncrl.replay.shards.receipts import Seals
 from asyncrl.replay.shards.store import Held, Key, ShardStore, key_for, key_of
+from asyncrl.settings.replay import ReplayConfig
 from asyncrl.types import GroupHeader
 
 KEYS_ASKED = 16384

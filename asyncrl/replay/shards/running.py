@@ -13,7 +13,6 @@ from pathlib import Path
 
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError, FencedError
-from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.journal.disk import Disk, FolderDisk
 from asyncrl.replay.journal.recovery import run_of
 from asyncrl.replay.journal.sync_thread import SyncThread
@@ -26,6 +25,7 @@ from asyncrl.replay.shards.payloads import Collected
 from asyncrl.replay.shards.receipts import Seals
 from asyncrl.replay.shards.store import open_store
 from asyncrl.schema import Config
+from asyncrl.settings.replay import ReplayConfig
 from asyncrl.storage.full_disk import Patience
 
 log = logging.getLogger(__name__)

@@ -36,9 +36,9 @@ from asyncrl.checks.addresses import (
     unknown_interfaces,
 )
 from asyncrl.errors import ConfigError
+from asyncrl.settings.weights import ON_DEVICE
 from asyncrl.weights.broadcast.local_wire import LocalWire
 from asyncrl.weights.broadcast.stream_wire import StreamWire
-from asyncrl.weights.settings import ON_DEVICE
 
 log = logging.getLogger(__name__)
 Done = TypeVar("Done")

@@ -19,9 +19,9 @@ from asyncrl.learner.model.lora import base_fingerprint
 from asyncrl.learner.model.policy import PolicyModel, build_model
 from asyncrl.learner.roles import Roles, build_roles
 from asyncrl.learner.step.scoring import score, with_scores
-from asyncrl.losses.settings import LossConfig
 from asyncrl.replay.protocol import Lease
 from asyncrl.schema import Config, LearnerConfig, ModelConfig, RunConfig
+from asyncrl.settings.loss.keys import LossConfig
 from tests.learner.feed import FAMILIES, make_lease, make_step, tiny_checkpoint
 
 CPU = torch.device("cpu")

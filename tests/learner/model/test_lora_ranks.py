@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from asyncrl.losses.settings import LossConfig
 from asyncrl.schema import Config
+from asyncrl.settings.loss.keys import LossConfig
 from asyncrl.weights.adapter import SCALING, read_pairs
 from tests.learner.rank_process import train_on_ranks
 from tests.learner.smooth_steps import EQUAL, RATE, apart

@@ -27,12 +27,12 @@ from asyncrl.learner.optimizer.update import NonFiniteGuard
 from asyncrl.learner.roles import build_roles
 from asyncrl.learner.step.scoring import unrouted
 from asyncrl.learner.step.step import train_step
-from asyncrl.losses.config import resolve
-from asyncrl.losses.settings import LossConfig
 from asyncrl.recorded import routed_tokens, routing_fault
 from asyncrl.replay.codec.group import check_stored, encode_group, split_frames
 from asyncrl.replay.protocol import Lease
 from asyncrl.routers import Recorder, routers_of
+from asyncrl.settings.loss.keys import LossConfig
+from asyncrl.settings.loss.meaning import resolve
 from asyncrl.types import (
     ROUTED_EXPERTS,
     Completion,

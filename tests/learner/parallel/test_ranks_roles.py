@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from asyncrl.losses.settings import LossConfig
 from asyncrl.schema import AdvantageConfig, Config, CriticConfig
+from asyncrl.settings.loss.keys import LossConfig
 from tests.learner.parallel.test_ranks import make_config
 from tests.learner.rank_process import train_on_ranks
 from tests.learner.smooth_steps import EQUAL, RATE, apart

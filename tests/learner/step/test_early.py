@@ -12,8 +12,8 @@ from asyncrl.checks.rules.learner import early_groups, why_not_early
 from asyncrl.learner.step.gradients import UNDIVIDED
 from asyncrl.losses import Denominators, policy_loss, preset
 from asyncrl.losses.aggregate import divisor
-from asyncrl.losses.rules import AGGREGATIONS
 from asyncrl.schema import AdvantageConfig, Config, LearnerConfig
+from asyncrl.settings.loss.rules import AGGREGATIONS
 from tests.learner.alone import train_alone
 from tests.learner.fed_replay import FedReplay, KeptRows, KeptWeights, largest_difference
 from tests.learner.smooth_steps import EQUAL, MAKER, RATE, apart, make_smooth_optimizer

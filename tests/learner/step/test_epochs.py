@@ -10,8 +10,8 @@ import torch
 from asyncrl.learner.optimizer.update import learning_rate, make_optimizer
 from asyncrl.learner.step import gradients
 from asyncrl.losses import LossInputs
-from asyncrl.losses.settings import LossConfig
 from asyncrl.schema import LearnerConfig
+from asyncrl.settings.loss.keys import LossConfig
 from tests.learner.fed_replay import FedReplay
 from tests.learner.test_train import make_config, run
 

@@ -18,10 +18,10 @@ from asyncrl.learner.step.scoring import score, with_scores
 from asyncrl.learner.step.step import train_step
 from asyncrl.learner.step.targets import with_targets
 from asyncrl.losses import PRESETS, LossInputs, policy_loss
-from asyncrl.losses.config import ESTIMATORS, find_preset, proximal_source, resolve
-from asyncrl.losses.settings import LossConfig
 from asyncrl.replay.protocol import Lease
 from asyncrl.schema import AdvantageConfig, Config, LearnerConfig, ModelConfig
+from asyncrl.settings.loss.keys import LossConfig
+from asyncrl.settings.loss.meaning import ESTIMATORS, find_preset, proximal_source, resolve
 from tests.learner.feed import make_lease, make_step, tiny_checkpoint, turned_step
 
 CPU = torch.device("cpu")

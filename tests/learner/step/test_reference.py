@@ -17,9 +17,9 @@ from asyncrl.learner.checkpoints.resume import begin
 from asyncrl.learner.optimizer.update import NonFiniteGuard
 from asyncrl.learner.roles import Roles, build_roles
 from asyncrl.learner.step.step import train_step
-from asyncrl.losses.settings import LossConfig
 from asyncrl.replay.protocol import Lease
 from asyncrl.schema import AdvantageConfig, Config, LearnerConfig, ModelConfig, ReferenceConfig
+from asyncrl.settings.loss.keys import LossConfig
 from asyncrl.types import REF_LOGPROBS, Trajectory
 from tests.learner.fed_replay import FedReplay
 from tests.learner.feed import make_lease, make_step, tiny_checkpoint, tiny_model

@@ -16,9 +16,9 @@ from asyncrl.learner.optimizer.update import NonFiniteGuard, make_optimizer
 from asyncrl.learner.roles import Critic, Roles, build_roles
 from asyncrl.learner.step.metrics import Measured
 from asyncrl.learner.step.step import train_step
-from asyncrl.losses.settings import LossConfig
 from asyncrl.replay.protocol import Lease
 from asyncrl.schema import AdvantageConfig, Config, LearnerConfig, ModelConfig
+from asyncrl.settings.loss.keys import LossConfig
 from asyncrl.sft.step import sft_step
 from asyncrl.types import SUPPORT_BITS, SUPPORT_COUNTS, SUPPORT_IDS, Trajectory
 from tests.far_device import FAR, FarDevice, take_far

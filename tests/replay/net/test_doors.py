@@ -18,11 +18,11 @@ from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.replay.client import connection
 from asyncrl.replay.client.client import LearnerClient, RolloutClient
 from asyncrl.replay.client.connection import Connection
-from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.net.doors import DOORS_DIR, Doors, open_door
 from asyncrl.replay.net.keyring import ROLES, make_keys
 from asyncrl.replay.net.keys import Guests
 from asyncrl.replay.server.router import Entrance, entrance
+from asyncrl.settings.replay import ReplayConfig
 from asyncrl.types import NO_VERSION
 from tests.replay.helpers import SOON_SILENT_S, replay_config, running_server, settings
 from tests.replay.net.test_keys import copied, spoken

@@ -332,7 +332,7 @@ def test_the_server_leaves_when_the_run_is_finished_and_everybody_is_gone(monkey
 
 SERVER = """
 import sys, threading
-from asyncrl.replay.config import ReplayConfig
+from asyncrl.settings.replay import ReplayConfig
 from asyncrl.replay.core.admission import AdmissionSettings
 from asyncrl.replay.serving import run_server
 assert "torch" not in sys.modules and "ray" not in sys.modules

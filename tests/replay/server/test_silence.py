@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.server.handlers import Handlers
 from asyncrl.replay.server.sessions import TICK_S, Later, Session, silence_of
+from asyncrl.settings.replay import ReplayConfig
 from asyncrl.types import NO_VERSION
 from tests.replay.helpers import Clock, settings
 

@@ -18,13 +18,13 @@ from asyncrl.replay.codec.group import encode_group
 from asyncrl.replay.codec.reply import decode_replies
 from asyncrl.replay.codec.together import MOST, SEVERAL, Asked, decode_requests, encode_requests
 from asyncrl.replay.codec.wire import Envelope
-from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.protocol import Acquired
 from asyncrl.replay.server import doorkeeper
 from asyncrl.replay.server.doorkeeper import MAX_MALFORMED
 from asyncrl.replay.server.handlers import Handlers
 from asyncrl.replay.server.loop import ReplayServer
+from asyncrl.settings.replay import ReplayConfig
 from asyncrl.types import NO_VERSION, Assignment
 from tests.replay.helpers import Clock, group, settings
 

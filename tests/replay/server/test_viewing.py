@@ -18,7 +18,6 @@ from asyncrl.replay.client.client import Viewer
 from asyncrl.replay.codec import wire
 from asyncrl.replay.codec.reply import decode_replies
 from asyncrl.replay.codec.wire import Envelope
-from asyncrl.replay.config import ReplayConfig
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.net.keyring import make_keys, roles_by_key
 from asyncrl.replay.net.keys import secure_client
@@ -28,6 +27,7 @@ from asyncrl.replay.server.doorkeeper import MAX_MALFORMED, STRANGER_BYTES
 from asyncrl.replay.server.handlers import Handlers
 from asyncrl.replay.server.sessions import Answer, Later, Session
 from asyncrl.replay.server.viewing import MAX_VIEWERS, MOST_PEERS, VIEW_S, Viewing
+from asyncrl.settings.replay import ReplayConfig
 from asyncrl.types import NO_VERSION
 from tests.replay.helpers import Clock, group, replay_config, running_server, settings
 from tests.replay.net.test_keys import copied, spoken

@@ -20,11 +20,11 @@ from asyncrl.learner.reporting.step_row import evaluation_metrics
 from asyncrl.learner.step.counterfactual import SUMS, estimates
 from asyncrl.learner.step.metrics import Measured, Told
 from asyncrl.losses import PRESETS, policy_loss
-from asyncrl.losses.config import needs_first_pass, resolve
 from asyncrl.losses.kept import first_pass
-from asyncrl.losses.settings import LossConfig
 from asyncrl.replay.core.live.workers import KEPT
 from asyncrl.schema import AdvantageConfig, Config, LearnerConfig, ModelConfig, RunConfig
+from asyncrl.settings.loss.keys import LossConfig
+from asyncrl.settings.loss.meaning import needs_first_pass, resolve
 from asyncrl.sft.batches import Drawn
 from asyncrl.sft.train import TRAINED_TOKENS, step_row
 from asyncrl.telemetry.metrics.registry import METRICS, OF_EVERY_ROW, metric_of, pattern_of

@@ -1,6 +1,6 @@
-"""The loss settings: torch-free, so that a config is composed and refused where no torch is loaded.
+"""What the settings of a loss mean: the preset's values filled in, what is refused, and what the loss needs.
 
-`LossConfig` (`settings.py`) is what Hydra fills, what `preset()` returns and what `policy_loss` takes. Every key but
+`LossConfig` is what Hydra fills, what `preset()` returns and what `policy_loss` takes. Every key but
 `preset` may be None, which means the preset's own value; `resolve()` fills these in and refuses settings that the
 preset would ignore.
 """
@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from asyncrl.errors import ConfigError
-from asyncrl.losses.presets import COMMON_DEFAULTS, OWN, PRESETS, Preset
-from asyncrl.losses.rules import GATED_BY_SIGN, check_values, used_keys
-from asyncrl.losses.settings import KEYS, LossConfig
+from asyncrl.settings.loss.keys import KEYS, LossConfig
+from asyncrl.settings.loss.presets import COMMON_DEFAULTS, OWN, PRESETS, Preset
+from asyncrl.settings.loss.rules import GATED_BY_SIGN, check_values, used_keys
 
 
 def find_preset(name: str) -> Preset:

@@ -1,4 +1,4 @@
-"""Settings of rewards: a part of `asyncrl.schema`, beside what they set."""
+"""Settings of rewards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings under `loss`, filled by Hydra: names and meaning. Torch-free, without presets or rules."""
+"""The settings under `loss`, filled by Hydra: names and meaning."""
 
 from __future__ import annotations
 

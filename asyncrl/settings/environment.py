@@ -1,4 +1,4 @@
-"""Settings of environments: a part of `asyncrl.schema`, beside what they set."""
+"""Settings of environments."""
 
 from __future__ import annotations
 

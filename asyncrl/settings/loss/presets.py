@@ -1,6 +1,6 @@
-"""The table of named losses. Torch-free. For formulas, papers and purposes see the table in docs/losses.md.
+"""The table of named losses. For formulas, papers and purposes see the table in docs/losses.md.
 
-A row names a surrogate (the function of the same name in `surrogates.py`) and the values that differ from
+A row names a surrogate (the function of that name in `asyncrl/losses/surrogates.py`) and the values that differ from
 `COMMON_DEFAULTS`. A new algorithm made of existing parts is one more row here and in docs/losses.md, one YAML in
 configs/loss/ and one reference in tests/losses/references.py; a test names whichever is missing.
 """

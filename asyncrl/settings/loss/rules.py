@@ -1,4 +1,4 @@
-"""Allowed values of loss settings, and which settings a loss reads. Torch-free; used by `config.py`."""
+"""Allowed values of loss settings, and which settings a loss reads."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 import sys
 
 from asyncrl.errors import ConfigError
-from asyncrl.losses.presets import Preset
-from asyncrl.losses.settings import LossConfig
+from asyncrl.settings.loss.keys import LossConfig
+from asyncrl.settings.loss.presets import Preset
 
 LEVELS = ("token", "sequence", "geometric", "gspo_token", "segment")
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant", "prompt_mean", "token_sum")

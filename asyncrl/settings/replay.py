@@ -1,5 +1,4 @@
-"""The replay settings, next to the code they configure. Importing them loads nothing else, so that checking a config is
-fast."""
+"""Settings of the replay."""
 
 from __future__ import annotations
 

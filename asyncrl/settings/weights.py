@@ -1,4 +1,4 @@
-"""Settings of the weights' way into the engines: a part of `asyncrl.schema`, beside what they set."""
+"""Settings of the weights' way into the engines."""
 
 from __future__ import annotations
 

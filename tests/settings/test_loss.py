@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.losses import PRESETS, LossConfig, policy_loss, preset
-from asyncrl.losses.config import check_loss, required_inputs, resolve
-from asyncrl.losses.rules import SURROGATE_KEYS
-from asyncrl.losses.settings import KEYS
+from asyncrl.settings.loss.keys import KEYS
+from asyncrl.settings.loss.meaning import check_loss, required_inputs, resolve
+from asyncrl.settings.loss.rules import SURROGATE_KEYS
 from tests.losses.batches import random_batch, to_inputs
 
 
@@ -144,3 +146,12 @@ def test_a_dropped_behavior_weight_is_refused() -> None:
 def test_the_shipped_presets_run_with_one_update_per_batch() -> None:
     for name in set(PRESETS) - {"decoupled_ppo"}:
         check_loss(LossConfig(preset=name), 1)
+
+
+def test_settings_load_no_torch() -> None:
+    code = (
+        "import sys, asyncrl.settings.loss.meaning as c; "
+        "c.check_loss(c.preset('dppo_tv'), 1); c.proximal_source(c.LossConfig(), 2); "
+        "assert not {'torch', 'jaxtyping', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=150)

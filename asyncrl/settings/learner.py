@@ -1,7 +1,4 @@
-"""Settings of the learner, its critic and its reference model.
-
-Importing this module loads no torch, so that a config can be checked without it.
-"""
+"""Settings of the learner, its critic and its reference model."""
 
 from __future__ import annotations
 

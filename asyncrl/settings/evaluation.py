@@ -1,4 +1,4 @@
-"""Settings of evaluations: a part of `asyncrl.schema`, beside what they set."""
+"""Settings of evaluations."""
 
 from __future__ import annotations
 
