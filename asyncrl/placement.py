@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -232,10 +233,8 @@ def nearest(gpus: int, demand: Demand, mode: str) -> tuple[Demand, str] | None:
     for step in (demand.ranks_step, 1):
         for each, rewards, width in itertools.product(modes, _fewer_rewards(demand), _smaller(demand.width)):
             kept = replace(demand, rewards=rewards, **_of_width(demand, width))
-            fitting = [smaller for smaller in _smaller_layouts(gpus, kept, step) if fits(gpus, smaller, each)]
-            if fitting:
-                wanted, resolved = demand.engines / max(1, demand.ranks), _resolved(gpus, demand, each)
-                return min(fitting, key=lambda one: (*_unused(gpus, one, resolved), abs(_ratio(one) - wanted))), each
+            if found := _most_similar(gpus, kept, step, each):
+                return found, each
     return None
 
 
@@ -267,12 +266,33 @@ def _of_width(demand: Demand, width: int) -> dict[str, Any]:
     return {"tensor_parallel": min(demand.tensor_parallel, width), "reserved": reserved}
 
 
-def _smaller_layouts(gpus: int, demand: Demand, step: int) -> Iterator[Demand]:
+def _most_similar(gpus: int, demand: Demand, step: int, mode: str) -> Demand | None:
+    """The layout that is nearest to `demand`, of those that fit with as many ranks and engines or fewer."""
+    wanted, resolved = _ratio(demand), _resolved(gpus, demand, mode)
     most = min(demand.engines, gpus * max(1, demand.engines_per_gpu))
-    counts = {*range(min(1, demand.engines), most + 1), demand.engines}
+    fewer = range(min(1, demand.engines), most + 1)
+    counts = fewer if most == demand.engines else [*fewer, demand.engines]
+    found: list[Demand] = []
     for ranks in range(step, min(demand.ranks, gpus) + 1, step) if demand.ranks else (0,):
-        for engines in sorted(counts):
-            yield replace(demand, ranks=ranks, engines=engines)
+        fitting = bisect_left(
+            counts, True, key=lambda n, r=ranks: not fits(gpus, replace(demand, ranks=r, engines=n), mode)
+        )
+        if not fitting:
+            break
+        found += _best_of(gpus, replace(demand, ranks=ranks), counts[:fitting], resolved, wanted)
+    return min(found, key=lambda one: (*_unused(gpus, one, resolved), abs(_ratio(one) - wanted)), default=None)
+
+
+def _best_of(gpus: int, demand: Demand, counts: Sequence[int], mode: str, wanted: float) -> list[Demand]:
+    """Layouts with these ranks, one of which is the nearest with a number of engines out of `counts`. The more engines,
+    the fewer GPUs are not used: it is at the end, among those that leave as few as the last."""
+
+    def unused(engines: int) -> tuple[int, int]:
+        return _unused(gpus, replace(demand, engines=engines), mode)
+
+    first = bisect_left(counts, True, key=lambda engines: unused(engines) == unused(counts[-1]))
+    near = bisect_left(counts, wanted * max(1, demand.ranks), lo=first)
+    return [replace(demand, engines=engines) for engines in counts[max(first, near - 1) : near + 1]]
 
 
 def _dedicated(demand: Demand) -> Placement:

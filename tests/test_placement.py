@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl import placement as placements
 from asyncrl.checks.placement import gpus_per_engine, misread_gpus, placement_of, visible_gpus, worker_gpus
 from asyncrl.checks.resources import missing_devices
 from asyncrl.cli.processes.commands import Command, with_gpus
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
-from asyncrl.placement import Demand, Placement, blocks, engine_share, place
+from asyncrl.placement import Demand, Placement, blocks, engine_share, fits, nearest, place
 from asyncrl.schema import Config
 from asyncrl.sft.settings import SftConfig, SftDataConfig, SftLearnerConfig, learner_config
 
@@ -123,6 +124,39 @@ def test_the_nearest_keeps_what_it_can() -> None:
     assert said(1, ranks=2, engines=2) == "learner.ranks=1 rollout.workers=1 placement.mode=colocated"
     unit = said(2, ranks=4, ranks_step=4, engines=1)
     assert unit == "learner.ranks=1 rollout.workers=1 with parallel settings of the learner that divide its ranks"
+
+
+@given(
+    st.integers(1, 12),
+    st.integers(0, 14),
+    st.sampled_from([1, 2, 3]),
+    st.integers(0, 30),
+    st.sampled_from([{"tensor_parallel": 1}, {"tensor_parallel": 2}, {"reserved": 0.25}, {"reserved": 0.4}]),
+)
+def test_no_layout_that_fits_is_nearer(gpus: int, ranks: int, step: int, engines: int, width: dict) -> None:
+    wanted = Demand(ranks=ranks, ranks_step=step, engines=engines, **width)
+    found = nearest(gpus, wanted, "dedicated")
+    several = range(step, ranks + 1, step) if ranks else (0,)
+    counts = range(1, engines + 1) if engines else (0,)
+    all_of_them = [replace(wanted, ranks=one, engines=count) for one in several for count in counts]
+
+    def distance(layout: Demand) -> tuple[int, float]:
+        ratios = [each.engines / max(1, each.ranks) for each in (layout, wanted)]
+        return gpus - layout.gpus("dedicated"), abs(ratios[0] - ratios[1])
+
+    fitting = [layout for layout in all_of_them if fits(gpus, layout, "dedicated")]
+    if fitting:
+        assert found == (min(fitting, key=distance), "dedicated")
+    elif found:
+        assert found[0] not in all_of_them or found[1] == "colocated"
+
+
+@pytest.mark.parametrize("mode", ["dedicated", "colocated"])
+def test_the_nearest_is_found_without_trying_every_layout(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Demand] = []
+    monkeypatch.setattr(placements, "fits", lambda gpus, demand, mode: tried.append(demand) or fits(gpus, demand, mode))
+    assert nearest(256, Demand(ranks=300, engines=300, tensor_parallel=2), mode)
+    assert len(tried) < 256 * 10
 
 
 def test_rewards_of_evaluated_sets_have_gpus_too() -> None:
