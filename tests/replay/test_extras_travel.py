@@ -1,8 +1,7 @@
-"""Extras on their way through a whole replay: server, one process, journal and rerun."""
+"""Extras on their way through a whole replay: server, journal and rerun."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +28,6 @@ from asyncrl.replay.server.sessions import Answer, Session
 from asyncrl.types import NO_VERSION, Trajectory, TrajectoryGroup
 from tests.replay.fuzz import TOO_DEEP, places, put
 from tests.replay.helpers import Clock, group, same_extras, same_trajectory, settings, trajectory
-from tests.replay.inprocess import BYTES_PER_TOKEN, InProcessReplay
 
 RUN = {"run_id": "r", "run_digest": "d", "boot": "b", "settings": {}}
 
@@ -156,31 +154,6 @@ def test_nonsense_in_any_place_of_a_lease_is_a_typed_error_at_the_rank() -> None
             except WireError:
                 refused += 1
     assert refused > 1000
-
-
-def test_a_run_in_one_process_gets_extras_as_over_the_wire() -> None:
-    replay = InProcessReplay(settings(groups_per_step=1))
-    learner, worker = replay.learner(), replay.rollout("w")
-    learner.restore(step=None, policy_version=NO_VERSION, snapshot=None)
-    learner.publish(policy_version=0, parent=NO_VERSION)
-    worker.served(0, "f")
-    extras = {"x": np.arange(6, dtype=">i4").reshape(2, 3).T}
-
-    async def work() -> None:
-        (order,) = (await worker.acquire(slots=1, wait_s=30)).assignments
-        for wrong, complaint in ((np.array(["a"]), "has dtype"), ([1.0], "must be a numpy array")):
-            with pytest.raises(WireError, match=complaint):
-                await worker.insert(replace(group(order, [0]), trajectories=pair({"x": wrong})))
-        made = replace(group(order, [0]), trajectories=pair(extras))
-        assert (await worker.insert(made)).status == "accepted"
-
-    asyncio.run(work())
-    lease = learner.lease(step=0, rank=0, world=1, wait_s=30)
-    found = lease.trajectories[0, 0].extras["x"]
-    assert found.dtype == "<i4" and found.flags.c_contiguous and not found.flags.writeable
-    assert np.array_equal(found, extras["x"])
-    assert lease.plan.groups[0].nbytes == 2 * 5 * BYTES_PER_TOKEN + found.nbytes
-    assert lease.trajectories[0, 1].extras == {}
 
 
 def journalled(folder: Path) -> tuple[dict[int, TrajectoryGroup], Journal]:

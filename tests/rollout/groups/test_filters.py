@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import FilterError, HopelessFilterError
+from asyncrl.replay.client.client import LearnerClient, WorkerRendezvous
 from asyncrl.rewards.filter_pool import FilterPool
 from asyncrl.rewards.filters import FinishedGroup, Verdict
 from asyncrl.rewards.score import RewardScore
@@ -18,11 +20,11 @@ from asyncrl.rollout.worker.process import REFUSALS
 from asyncrl.rollout.worker.report import WorkerReport
 from asyncrl.schema import RolloutConfig
 from asyncrl.telemetry.live.tails import RewardWarnings
-from asyncrl.types import NO_VERSION, DropReason, Prompt, Trajectory
+from asyncrl.types import DropReason, Prompt, Trajectory
 from tests.replay.core.batches.test_order import ORDER
 from tests.replay.helpers import group as replay_group
-from tests.replay.helpers import settings
-from tests.replay.inprocess import InProcessReplay
+from tests.replay.helpers import replay_config, running_server, settings
+from tests.replay.served import Run
 from tests.rollout.rollout_fakes import ScriptedReplay, make_worker, prompt_source, rows_file
 
 PROMPT = Prompt(index=0, epoch=0, row=0, token_ids=np.zeros(1, np.int32), text="p", columns={"prompt": "p"})
@@ -171,38 +173,37 @@ def test_a_dropped_group_makes_room_for_exactly_one_other_prompt(tmp_path):
 
     # The fake engine goes on serving version 0.
     admission = settings(groups_per_step=GROUPS, group_size=4, max_staleness=STEPS, pipeline_depth=1)
-    replay = InProcessReplay(admission)
-    learner = replay.learner()
-    learner.restore(step=None, policy_version=NO_VERSION, snapshot=None)
-    learner.publish(policy_version=0, parent=NO_VERSION)
+    config = replay_config()
 
-    def train() -> list[int]:
+    def train(learner: LearnerClient, engines: WorkerRendezvous) -> tuple[list[int], Mapping[str, float]]:
         prompts = []
         for step in range(STEPS):
             plan = learner.lease(step=step, rank=0, world=1, wait_s=60).plan
             prompts += [group.prompt_index for group in plan.groups]
-            learner.trained(step=step, policy_version=step + 1)
-            rollout.served(step + 1, "f")
+            metrics = learner.trained(step=step, policy_version=step + 1).metrics
+            engines.served(step + 1, "f")
         learner.finish()
-        return prompts
+        return prompts, metrics
 
-    async def scenario() -> tuple[list[int], dict[str, float]]:
+    async def work(run: Run) -> tuple[list[int], Mapping[str, float], dict[str, float]]:
         report = WorkerReport()
         filters = Filters(built_in_filters(RolloutConfig(drop_zero_variance=True)))
         rows = rows_file(tmp_path / "rows.jsonl", 100)
+        rollout = run.worker("rollout-0", stats=report)
+        engines = rollout.rendezvous()
+        engines.served(0, "f")
         worker = make_worker(rollout, rows, filters=filters, score=reward_some, report=report)
-        prompts, _ = await asyncio.gather(asyncio.to_thread(train), worker.run())
-        return prompts, report()
+        (prompts, metrics), _ = await asyncio.gather(asyncio.to_thread(train, run.learner, engines), worker.run())
+        return prompts, metrics, report()
 
-    rollout = replay.rollout("rollout-0")
-    rollout.served(0, "f")
-    prompts, counts = asyncio.run(scenario())
-    ledger = replay.core.state.ledger
-    filtered = ledger.dropped[DropReason.FILTERED_ZERO_VARIANCE]
+    with running_server(config, admission), contextlib.closing(Run(config)) as run:
+        run.start()
+        prompts, metrics, counts = asyncio.run(work(run))
+        kept = run.learner.snapshot()
+    filtered, left = (kept["dropped"].get(reason, 0) for reason in ("filtered_zero_variance", "shutdown"))
     assert len(prompts) == len(set(prompts)) == STEPS * GROUPS
     assert not any(prompt % 100 % 3 == 0 for prompt in prompts), "a filtered group was trained"
-    assert replay.core.run.metrics()["data/zero_variance"] > 0, "what a filter drops was measured all the same"
-    left = ledger.dropped[DropReason.SHUTDOWN]
+    assert metrics["data/zero_variance"] > 0, "what a filter drops was measured all the same"
     assert 0 < filtered <= counts["groups_filtered"] <= filtered + left  # what is told after the end is dropped by it
-    assert ledger.admitted == replay.core.state.cursor == STEPS * GROUPS + filtered + left
+    assert kept["cursor"] == STEPS * GROUPS + filtered + left
     assert left <= 2 * GROUPS, "more was admitted than the window and the refills"
