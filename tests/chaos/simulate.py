@@ -291,7 +291,7 @@ class World(VirtualServer):
         is forgotten."""
         model = self.model
         for group_id in self.acked:
-            known = model.finals.get(group_id) or model.groups.get(group_id)
+            known = group_id in model.groups or group_id in model.gone
             assert known, f"group {group_id} was acknowledged and is unknown"
         lost = [step for step in self.history if step >= model.trained_steps]
         assert not lost, f"steps {lost} were acknowledged as trained and are forgotten"
