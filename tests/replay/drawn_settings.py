@@ -6,11 +6,13 @@ from dataclasses import replace
 from random import Random
 
 from asyncrl.drawing.curriculum import Curriculum
-from asyncrl.replay.core.admission import SAMPLE_ORDERS, AdmissionSettings
+from asyncrl.replay.core.admission import AdmissionSettings
 from asyncrl.replay.core.batches.order import ORDERS
 from asyncrl.types import StalePolicy
 
 CURRICULUM = Curriculum(low=0.1, high=0.9, explore=0.3, passes_at=0.5, weights=(1.0, 2.0), shuffle=True)
+SAMPLE_ORDERS = ("fifo", "freshest", "uniform")
+"""Orders that need no rewards: by sample, the rewards of a group are spread over entries."""
 
 
 def drawn_settings(

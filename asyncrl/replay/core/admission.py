@@ -13,17 +13,13 @@ from typing import Any
 
 from asyncrl.checks.sources import sources
 from asyncrl.drawing.curriculum import Curriculum
-from asyncrl.errors import ConfigError
 from asyncrl.schema import Config, DataConfig
 from asyncrl.types import GroupHeader, StalePolicy, TrajectoryHeader
-
-SAMPLE_ORDERS = ("fifo", "freshest", "uniform")
-"""Values of `replay.order` that do not depend on rewards: by sample, the rewards of a group are spread over entries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionSettings:
-    """The run's settings that the gates need. The constructor rejects settings that would deadlock."""
+    """The run's settings that the gates need, checked by the rules of `asyncrl.checks`: some others would deadlock."""
 
     groups_per_step: int
     group_size: int
@@ -48,32 +44,6 @@ class AdmissionSettings:
     most_in_flight: int = 0
     """With `rollout.autotune`, the run's `rollout.max_in_flight`; `pipeline_depth` and `max_in_flight` are then the
     values currently in force. 0: they do not change."""
-
-    def __post_init__(self) -> None:
-        for name in ("groups_per_step", "group_size", "max_in_flight", "max_attempts", "max_times_sampled"):
-            if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"{name} must be at least 1, not {getattr(self, name)}: nothing could ever be trained"
-                )
-        if not 0 <= self.pipeline_depth <= self.max_staleness:
-            raise ConfigError(
-                f"pipeline_depth={self.pipeline_depth} must be between 0 and max_staleness={self.max_staleness}. "
-                "Groups that far ahead would become too old. Lower pipeline_depth or raise max_staleness"
-            )
-
-        if self.max_lag < 0:
-            raise ConfigError(
-                f"window={self.window} lets others pass a group for {self.bypass_steps} steps, which together with "
-                f"pipeline_depth={self.pipeline_depth} exceeds max_staleness={self.max_staleness}. Lower window"
-            )
-        if self.by_sample and (self.window or self.max_times_sampled > 1 or self.order not in SAMPLE_ORDERS):
-            raise ConfigError(
-                f"admission by sample does not support window={self.window}, "
-                f"max_times_sampled={self.max_times_sampled} or order={self.order}, which apply to whole groups. "
-                "Leave them out"
-            )
-        if self.min_group_size > self.group_size:
-            raise ConfigError(f"min_group_size={self.min_group_size} is above group_size={self.group_size}. Lower it")
 
     @classmethod
     def from_config(cls, config: Config) -> AdmissionSettings:

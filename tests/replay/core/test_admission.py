@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.errors import ConfigError
 from asyncrl.replay.core.admission import (
     AdmissionSettings,
     judge,
@@ -18,14 +16,6 @@ from asyncrl.types import Assignment, StalePolicy, TrajectoryHeader
 from tests.replay.helpers import header, settings
 
 ORDER = Assignment(group_id=0, prompt_index=0, attempt=0, seed=0, policy_version=0)
-
-
-def test_settings_that_would_deadlock_are_refused_with_the_way_out() -> None:
-    with pytest.raises(ConfigError, match="Lower pipeline_depth"):
-        settings(pipeline_depth=3, max_staleness=2)
-    for name in ("groups_per_step", "group_size", "max_in_flight", "max_attempts"):
-        with pytest.raises(ConfigError, match=name):
-            settings(**{name: 0})
 
 
 def test_settings_come_from_the_run_configuration() -> None:

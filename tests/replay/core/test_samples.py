@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.errors import ConfigError
 from asyncrl.replay.core.durable.state import ReplayState
 from asyncrl.types import Assignment, DropReason, StalePolicy
 from tests.replay.helpers import header, settings
@@ -201,9 +200,3 @@ def test_what_was_begun_by_sample_is_trained_once_even_if_the_resumed_run_uses_g
     play.core.trained(step=1, policy_version=2, ess=[0.5])
     assert not play.core.state.buffer.waiting
     assert {entry.ess for entry in play.core.state.ledger.together(first.group_id)} == {0.5}
-
-
-def test_what_is_about_groups_with_one_id_is_refused() -> None:
-    for changes in ({"window": 1}, {"max_times_sampled": 2}, {"order": "prioritized"}):
-        with pytest.raises(ConfigError, match="admission by sample does not support"):
-            settings(by_sample=True, **changes)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.errors import ConfigError
 from asyncrl.replay.core.batches.order import Waiting, within_window
 from asyncrl.replay.core.durable.ledger import Entry
-from tests.replay.helpers import settings
 from tests.replay.play import Play
 
 
@@ -67,8 +65,3 @@ def test_a_worker_whose_weights_lag_by_what_the_window_needs_gets_no_order() -> 
         play = Play(groups_per_step=2, pipeline_depth=1, max_staleness=2, window=window)
         play.whole_step()
         assert len(play.acquire()) == given, window
-
-
-def test_a_window_in_which_a_group_would_get_over_age_is_refused() -> None:
-    with pytest.raises(ConfigError, match="window=4 lets others pass a group for 2 steps"):
-        settings(groups_per_step=2, pipeline_depth=1, max_staleness=2, window=4)
