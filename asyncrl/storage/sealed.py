@@ -49,15 +49,15 @@ def seal(folder: Path, known: Mapping[str, Entry] | None = None) -> None:
     entries = dict(sorted({**known, **entries_of(folder, others)}.items()))
     manifest = folder / MANIFEST
     manifest.write_text(json.dumps({"files": entries, "seal": _seal_of(entries)}, indent=1) + "\n")
-    _sync(manifest)
-    _sync(folder)
+    sync(manifest)
+    sync(folder)
 
 
 def entries_of(folder: Path, paths: Iterable[Path]) -> Entries:
     """Sync the given files of `folder` to disk and hash them. Raises OSError."""
     entries: Entries = {}
     for path in paths:
-        _sync(path)
+        sync(path)
         entries[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "xxh3_128": _digest(path)}
     return entries
 
@@ -106,7 +106,7 @@ def strangers(folder: Path) -> list[str]:
 def move_into_place(aside: Path, target: Path) -> None:
     """Rename, and sync the rename, so that it survives a power failure."""
     aside.rename(target)
-    _sync(target.parent)
+    sync(target.parent)
 
 
 def replace_text(path: Path, text: str | bytes, aside: Path | None = None) -> None:
@@ -116,11 +116,11 @@ def replace_text(path: Path, text: str | bytes, aside: Path | None = None) -> No
     aside.replace(path)
 
 
-def replace_durably(path: Path, text: str) -> None:
+def replace_durably(path: Path, text: str | bytes) -> None:
     """As `replace_text`, but synced: a power failure does not undo it."""
     aside = path.with_name(f"{path.name}.tmp")
-    aside.write_text(text)
-    _sync(aside)
+    aside.write_bytes(text if isinstance(text, bytes) else text.encode())
+    sync(aside)
     move_into_place(aside, path)
 
 
@@ -133,7 +133,7 @@ def point(link: Path, target: Path) -> None:
         shutil.rmtree(link.with_name(f"{link.name}.copied"), ignore_errors=True)
         link.rename(link.with_name(f"{link.name}.copied"))
     fresh.replace(link)
-    _sync(link.parent)
+    sync(link.parent)
 
 
 def remove(folder: Path) -> None:
@@ -234,7 +234,8 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Sync a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from asyncrl.errors import JournalError
 from asyncrl.replay.journal.direct import DirectWriter
+from asyncrl.storage.sealed import replace_durably, sync
 
 Bytes = bytes | memoryview
 
@@ -102,13 +103,7 @@ class FolderDisk:
             self._writer.write(name, self._descriptor(name), offset, views)
 
     def put(self, name: str, content: bytes) -> None:
-        aside = self._folder / f"{name}.tmp"
-        with aside.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(self._folder / name)
-        self.sync_folder()
+        replace_durably(self._folder / name, content)
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
         # A buffered file repeats the read: the system returns less than 2 GiB at once, and the rest would seem missing.
@@ -120,11 +115,7 @@ class FolderDisk:
         os.fdatasync(self._descriptor(name))
 
     def sync_folder(self) -> None:
-        descriptor = os.open(self._folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(self._folder)
 
     def rename(self, old: str, new: str) -> None:
         (self._folder / old).rename(self._folder / new)
