@@ -32,14 +32,15 @@ def nobody_starves(simulation: Simulation) -> None:
     """Check that, if nothing fails, every group open now is trained or dropped within a bounded number of steps:
     the steps that the open groups fill, those that run ahead of them, and those until they exceed the staleness
     bound."""
-    settings, states = simulation.settings, simulation.oracle.states
-    open_now = [group_id for group_id, state in states.items() if state != "trained"]
+    settings = simulation.settings
+    open_now = [group_id for group_id, state in simulation.oracle.states().items() if state != "trained"]
     fills = -(-len(open_now) * settings.max_times_sampled // settings.groups_per_step)
     for _ in range(fills + settings.max_staleness + settings.pipeline_depth + 2):
-        if all(states.get(group_id, "trained") == "trained" for group_id in open_now):
+        states = simulation.oracle.states()
+        left = {group_id: states[group_id] for group_id in open_now if states.get(group_id, "trained") != "trained"}
+        if not left:
             return
         must_progress(simulation, steps=1)
-    left = {group_id: states[group_id] for group_id in open_now if states.get(group_id, "trained") != "trained"}
     raise AssertionError(f"starved: {left}: {settings}: {simulation.core.explain(simulation.next_step)}")
 
 

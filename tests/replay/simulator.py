@@ -94,8 +94,6 @@ class Simulation:
 
     def _journal(self, event: ev.Event) -> None:
         self.events.append(event)
-        if isinstance(event, ev.Trained):
-            self.oracle.trained(event, self.core)
         if isinstance(event, ev.Evicted):
             del self.plans[event.step]
         self.oracle.watch(event)
@@ -119,8 +117,6 @@ class Simulation:
             branch=branch,
         )
         self.next_step, self.version = restored.next_step, restored.next_version
-        (event,) = (event for event in self.events[-1:] if isinstance(event, ev.Restored))
-        self.oracle.publish(self.version, version, trained=False, again=event.again)
         self.core.publish(policy_version=self.version, parent=version)
         self.held: StepPlan | None = None
         self.said: StepPlan | None = None
@@ -306,7 +302,6 @@ class Simulation:
         assert again is self.held
         self.oracle.train(self.held, self.version)
         version = self.core.state.tree.newest + 1
-        self.oracle.publish(version, self.version, trained=True)
         ess = [self.random.random() for _ in self.held.groups] if self.settings.order == "ess" else []
         reply = self.core.trained(step=self.next_step, policy_version=version, ess=ess)
         assert self.core.trained(step=self.next_step, policy_version=version) is reply
@@ -368,22 +363,20 @@ class Simulation:
         if not self.rollbacks or self.random.random() < 0.5:
             return
         self.oracle.rolled_back = True
-        step, version, snapshot = self.checkpoint or (-1, 0, None)
+        step, _, snapshot = self.checkpoint or (-1, 0, None)
         other, by_hand = self.random.random() < 0.3, self.random.random() < 0.2
         if snapshot is not None and self.random.random() < 0.2:
             self.core = self._new_core()
             # The server refuses incarnations that worked for its predecessor (see sessions.py).
             self.workers = [self._new_worker(worker.name) for worker in self.workers]
-            self.oracle.begin_from(snapshot, version)
+            self.oracle.begin(self.settings, {group_id: failures for group_id, _, _, failures in snapshot["open"]})
             self.zombies.clear()
             self.plans.clear()
-        else:
-            self.oracle.undo(self.core.state.buffer, step, branch=other or by_hand)
         if other:
             self._change_settings()
         if other or by_hand:
             self.plans = {number: plan for number, plan in self.plans.items() if number <= step}
-        self.oracle.restore(step)
+        self.oracle.passed.clear()
         self.oracle.evaluations.clear()
         self.oracle.begun.clear()  # jobs are counted from 0 again
         self._start_learner(by_hand)
