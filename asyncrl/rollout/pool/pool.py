@@ -16,6 +16,7 @@ import itertools
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from types import FrameType
 
 from asyncrl.collector import load
 from asyncrl.errors import ConfigError
-from asyncrl.family import Family, undertaker
+from asyncrl.family import Family, ProcessId, undertaker
 from asyncrl.replay.net.keyring import with_keys
 from asyncrl.restarts import Restarts
 from asyncrl.rollout.host import (
@@ -52,6 +53,8 @@ STEADY_S = 60.0
 """A worker that lived this many seconds is restarted at once; earlier deaths are followed by growing delays."""
 MAX_DELAY_S = 10.0
 REAP_S = 5.0
+HASTE_S = 1.0
+"""Seconds after a second signal at which whatever is left is killed."""
 BEGUN = "ASYNCRL_POOL_BEGUN"
 """Environment variable: the times, in monotonic seconds, at which this pool restarted because its own Ray was lost."""
 
@@ -75,6 +78,8 @@ class RolloutPool:
         """Heap of pending restarts: `(monotonic time, worker)`."""
         self._signal = 0
         self.family = Family(os.getpid())
+        self.spared = set[ProcessId]()
+        """Processes that outlive this one for a while: its undertaker."""
         self._standstills = Standstills()
         self._relay = Relay(_say)
 
@@ -100,13 +105,26 @@ class RolloutPool:
                         unfinished.discard(ended.name)
                     elif not self._may_restart(ended):
                         return 1
-            return 128 + self._signal if self._signal else 0
+            if not self._signal:
+                return 0
+            name = signal.Signals(self._signal).name
+            _say(f"{name}: the workers end. A second signal (Ctrl-C) kills them after {HASTE_S:g} s")
+            return 128 + self._signal
         finally:
             self._host.close()
 
     def stop(self, number: int, _frame: FrameType | None = None) -> None:
-        """Signal handler: `run` ends within one turn."""
-        self._signal = number
+        """Signal handler: `run` ends within one turn, or at a second signal after `HASTE_S`, whatever is waited for."""
+        if self._signal:
+            haste = threading.Timer(HASTE_S, self._end_at_once)
+            haste.daemon = True
+            haste.start()
+        self._signal = self._signal or number
+
+    def _end_at_once(self) -> None:
+        """What this misses is killed by the undertaker; actors on a cluster of the user end with their driver."""
+        self.family.kill(self.spared)
+        os._exit(128 + self._signal)
 
     def _start(self, name: str) -> None:
         slot = self._slots[name]
@@ -179,6 +197,7 @@ def run_pool(config: Config) -> int:
         hold_ray_to_loopback(config, os.environ)
         host = load(HOST_MODULES[config.rollout.host]).make_host(config)
         pool = RolloutPool(specs, host, max_restarts=config.rollout.max_worker_restarts)
+        pool.spared |= {own for own in (ProcessId.of(buried.pid),) if own}
         # After the host has started: Ray installs signal handlers, which these must override.
         for ending in (signal.SIGTERM, signal.SIGINT):
             signal.signal(ending, pool.stop)

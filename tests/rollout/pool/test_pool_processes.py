@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -167,6 +168,23 @@ def test_sigterm_stops_the_workers_and_all_the_pool_started(scene):
     run.pool.send_signal(signal.SIGTERM)
     assert run.pool.wait(timeout=150) == 128 + signal.SIGTERM, run.said()
     until(lambda: not run.survivors(), run.survivors, within_s=90)
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_second_signal_ends_a_pool_at_once_that_waits_for_a_worker(scene, host):
+    """A stopped worker is waited for 10 s, and Ray for longer."""
+    run = scene(host, **{"rollout.workers": "1"})
+    run.wait_for_workers(1)
+    os.kill(run.worker_pid(0), signal.SIGSTOP)
+    run.pool.send_signal(signal.SIGINT)
+    until(lambda: "SIGINT: the workers end" in run.said(), run.said, within_s=60)
+    run.note_processes()
+    agents = {process.pid for process in run.survivors() if name_of(process).endswith("Agent")}
+    began = time.monotonic()
+    run.pool.send_signal(signal.SIGINT)
+    assert run.pool.wait(timeout=60) == 128 + signal.SIGINT, run.said()
+    assert time.monotonic() - began < 5.0, run.said()
+    until(lambda: {process.pid for process in run.survivors()} <= agents, run.survivors, within_s=60)
 
 
 @pytest.mark.parametrize("host", HOSTS)
