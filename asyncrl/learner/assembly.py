@@ -73,7 +73,9 @@ def open_checkpoints(config: Config, place: Place, opened: ExitStack, *, run_dir
     heed_note(config, run_dir, place.rank, place.device)
     by, folder = config.learner, run_dir / CHECKPOINT_DIR
     patience = disk_patience(config)
-    errands = Errands(copy_to=by.copy_to, export_every=by.export_every, within_s=by.save_timeout_s)
+    errands = Errands(
+        copy_to=by.copy_to, export_every=by.export_every, within_s=by.save_timeout_s, board=patience.board
+    )
     checkpoints = Checkpoints(
         folder,
         rank=place.rank,

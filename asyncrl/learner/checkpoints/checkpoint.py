@@ -10,6 +10,7 @@ ckpt/latest     -> step_50                    moved once step_50 is complete
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -165,9 +166,12 @@ class Checkpoints:
         return self._under_way.timings() | self._errands.counts()
 
     def finish_errands(self, within_s: float = math.inf) -> None:
-        """At the end of a run, after the last save: wait for copies and exports, for a limited time."""
+        """At the end of a run, after the last save: wait for copies and exports, for a limited time, and delete the old
+        checkpoints that were kept for them."""
         if self._rank == 0:
             self._errands.finish(min(within_s, self._within_s))
+            with contextlib.suppress(OSError):  # the next save deletes them, if a run goes on from here
+                self._remove_old()
 
     def _hold_back(self, roles: Roles) -> None:
         """Make steps wait for the copy. The wait is in the optimizer itself, so that no caller can forget it."""

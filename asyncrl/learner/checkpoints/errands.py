@@ -19,7 +19,9 @@ from pathlib import Path
 from asyncrl.checks.machine import unopenable
 from asyncrl.errors import ConfigError
 from asyncrl.family import bound
+from asyncrl.log_rate import is_power_of_ten
 from asyncrl.storage.checkpoints import exported, finished
+from asyncrl.storage.full_disk import post
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +32,9 @@ TOUCHED_S = 240.0
 """Seconds to find out whether copies may be written to their target. A full store may take a minute to list; the ranks
 that wait for this one give up after ten minutes."""
 NICE = 10
-MANY = 4
-"""Number of pending exports from which a warning is logged; logged again at twice as many."""
+WAITING = {"copies": 1, "exports": 2}
+"""How many errands of a kind wait for their turn. Each keeps its checkpoint, so a further one takes the place of the
+oldest: where errands are slower than saves, the disk would fill with checkpoints."""
 RANK_OF_TORCHRUN = ("TORCHELASTIC", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_")
 
 
@@ -59,6 +62,7 @@ class Errands:
     Args:
         copy_to: URL for second copies; empty makes none.
         export_every: steps between exported models; 0 is none.
+        board: where skipped exports and the wait at the end are shown, see `storage.full_disk.post`.
 
     Raises:
         ConfigError: fsspec does not support the URL, or lacks the package for it.
@@ -70,17 +74,17 @@ class Errands:
         copy_to: str = "",
         export_every: int = 0,
         within_s: float = 3600.0,
+        board: Path | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         for problem in unopenable("learner.copy_to", copy_to):
             raise ConfigError(problem)
         self._copy_to, self._export_every = copy_to, export_every
-        self._within_s, self._sleep = within_s, sleep
+        self._within_s, self._board, self._sleep = within_s, board, sleep
         self._open: list[Errand] = []
         self._lock = threading.Condition()
         self._counts: dict[str, float] = {}
         self._thread: threading.Thread | None = None
-        self._told_at = MANY
 
     def begin(self, run: str) -> None:
         """Check the target before the first step of a run; otherwise the first copy would fail after hours of training.
@@ -124,40 +128,33 @@ class Errands:
     def send(self, errands: Sequence[Errand]) -> None:
         """Queue errands; returns at once."""
         with self._lock:
+            self._leave_out_older(errands)
             for errand in errands:
-                self._leave_out_older(errand)
                 self._open.insert(self._turn_of(errand), errand)
                 for name in (f"checkpoint/{errand.kind}", f"checkpoint/{errand.kind}_failed"):
                     self._counts.setdefault(name, 0.0)
-            self._tell_of_many()
             if self._open and self._thread is None:
                 self._thread = threading.Thread(target=self._main, name="errands", daemon=True)
                 self._thread.start()
 
-    def _leave_out_older(self, errand: Errand) -> None:
-        """Drop pending copies when a newer one comes: copies slower than saves would keep all checkpoints here."""
-        for older in [each for each in self._open[1:] if each.kind == errand.kind == "copies"]:
-            self._open.remove(older)
-            self._counts["checkpoint/copies_failed"] += 1
-            log.error("%s is skipped: a newer one is due, and %s is still running", older.what, self._open[0].what)
+    def _leave_out_older(self, errands: Sequence[Errand]) -> None:
+        """Drop as many of the errands that wait as newer ones have no place, see `WAITING`."""
+        for kind, most in WAITING.items():
+            new = sum(each.kind == kind for each in errands)
+            waiting = [each for each in self._open[1:] if each.kind == kind]
+            for older in waiting[: min(new, max(0, len(waiting) + new - most))]:
+                self._open.remove(older)
+                self._counts[f"checkpoint/{kind}_failed"] += 1
+                text = f"{older.what} is skipped: a newer one is due, and {self._open[0].what} is still running"
+                log.error("%s", text)
+                if kind == "exports" and is_power_of_ten(int(self._counts["checkpoint/exports_failed"])):
+                    post(self._board, f"{text}. A larger learner.export_every leaves time for each")
 
     def _turn_of(self, errand: Errand) -> int:
         """Copies before exports that wait: a model can be exported later, a checkpoint is gone with its disk."""
         if errand.kind == "exports":
             return len(self._open)
         return next((i for i, each in enumerate(self._open) if i and each.kind == "exports"), len(self._open))
-
-    def _tell_of_many(self) -> None:
-        """Warn about many pending exports. None is dropped, so exports slower than saves keep more and more
-        checkpoints."""
-        many = sum(each.kind == "exports" for each in self._open)
-        if many >= self._told_at:
-            self._told_at = 2 * many
-            log.warning(
-                "%d exports are waiting, and each keeps its checkpoint, because an export takes longer than "
-                "learner.export_every steps. Raise it to keep fewer",
-                many,
-            )
 
     def needed(self) -> set[str]:
         """Names of checkpoints that pending errands still need."""
@@ -173,7 +170,9 @@ class Errands:
         """Wait for pending errands; log those that are not done in time, and abandon them."""
         with self._lock:
             if self._open:
-                log.info("waiting for %s, at most %.0f s", "; ".join(each.what for each in self._open), within_s)
+                what = "; ".join(each.what for each in self._open)
+                log.info("waiting for %s, at most %.0f s", what, within_s)
+                post(self._board, f"the end of the run waits for {what}, at most {within_s:.0f} s")
             self._lock.wait_for(lambda: not self._open, within_s)
             for errand in self._open:
                 log.error("%s was not finished within %.0f s of the end, so it is missing", errand.what, within_s)

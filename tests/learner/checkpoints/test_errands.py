@@ -23,6 +23,7 @@ from asyncrl.learner.checkpoints.checkpoint import Checkpoints
 from asyncrl.learner.checkpoints.errands import Errand, Errands
 from asyncrl.learner.parallel.place import Place
 from asyncrl.storage import sealed
+from asyncrl.storage.full_disk import make_board, read_board
 from asyncrl.storage.second_copy import begin_copies, copy_checkpoint
 from tests.learner.checkpoints.test_checkpoint import learner, state
 from tests.refusals import REQUIRED
@@ -77,15 +78,56 @@ def test_a_copy_goes_before_exports_that_wait_and_one_whose_turn_never_came_is_s
     assert errands.counts()["checkpoint/copies_failed"] == 1.0
 
 
-def test_exports_that_pile_up_are_said(tmp_path: Path, caplog):
+def test_exports_slower_than_saves_keep_few_checkpoints_and_those_left_out_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    done, go, board = tmp_path / "done", tmp_path / "go", tmp_path / "waiting"
+    make_board(board)
+
+    def export(checkpoint: Path, steps: int) -> Errand:
+        code = f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
+        code += f"open({str(done)!r}, 'a').write('{steps} ')"
+        return Errand(kind="exports", what=f"export {steps}", checkpoint=checkpoint, arguments=("-S", "-c", code))
+
+    monkeypatch.setattr("asyncrl.learner.checkpoints.errands._export", export)
+    errands = quick(export_every=1, board=board)
+    for steps in range(1, 4):
+        errands.saved(tmp_path / f"step_{steps}", steps)
+    assert not caplog.text and errands.needed() == {"step_1", "step_2", "step_3"}
+    errands.saved(tmp_path / "step_4", 4)
+    assert "export 2 is skipped" in caplog.text
+    assert "export 2 is skipped: a newer one is due, and export 1 is still" in read_board(board)
+    assert "learner.export_every" in read_board(board)
+    for steps in range(5, 9):
+        errands.saved(tmp_path / f"step_{steps}", steps)
+    assert errands.needed() == {"step_1", "step_7", "step_8"}
+    go.write_text("")
+    errands.finish(120.0)
+    assert done.read_text().split() == ["1", "7", "8"], "the last one is made in any case"
+    assert errands.counts() == {"checkpoint/exports": 3.0, "checkpoint/exports_failed": 5.0}
+    assert read_board(board).startswith("the end of the run waits for export 1; export 7; export 8, at most 120 s")
+
+
+def test_a_checkpoint_kept_for_an_errand_is_deleted_once_that_is_done(tmp_path: Path):
+    folder, go = tmp_path / "run" / "ckpt", tmp_path / "go"
+    errands = quick()
+    saves = Checkpoints(folder, rank=0, keep=1, errands=errands)
+    path = saves.save(state(1), learner(0, updates=1), {})
+    waits = f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)"
+    errands.send([Errand(kind="exports", what="export", checkpoint=path, arguments=("-S", "-c", waits))])
+    newest = saves.save(state(2), learner(0, updates=1), {})
+    assert path.is_dir()
+    go.write_text("")
+    saves.finish_errands()
+    assert newest.is_dir() and not path.exists()
+
+
+def test_exports_that_a_resume_makes_up_for_are_all_made(tmp_path: Path):
     errands = quick()
     each = Errand(kind="exports", what="one", checkpoint=tmp_path / "step_1", arguments=("-S", "-c", ""))
-    errands.send([each] * 3)
-    assert not caplog.text
-    errands.send([each] * 7)
+    errands.send([each] * 5)
     errands.finish(120.0)
-    assert caplog.text.count("exports are waiting, and each keeps its checkpoint") == 1
-    assert "learner.export_every" in caplog.text
+    assert errands.counts() == {"checkpoint/exports": 5.0, "checkpoint/exports_failed": 0.0}
 
 
 def test_a_second_copy_is_whole_and_begins_a_run_anywhere(tmp_path: Path):
