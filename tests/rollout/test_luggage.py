@@ -12,8 +12,10 @@ from asyncrl.config import config_to_dict
 from asyncrl.errors import ConfigError
 from asyncrl.replay.net.keyring import key_pair, make_keys
 from asyncrl.rollout.luggage import Luggage, code_of, local_paths, pack, travelling, unpacked
+from asyncrl.rollout.pool.nodes import bury, lacking
 from asyncrl.rollout.pool.specs import absolute_paths
 from asyncrl.schema import Config
+from asyncrl.storage.held import HELD, PREFIX
 
 
 def write(path: Path, text: str = "") -> Path:
@@ -120,3 +122,14 @@ def test_paths_of_model_and_data_are_named_with_their_settings(tmp_path):
         str(tmp_path / "rows.jsonl"): "data.path",
         str(tmp_path / "*.jsonl"): "eval.path",
     }
+
+
+def test_what_a_killed_worker_was_sent_is_removed_from_its_node(temporary):
+    keys = temporary / f"{PREFIX}killed" / "keys"
+    for looks in (lambda: bury(str(temporary / "log")), lambda: lacking([])):
+        write(keys / "worker.key_secret", "secret")
+        write(keys.parent / HELD)
+        write(temporary / "log", "its last line\n")
+        looks()
+        assert not keys.parent.exists()
+    assert bury(str(temporary / "log")) == ["its last line"]

@@ -1,5 +1,6 @@
 """Queries the nodes of an existing Ray cluster: before the run whether each has what a worker needs, later for the last
-log lines of a worker there; and stops the workers there.
+log lines of a worker there; and stops the workers there. What killed workers left on a node, such as the keys that they
+were sent, is removed on these occasions.
 
 waits for:    an answer of every node on which a worker may be placed
 unblocked by: the answers, or LOOK_S
@@ -20,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from asyncrl.errors import ConfigError
 from asyncrl.rollout.luggage import there
 from asyncrl.rollout.pool.log_tail import last_lines
+from asyncrl.storage.held import clear_away
 
 LOOK_S = 120.0
 """Limit in seconds. The node has to start the first process of the run."""
@@ -28,6 +30,7 @@ TAIL_S = 10.0
 
 def lacking(paths: list[str]) -> list[str]:
     """The paths at which nothing exists, on the node that runs this."""
+    clear_away()
     return [path for path in paths if not there(path)]
 
 
@@ -100,10 +103,16 @@ def lines_of(error: RayError) -> list[str]:
     return [line.strip() for line in str(error).splitlines() if line.strip()]
 
 
-def lines_on(node: str, log_path: str) -> list[str]:
-    """The last lines of a log on this node; empty if the node is gone or does not answer within TAIL_S."""
+def bury(log_path: str) -> list[str]:
+    """Remove what a killed worker left on the node that runs this. Returns the last lines of its log."""
+    clear_away()
+    return last_lines(log_path)
+
+
+def bury_on(node: str, log_path: str) -> list[str]:
+    """See `bury`. No lines if the node is gone or does not answer within TAIL_S."""
     try:
-        return ray.get(_on(node, last_lines).remote(log_path), timeout=TAIL_S)
+        return ray.get(_on(node, bury).remote(log_path), timeout=TAIL_S)
     except RayError:
         return []
 

@@ -29,10 +29,10 @@ from asyncrl.rollout.host import EXIT_FAILED, EXIT_REFUSED, HostLostError, Worke
 from asyncrl.rollout.luggage import Luggage, local_paths, pack, unpacked
 from asyncrl.rollout.pool.log_tail import last_lines
 from asyncrl.rollout.pool.nodes import (
+    bury_on,
     gpus_of_nodes,
     lacking_room,
     lines_of,
-    lines_on,
     refuse_lacking_nodes,
     terminate,
     terminate_on,
@@ -242,7 +242,7 @@ class RayHost:
             ray.kill(started.actor)
         except RayError as error:  # the actor's process died: killed, out of memory, node lost
             code, how = EXIT_FAILED, _summary(error)
-            said = lines_on(started.node, started.log_path) if started.node not in ("", self._here) else []
+            said = bury_on(started.node, started.log_path) if started.node not in ("", self._here) else []
         elsewhere = started.node not in ("", self._here)
         return WorkerExit(
             name=started.name,

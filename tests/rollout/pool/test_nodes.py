@@ -27,6 +27,7 @@ def test_a_worker_on_another_node_has_its_code_and_variables_and_its_last_lines_
     assert found["refused"].count("has nothing at /not/here (model.path)") == 2, "once for each node"
     assert "rows.jsonl" not in found["refused"]
     assert found["code"] == EXIT_FAILED
+    assert found["left"] == [], "what the killed worker was sent is gone before the next one starts"
     words, file = found["said"].rsplit(" ", 1)
     assert words == "from beside of the pool by name"
     assert file.endswith(f"{tmp_path}/code/mine.py") and not Path(file).is_relative_to(tmp_path)

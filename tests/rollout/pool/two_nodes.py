@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +26,7 @@ from asyncrl.rollout.pool.nodes import refuse_lacking_nodes
 from asyncrl.rollout.pool.ray_host import RayHost, make_host
 from asyncrl.rollout.pool.specs import worker_specs
 from asyncrl.schema import Config
+from asyncrl.storage.held import PREFIX
 
 WAIT_S = 300.0
 ENVIRONMENT = """
@@ -87,6 +89,7 @@ def story(folder: Path, address: str) -> dict[str, object]:
         (spec,) = worker_specs(config)
         host.start(spec)
         ended = first_end(host)
+        left = [str(found) for found in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/code{folder}")]
         (folder / "second").touch()
         host.start(spec)
         deadline = time.monotonic() + WAIT_S
@@ -94,7 +97,7 @@ def story(folder: Path, address: str) -> dict[str, object]:
             assert time.monotonic() < deadline and not host.wait(0.5), "the second worker did not start"
     finally:
         host.close()
-    return {"refused": said, **asdict(ended), "whole_log": Path(spec.log_path).read_text()}
+    return {"refused": said, "left": left, **asdict(ended), "whole_log": Path(spec.log_path).read_text()}
 
 
 def main() -> None:
