@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from asyncrl.advantages.group import Groups
-from asyncrl.advantages.scan import Columns, by_rows, scan
+from asyncrl.advantages.scan import Stream, by_rows, scan
 from asyncrl.advantages.whitening import masked_whiten
 
 
@@ -18,8 +18,9 @@ def returns_to_go(token_rewards: Float[Tensor, "B T"], mask: Tensor, gamma: floa
     Observation tokens have no reward and no discount.
     """
 
-    def of_rows(rows: slice, columns: Columns) -> tuple[Tensor]:
-        return (scan(columns.take(token_rewards[rows]), gamma),)
+    def of_rows(rows: slice, stream: Stream) -> tuple[Tensor]:
+        rewards = stream.take(token_rewards[rows])
+        return (scan(rewards, stream.factors(gamma, rewards)),)
 
     (returns,) = by_rows(mask, token_rewards, of_rows, 1)
     return returns

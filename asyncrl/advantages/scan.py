@@ -1,108 +1,126 @@
-"""Computes x_t = a_t + b_t x_{t+1} over the sampled tokens of all sequences, in about 2 sqrt(T) steps of Python."""
+"""Computes x_t = a_t + b_t x_{t+1} over the sampled tokens of all sequences, in some hundred steps of Python."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
-    """The sampled tokens of [B, T] rows, packed and transposed to [L, B]. So each time step is contiguous in memory,
-    and the row after a token is the next sampled token, without the observations between."""
+class Stream:
+    """The sampled tokens of [B, T] rows as one stream [N], sequence after sequence, without the tokens between."""
 
-    inside: Bool[Tensor, "B T"]
-    order: Int[Tensor, "B T"] | None
-    """For each row, the indices of its sampled tokens, then of the others; None if they are already in this order."""
-    longest: int
+    at: Int[Tensor, " N"] | None
+    """Where the tokens are in the flattened table; None if all tokens of the table were sampled."""
+    lengths: Int[Tensor, " B"]
+    last: Int[Tensor, " S"]
+    """Where in the stream the last token of each sequence is that has any."""
 
     @classmethod
-    def of(cls, mask: Tensor) -> Columns:
+    def of(cls, mask: Tensor) -> Stream:
         inside = mask.bool()
-        longest = int(inside.sum(1).max()) if inside.numel() else 0
-        if bool((inside[:, 1:] <= inside[:, :-1]).all()):
-            return cls(inside, None, longest)
-        order = torch.argsort(inside.byte(), dim=1, descending=True, stable=True)
-        return cls(inside, order, longest)
+        rows, width = inside.shape
+        begins = torch.arange(rows + 1, device=inside.device) * width
+        at = None if int(inside.count_nonzero()) == inside.numel() else inside.reshape(-1).nonzero()[:, 0]
+        lengths = (begins if at is None else torch.searchsorted(at, begins)).diff()
+        return cls(at, lengths, lengths.cumsum(0)[lengths > 0] - 1)
 
-    def take(self, table: Float[Tensor, "B T"]) -> Float[Tensor, "L B"]:
-        """0 past the end of a sequence. Values outside the mask are not read."""
-        known = torch.where(self.inside, table, 0.0)
-        return (known if self.order is None else known.gather(1, self.order))[:, : self.longest].t().contiguous()
+    def take(self, table: Float[Tensor, "B T"]) -> Float[Tensor, " N"]:
+        """May share memory with `table`. Values outside the mask are not read."""
+        flat = table.reshape(-1)
+        return flat if self.at is None else flat.index_select(0, self.at)
 
-    def put(self, columns: Float[Tensor, "L B"], table: Float[Tensor, "B T"]) -> None:
-        """The inverse of `take`: write columns, which are 0 past the end of a sequence, into `table`."""
-        if self.order is None:
-            table[:, : self.longest] = columns.t()
-            table[:, self.longest :] = 0.0
+    def put(self, stream: Float[Tensor, " N"], table: Float[Tensor, "B T"]) -> None:
+        """The inverse of `take`: write `stream` into `table`, which must be contiguous, and 0 outside the mask."""
+        if self.at is None:
+            table.view(-1).copy_(stream)
         else:
-            table.zero_().scatter_(1, self.order[:, : self.longest], columns.t())
+            table.zero_().view(-1).index_copy_(0, self.at, stream.to(table.dtype))
+
+    def following(self, stream: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+        """The value of the sequence's next token; 0 after its last."""
+        return self.ending(torch.cat([stream[1:], stream[:1]]))
+
+    def ending(self, factors: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+        """`factors`, changed to 0 at the last token of each sequence, so that `scan` begins anew there."""
+        return factors.index_fill_(0, self.last, 0.0)
+
+    def factors(self, each: float | Float[Tensor, " B"], like: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+        """Factors of `scan`: one number for all tokens, or one for each sequence."""
+        if isinstance(each, Tensor):
+            return self.ending(each.to(like).repeat_interleave(self.lengths, output_size=len(like)))
+        return self.ending(torch.full_like(like, each))
 
 
-SLOTS = 1 << 19
-"""Elements of a table processed at a time: 4 MiB in float64. Temporaries then stay in the cache, in memory that is
+SLOTS = 1 << 18
+"""Elements of a table processed at a time: 2 MiB in float64. Temporaries then stay in the cache, in memory that is
 already allocated: page faults for new memory would cost more than all arithmetic."""
 
 
 def by_rows(
-    mask: Tensor, like: Float[Tensor, "B T"], estimate: Callable[[slice, Columns], tuple[Tensor, ...]], count: int
+    mask: Tensor, like: Float[Tensor, "B T"], estimate: Callable[[slice, Stream], tuple[Tensor, ...]], count: int
 ) -> tuple[Tensor, ...]:
     """Return `count` tables [B, T], built from what `estimate` returns for chunks of rows; 0 outside the mask."""
-    tables = tuple(torch.empty_like(like) for _ in range(count))
+    tables = tuple(_fresh(like) for _ in range(count))
     height = max(1, SLOTS // max(1, mask.shape[1]))
     for start in range(0, len(mask), height):
         rows = slice(start, start + height)
-        columns = Columns.of(mask[rows])
-        for table, part in zip(tables, estimate(rows, columns), strict=True):
-            columns.put(part, table[rows])
+        stream = Stream.of(mask[rows])
+        for table, part in zip(tables, estimate(rows, stream), strict=True):
+            stream.put(part, table[rows])
     return tables
 
 
-def following(columns: Float[Tensor, "L B"]) -> Float[Tensor, "L B"]:
-    """The value of the next token; 0 after the last."""
-    return torch.cat([columns[1:], torch.zeros_like(columns[:1])])
+def _fresh(like: Tensor) -> Tensor:
+    """A table to be filled; on a CPU in huge pages, which numpy asks the system for and torch does not. Two fresh
+    tables in pages of 4 KiB would take about as long as the computation of what goes into them."""
+    if not like.is_cpu or not like.numel():
+        return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    return torch.from_numpy(np.empty(like.numel() * like.element_size(), np.uint8)).view(like.dtype).view(like.shape)
 
 
-def scan(
-    terms: Float[Tensor, "L B"], factors: float | Float[Tensor, " B"] | Float[Tensor, "L B"]
-) -> Float[Tensor, "L B"]:
-    """x_t = terms_t + factors_t x_{t+1}, with x = 0 after the last token.
+BLOCK = 32
+"""Tokens that `scan` takes one by one, in all blocks at once."""
 
-    Blocks of sqrt(L) rows are scanned in parallel as if nothing followed them; then, starting from the last block, each
-    adds what follows it. Factors are only multiplied, never divided, so zero or tiny factors lose no precision.
 
-    Args:
-        factors: one for all tokens, one per sequence, or one per token.
+def scan(terms: Float[Tensor, " N"], factors: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+    """x_t = terms_t + factors_t x_{t+1}, with x = 0 after the last token; a factor of 0 ends a sequence.
+
+    With tokens across blocks contiguous in memory, one step of Python takes one token of every block: first only for
+    what each block begins with if nothing follows it and for the product of its factors. Their scan, the same one size
+    smaller, says what follows each block, which is then scanned token by token. Factors are only multiplied, never
+    divided, so zero or tiny factors lose no precision. A NaN or an infinity reaches the sequences before it, since
+    0 times it is NaN.
     """
-    length, rows = terms.shape
-    size = max(1, math.isqrt(length))
-    blocks = -(-length // size)
-    x = torch.nn.functional.pad(terms, (0, 0, 0, blocks * size - length)).view(blocks, size, rows)
-    if x.data_ptr() == terms.data_ptr():
-        x = x.clone()
-    reach = _factors(factors, terms, blocks, size)
-    for k in range(size - 2, -1, -1):
-        x[:, k].addcmul_(reach[:, k], x[:, k + 1])
-        reach[:, k].mul_(reach[:, k + 1])
-    # reach[:, k] is now the product of the factors from token k to the end of its block.
-    for block in range(blocks - 2, -1, -1):
-        x[block, 0].addcmul_(reach[min(block, len(reach) - 1), 0], x[block + 1, 0])
-    if size > 1:
-        x[:-1, 1:].addcmul_(reach[:-1, 1:] if len(reach) > 1 else reach[:, 1:], x[1:, :1])
-    return x.view(blocks * size, rows)[:length]
+    if len(terms) <= 4 * BLOCK:
+        return _one_by_one(terms, factors)
+    blocks = -(-len(terms) // BLOCK)
+    table, f = _across(terms, blocks), _across(factors, blocks).unbind()
+    x = table.unbind()
+    first, reach = x[-1].clone(), f[-1].clone()
+    for k in range(BLOCK - 2, -1, -1):
+        torch.addcmul(x[k], f[k], first, out=first)
+        reach.mul_(f[k])
+    x[-1][:-1].addcmul_(f[-1][:-1], scan(first, reach)[1:])
+    for k in range(BLOCK - 2, -1, -1):
+        x[k].addcmul_(f[k], x[k + 1])
+    return table.t().clone(memory_format=torch.contiguous_format).view(-1)[: len(terms)]
 
 
-def _factors(factors: float | Tensor, terms: Tensor, blocks: int, size: int) -> Float[Tensor, "blocks_or_1 size B"]:
-    """A copy of the factors, in blocks; a single block for all if they do not change over time."""
-    if isinstance(factors, Tensor) and factors.ndim == 2:
-        padded = torch.nn.functional.pad(factors, (0, 0, 0, blocks * size - len(factors)))
-        return (padded if padded.data_ptr() != factors.data_ptr() else padded.clone()).view(
-            blocks, size, factors.shape[1]
-        )
-    each = torch.as_tensor(factors, dtype=terms.dtype, device=terms.device)
-    return each.expand(1, size, terms.shape[1]).contiguous()
+def _one_by_one(terms: Float[Tensor, " N"], factors: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+    x, ahead = terms.tolist(), 0.0
+    for t, factor in reversed(list(enumerate(factors.tolist()))):
+        ahead = x[t] = x[t] + factor * ahead
+    return terms.new_tensor(x)
+
+
+def _across(stream: Float[Tensor, " N"], blocks: int) -> Float[Tensor, "BLOCK blocks"]:
+    """A copy, in which the k-th tokens of all blocks are side by side; the last block is filled up with zeros."""
+    missing = blocks * BLOCK - len(stream)
+    filled = torch.nn.functional.pad(stream, (0, missing)) if missing else stream
+    return filled.view(blocks, BLOCK).t().clone(memory_format=torch.contiguous_format)

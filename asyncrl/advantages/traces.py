@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from asyncrl.advantages.scan import Columns, by_rows, following, scan
+from asyncrl.advantages.scan import Stream, by_rows, scan
 from asyncrl.errors import ConfigError
 
 LOG_RATIO_LIMIT = 20.0
@@ -43,9 +43,10 @@ def gae(
         (advantages, returns = advantages + values), [B, T]; both 0 outside the mask.
     """
 
-    def of_rows(rows: slice, columns: Columns) -> tuple[Tensor, Tensor]:
-        r, v = columns.take(rewards[rows]), columns.take(values[rows])
-        advantages = scan(r + gamma * following(v) - v, gamma * _of(lam, rows))
+    def of_rows(rows: slice, stream: Stream) -> tuple[Tensor, Tensor]:
+        r, v = stream.take(rewards[rows]), stream.take(values[rows])
+        terms = torch.add(r, stream.following(v), alpha=gamma).sub_(v)
+        advantages = scan(terms, stream.factors(gamma * _of(lam, rows), terms))
         return advantages, advantages + v
 
     advantages, returns = by_rows(mask, values, of_rows, 2)
@@ -56,8 +57,8 @@ def _of(lam: float | Tensor, rows: slice) -> float | Tensor:
     return lam[rows] if isinstance(lam, Tensor) else lam
 
 
-def _exp(log_ratio: Float[Tensor, "L B"]) -> Float[Tensor, "L B"]:
-    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+def _exp(log_ratio: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp_()
 
 
 @torch.no_grad()
@@ -93,15 +94,15 @@ def vtrace(
         the advantages are min(pg_rho_bar, ratio) (r + gamma (lam v' + (1 - lam) V') - V), rlax's form.
     """
 
-    def of_rows(rows: slice, columns: Columns) -> tuple[Tensor, Tensor]:
-        r, v = columns.take(rewards[rows]), columns.take(values[rows])
-        ratio = _exp(columns.take(log_ratio[rows]))
-        trace = ratio if trace_log_ratio is None else _exp(columns.take(trace_log_ratio[rows]))
-        next_value = following(v)
-        error = scan(ratio.clamp(max=rho_bar) * (r + gamma * next_value - v), gamma * lam * trace.clamp(max=c_bar))
-        targets = v + error
-        bootstrap = lam * following(targets) + (1 - lam) * next_value
-        return ratio.clamp(max=pg_rho_bar) * (r + gamma * bootstrap - v), targets
+    def of_rows(rows: slice, stream: Stream) -> tuple[Tensor, Tensor]:
+        r, v = stream.take(rewards[rows]), stream.take(values[rows])
+        ratio = _exp(stream.take(log_ratio[rows]))
+        trace = ratio if trace_log_ratio is None else _exp(stream.take(trace_log_ratio[rows]))
+        next_value = stream.following(v)
+        terms = torch.add(r, next_value, alpha=gamma).sub_(v).mul_(ratio.clamp(max=rho_bar))
+        targets = scan(terms, stream.ending(trace.clamp(max=c_bar).mul_(gamma * lam))).add_(v)
+        bootstrap = stream.following(targets).mul_(lam).add_(next_value, alpha=1 - lam)
+        return torch.add(r, bootstrap, alpha=gamma).sub_(v).mul_(ratio.clamp_(max=pg_rho_bar)), targets
 
     advantages, targets = by_rows(mask, values, of_rows, 2)
     return advantages, targets
@@ -135,12 +136,13 @@ def retrace(
             token's own ratio; they equal those of V-trace with rho_bar = c_bar, unless the trace has ratios of its own.
     """
 
-    def of_rows(rows: slice, columns: Columns) -> tuple[Tensor, Tensor]:
-        r, v = columns.take(rewards[rows]), columns.take(values[rows])
-        rho = _exp(columns.take(log_ratio[rows])).clamp(max=c_bar)
-        c = rho if trace_log_ratio is None else _exp(columns.take(trace_log_ratio[rows])).clamp(max=c_bar)
-        advantages = scan(r + gamma * following(v) - v, gamma * _of(lam, rows) * following(c))
-        return advantages, v + rho * advantages
+    def of_rows(rows: slice, stream: Stream) -> tuple[Tensor, Tensor]:
+        r, v = stream.take(rewards[rows]), stream.take(values[rows])
+        rho = _exp(stream.take(log_ratio[rows])).clamp_(max=c_bar)
+        c = rho if trace_log_ratio is None else _exp(stream.take(trace_log_ratio[rows])).clamp_(max=c_bar)
+        terms = torch.add(r, stream.following(v), alpha=gamma).sub_(v)
+        advantages = scan(terms, stream.following(c).mul_(stream.factors(gamma * _of(lam, rows), terms)))
+        return advantages, torch.addcmul(v, rho, advantages)
 
     advantages, targets = by_rows(mask, values, of_rows, 2)
     return advantages, targets
