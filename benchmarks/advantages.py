@@ -4,8 +4,8 @@
 
 `gae`, `vtrace` and `retrace` on one thread, over tables [rows, width]: `full`, every token sampled; `ragged`, each
 sequence between a quarter of the width and all of it; `turns`, of those in every 1,000 tokens 200 observations. `copy`
-copies two tables and the mask into existing memory: the least that `gae` must read and write. `error` is the largest difference to a loop over tokens in numpy, in float64, relative to the largest result of
-the loop, over the whole table.
+copies two tables and the mask into existing memory: the least that `gae` must read and write. `error` is the largest
+difference to a loop over tokens in numpy, in float64, relative to the largest result of the loop.
 
 Times are milliseconds of processor time, the least of the rounds, which take each in turn. Prints one JSON line.
 """
