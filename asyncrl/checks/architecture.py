@@ -38,8 +38,16 @@ COMPUTED_TOGETHER = (
 )
 """Model types whose layers several ranks may compute together, as tested in `tests/learner/parallel/test_parallel.py`.
 """
-FUSED_LAYERS = ("gate_up_proj", "qkv_proj")
-"""Layers that are several in one matrix: ranks that compute together hold parts of it, and gather it to compute."""
+BY_ROWS, BY_COLUMNS, FUSED = "by rows", "by columns", "fused"
+SPLIT_LAYERS = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "query_key_value"), BY_ROWS),
+    **dict.fromkeys(("gate_proj", "up_proj", "c_fc", "dense_h_to_4h"), BY_ROWS),
+    **dict.fromkeys(("o_proj", "dense", "down_proj", "c_proj", "dense_4h_to_h"), BY_COLUMNS),
+    **dict.fromkeys(("qkv_proj", "gate_up_proj"), FUSED),
+}
+"""Last name of a layer -> how its weight is split over ranks that compute together. Fused are several layers in one
+matrix, split by rows: its ranks hold neighbouring ones, so it is gathered for the computation, and each computes with
+its rows of each of the layers. The plans of transformers say the same of every family (`tests/learner/parallel`)."""
 
 SHARED = (
     *(

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from asyncrl.checks.architecture import BLOCK, FUSED_LAYERS, of_its_decoder
+from asyncrl.checks.architecture import BLOCK, BY_COLUMNS, FUSED, SPLIT_LAYERS, of_its_decoder
 
 MASTER = 4
 """Bytes per element of a trained weight, of its gradient and usually of each of AdamW's two moments."""
@@ -79,12 +79,6 @@ def held(
     return Held(weights=width * numbers, gradients=MASTER * numbers, optimizer=state)
 
 
-BY_COLUMNS = ("o_proj", "down_proj", "c_proj", "dense", "dense_4h_to_h")
-"""Layers whose weight tensor parallelism splits along its second dimension."""
-BIASED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "c_fc", "query_key_value", "dense_h_to_4h")
-"""Layers whose bias tensor parallelism splits."""
-
-
 def on_one_of(shapes: Mapping[str, Shape], together: int, *, computing: bool = False) -> dict[str, Shape]:
     """Shapes of the parameters on each of `together` tensor-parallel ranks, for a model that supports it
     (`checks.architecture.COMPUTED_TOGETHER`): all matrices are split, norms are not.
@@ -95,20 +89,21 @@ def on_one_of(shapes: Mapping[str, Shape], together: int, *, computing: bool = F
     cut: dict[str, Shape] = {}
     for name, shape in shapes.items():
         *_, above, layer, _ = ("", *name.split("."))
-        if layer in ("lora_A", "lora_B"):  # one half of an adapter is split like its layer, in the dimension they share
-            by_columns, (out, into) = above in BY_COLUMNS, shape
-            if (layer == "lora_A") == by_columns:
-                cut[name] = (out, -(-into // together)) if by_columns else (-(-out // together), into)
-            else:
-                cut[name] = shape
-        elif len(shape) == 2 and not (computing and (layer in FUSED_LAYERS or re.search(r"\.\d+\.", name) is None)):
-            rows, columns = shape
-            by_columns = layer in BY_COLUMNS
-            cut[name] = (rows, -(-columns // together)) if by_columns else (-(-rows // together), columns)
-        elif layer in BIASED and len(shape) == 1:
-            cut[name] = (-(-shape[0] // together),)
+        of_adapter = layer in ("lora_A", "lora_B")
+        style = SPLIT_LAYERS.get(above if of_adapter else layer, "")
+        by_columns = style == BY_COLUMNS
+        if of_adapter:  # one half is split like its layer, in the dimension they share
+            split = (layer == "lora_A") == by_columns
+        elif len(shape) == 2:
+            split = not (computing and (style == FUSED or re.search(r"\.\d+\.", name) is None))
         else:
+            split = len(shape) == 1 and bool(style) and not by_columns and not (computing and style == FUSED)
+        if not split:
             cut[name] = shape
+        elif by_columns:
+            cut[name] = (shape[0], -(-shape[1] // together))
+        else:
+            cut[name] = (-(-shape[0] // together), *shape[1:])
     return cut
 
 

@@ -32,25 +32,15 @@ from torch.func import functional_call
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from asyncrl.checks.architecture import FUSED_LAYERS
+from asyncrl.checks.architecture import BY_COLUMNS, BY_ROWS, FUSED, SPLIT_LAYERS
 from asyncrl.checks.parallel import TENSOR
 from asyncrl.learner.parallel.collectives import summed_over, through
 
-BY_ROWS, BY_COLUMNS = "colwise", "rowwise"
-"""The names that the plans of transformers give them, after the part of the output that a rank has."""
-FUSED = "fused"
-"""By rows, but several layers are one matrix (gate and up; q, k and v): its ranks hold neighbouring rows, so it is
-gathered for the computation, and each rank computes with its rows of each of the layers."""
 ACROSS = "across"
 """A norm over the heads of all ranks: each has its part of the row, and their squares are summed."""
 OF_PART = "of part"
 """What every rank applies to its part alone (norms of single heads, activations with parameters): gradients are
 summed."""
-STYLES = {
-    **{BY_ROWS: BY_ROWS, BY_COLUMNS: BY_COLUMNS, "rowwise_split_input": BY_COLUMNS},
-    **{"colwise_gather_output": BY_ROWS, "replicated_with_grad_allreduce": OF_PART},
-}
-"""Styles in the plans of transformers -> ours, which never put a part of a layer together between two others."""
 WHOLE = "whole"
 """Style of a matrix that every rank has and computes with: the half of an adapter that is not split."""
 OF_ADAPTERS = {("lora_A", BY_ROWS): WHOLE, ("lora_A", FUSED): WHOLE, ("lora_B", BY_COLUMNS): WHOLE}
@@ -68,11 +58,11 @@ class Plan:
 
     @classmethod
     def of(cls, hf: PreTrainedModel) -> Plan:
-        """Return the model's own plan."""
+        """Return the plan of a model: of its layers `SPLIT_LAYERS`, of its norms what transformers' plan says."""
         config = hf.config.get_text_config(decoder=True)
         given = {name.rpartition(".")[2]: style for name, style in (config.base_model_tp_plan or {}).items()}
-        styles = {name: STYLES[style] for name, style in given.items() if style in STYLES}
-        styles |= dict.fromkeys(given.keys() & FUSED_LAYERS, FUSED) | {"act_fn": OF_PART}
+        styles = {name: SPLIT_LAYERS[name] for name in given.keys() & SPLIT_LAYERS.keys()} | {"act_fn": OF_PART}
+        styles |= {name: OF_PART for name, style in given.items() if style == "replicated_with_grad_allreduce"}
         # Transformers puts q and k together again where a norm of the whole row follows.
         if given.get("q_proj") == "colwise_gather_output":
             styles |= dict.fromkeys(("q_norm", "k_norm"), ACROSS)
