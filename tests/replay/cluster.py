@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 from asyncrl.replay.client.client import LearnerClient, RolloutClient
 from asyncrl.replay.journal.log import JournalSettings
@@ -17,52 +15,21 @@ from asyncrl.settings.replay import JournalConfig
 from asyncrl.types import NO_VERSION, TrajectoryGroup
 from tests.addresses import free_address
 from tests.replay.helpers import group, replay_config, settings
+from tests.replay.lives import Life
 from tests.replay.memory_disk import MemoryDisk
+from tests.replay.served import Clients
 
 ADMISSION = settings(groups_per_step=4, pipeline_depth=1)
 
 
-class Life:
-    """One server in a thread, on a disk that survives it."""
-
-    def __init__(self, target: Callable[..., None]) -> None:
-        self._target = target
-        self.disk = MemoryDisk()
-
-    def start(self) -> None:
-        self.stop = threading.Event()
-        self.thread = threading.Thread(target=self._target, args=(self.disk, self.stop), daemon=True)
-        self.thread.start()
-
-    def kill(self) -> None:
-        """Kill the server. The next one finds what is written by now; nothing that this one still writes reaches it."""
-        left = self.disk.copy()
-        self.end()
-        self.disk = left
-
-    def end(self) -> None:
-        self.stop.set()
-        self.thread.join(60)
-        assert not self.thread.is_alive()
-
-
-class Peers(Protocol):
-    """An object that makes clients of its server and closes them."""
-
-    def learner(self, rank: int = 0) -> LearnerClient: ...
-
-    def worker(self, name: str = "w") -> RolloutClient: ...
-
-
-class Cluster:
+class Cluster(Clients):
     """A planner, its shards, and their clients."""
 
     def __init__(self, shards: int = 2, **changes) -> None:
         journal = JournalConfig(fsync_ms=1.0, segment_mb=1)
-        self.config = replay_config(shards=shards, journal=journal, **changes)
+        super().__init__(replay_config(shards=shards, journal=journal, **changes))
         self.planner = Life(self._plan)
         self.shards = [Life(self._shard(number)) for number in range(shards)]
-        self._clients: list[LearnerClient | RolloutClient] = []
 
     def _plan(self, disk: MemoryDisk, stop: threading.Event) -> None:
         run_server(self.config, ADMISSION, "run", "d", 7, stop, disk=disk)
@@ -77,16 +44,6 @@ class Cluster:
         for life in (self.planner, *self.shards):
             life.start()
 
-    def learner(self, rank: int = 0) -> LearnerClient:
-        made = LearnerClient(self.config.address, rank=rank, run_digest="d", config=self.config)
-        self._clients.append(made)
-        return made
-
-    def worker(self, name: str = "w") -> RolloutClient:
-        made = RolloutClient(self.config.address, worker=name, run_digest="d", config=self.config)
-        self._clients.append(made)
-        return made
-
     def held(self) -> list[set[int]]:
         """Return the group ids that each shard would find if it were killed now."""
         run = [{"run_id": "run", "shard": number} for number in range(len(self.shards))]
@@ -96,16 +53,13 @@ class Cluster:
         ]
 
     def close(self) -> None:
-        for client in self._clients:
-            closed = client.close()
-            if closed is not None:
-                asyncio.run(closed)
+        super().close()
         for life in (*self.shards, self.planner):
             life.end()
 
 
-def begin(peers: Peers) -> tuple[LearnerClient, RolloutClient]:
-    learner, worker = peers.learner(), peers.worker()
+def begin(peers: Clients) -> tuple[LearnerClient, RolloutClient]:
+    learner, worker = peers.new_learner(), peers.worker()
     version = learner.restore(step=None, policy_version=NO_VERSION, snapshot=None).next_version
     learner.publish(policy_version=version, parent=NO_VERSION)
     worker.rendezvous().served(version, "f")

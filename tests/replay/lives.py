@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from asyncrl.replay.client.client import LearnerClient, RolloutClient
 from asyncrl.replay.serving import run_server
-from asyncrl.settings.replay import JournalConfig, ReplayConfig
-from tests.replay.helpers import close_all, replay_config, settings
+from asyncrl.settings.replay import JournalConfig
+from tests.replay.helpers import replay_config, settings
 from tests.replay.memory_disk import MemoryDisk
+from tests.replay.served import Clients
 
 ADMISSION = settings(groups_per_step=2, pipeline_depth=1)
 
@@ -51,47 +51,50 @@ class SlowDisk(MemoryDisk):
         return after
 
 
-class Server:
-    """A server that is killed and restarted at one address, each time on what the previous one left on the disk."""
+class Life:
+    """One server in a thread, on a disk that survives it."""
 
-    def __init__(self, disk: SlowDisk | None = None, **config) -> None:
-        self.config: ReplayConfig = replay_config(journal=JournalConfig(fsync_ms=1.0, segment_mb=1), **config)
-        self.disk = disk or SlowDisk()
-        self._clients: list = []
+    def __init__(self, target: Callable[..., None], disk: MemoryDisk | None = None) -> None:
+        self._target = target
+        self.disk = disk or MemoryDisk()
 
-    def start(self, *, run_id: str = "run", fresh: bool = False) -> None:
-        self._stop = threading.Event()
-        self._thread = threading.Thread(
-            target=run_server,
-            args=(self.config, ADMISSION, run_id, "d", 7, self._stop),
-            kwargs={"disk": self.disk, "fresh": fresh},
-            daemon=True,
-        )
-        self._thread.start()
+    def start(self, **options) -> None:
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self._target, args=(self.disk, self.stop), kwargs=options, daemon=True)
+        self.thread.start()
 
     def kill(self) -> None:
         """Kill the server. The next one finds what is written by now; nothing that this one still writes reaches it."""
         left = self.disk.copy()
-        self._stop.set()
-        self.disk.open.set()
-        self._thread.join(60)
-        assert not self._thread.is_alive(), "the server did not stop"
+        self.end()
         self.disk = left
+
+    def end(self) -> None:
+        self.stop.set()
+        self.thread.join(60)
+        assert not self.thread.is_alive(), "the server did not stop"
+
+
+class Server(Clients, Life):
+    """A server that is killed and restarted at one address, each time on what the previous one left on the disk."""
+
+    disk: SlowDisk
+
+    def __init__(self, disk: SlowDisk | None = None, **config) -> None:
+        Clients.__init__(self, replay_config(journal=JournalConfig(fsync_ms=1.0, segment_mb=1), **config))
+        Life.__init__(self, self._serve, disk or SlowDisk())
+
+    def _serve(self, disk: SlowDisk, stop: threading.Event, run_id: str = "run", fresh: bool = False) -> None:
+        run_server(self.config, ADMISSION, run_id, "d", 7, stop, disk=disk, fresh=fresh)
+
+    def end(self) -> None:
+        self.disk.open.set()
+        super().end()
 
     def restart(self) -> None:
         self.kill()
         self.start()
 
-    def learner(self, rank: int = 0) -> LearnerClient:
-        return self._kept(LearnerClient(self.config.address, rank=rank, run_digest="d", config=self.config))
-
-    def worker(self, name: str = "w") -> RolloutClient:
-        return self._kept(RolloutClient(self.config.address, worker=name, run_digest="d", config=self.config))
-
-    def _kept(self, client):
-        self._clients.append(client)
-        return client
-
     def close(self) -> None:
-        close_all(self._clients)
+        super().close()
         self.kill()

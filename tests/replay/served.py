@@ -7,31 +7,44 @@ import socket
 import threading
 
 from asyncrl.replay.client.client import LearnerClient, RolloutClient
+from asyncrl.settings.replay import ReplayConfig
 from asyncrl.types import NO_VERSION
 from tests.replay.helpers import close_all, settings
 
 
-class Run:
-    """A learner client of a server, and clients of workers as they are asked for."""
+class Clients:
+    """Clients of the server of a configuration, as they are asked for."""
 
-    def __init__(self, config, admission=None, **learner) -> None:
+    def __init__(self, config: ReplayConfig) -> None:
         self.config = config
-        self.admission = admission or settings()
-        self.learner = LearnerClient(config.address, rank=0, run_digest="d", config=config, **learner)
-        self.clients: list = [self.learner]
+        self.clients: list[LearnerClient | RolloutClient] = []
+
+    def new_learner(self, rank: int = 0, **options) -> LearnerClient:
+        client = LearnerClient(self.config.address, rank=rank, run_digest="d", config=self.config, **options)
+        self.clients.append(client)
+        return client
 
     def worker(self, name: str = "w", **options) -> RolloutClient:
         client = RolloutClient(self.config.address, worker=name, run_digest="d", config=self.config, **options)
         self.clients.append(client)
         return client
 
+    def close(self) -> None:
+        close_all(self.clients)
+
+
+class Run(Clients):
+    """With a client of the learner from the beginning."""
+
+    def __init__(self, config, admission=None, **learner) -> None:
+        super().__init__(config)
+        self.admission = admission or settings()
+        self.learner = self.new_learner(**learner)
+
     def start(self) -> int:
         version = self.learner.restore(step=None, policy_version=NO_VERSION, snapshot=None).next_version
         self.learner.publish(policy_version=version, parent=NO_VERSION)
         return version
-
-    def close(self) -> None:
-        close_all(self.clients)
 
 
 async def ready(client: RolloutClient, slots: int = 4):

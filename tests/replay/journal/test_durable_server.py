@@ -111,7 +111,7 @@ def test_a_step_whose_count_was_acknowledged_by_nobody_is_counted_once(server: S
 
 
 def test_a_restore_whose_reply_was_lost_gives_the_same_numbers(server: Server) -> None:
-    learner = server.learner()
+    learner = server.new_learner()
     learner.members()  # Its hello is answered: what waits for the sync below is the restore.
     restored: list = []
     thread = blocked(
@@ -123,13 +123,13 @@ def test_a_restore_whose_reply_was_lost_gives_the_same_numbers(server: Server) -
 
 def test_a_restarted_server_refuses_a_learner_of_another_folder_as_the_one_before_did(server: Server) -> None:
     first = {"step": None, "policy_version": NO_VERSION, "snapshot": None}
-    mine = server.learner()
+    mine = server.new_learner()
     mine.restore(**first, run="mine")
     mine.publish(policy_version=0, parent=NO_VERSION)
     server.restart()
     mine.members()
     with pytest.raises(FencedError, match="a learner of another run folder trains here"):
-        server.learner().restore(**first, run="another")
+        server.new_learner().restore(**first, run="another")
     mine.publish(policy_version=1, parent=0)
 
 
@@ -187,11 +187,11 @@ def test_uncommitted_steps_are_served_again_bit_by_bit_whatever_the_number_of_ra
             learner.commit(step=0)
     learner.close()
     server.restart()
-    resumed = server.learner()
+    resumed = server.new_learner()
     restored = resumed.restore(step=0, policy_version=1, snapshot=None)
     assert (restored.next_step, restored.next_version) == (1, 4), "a version was used twice"
     resumed.publish(policy_version=4, parent=1)
-    other_rank = server.learner(1)
+    other_rank = server.new_learner(1)
     for step in (1, 2):
         halves = [
             resumed.lease(step=step, rank=0, world=2, wait_s=30),
@@ -248,7 +248,7 @@ def test_workers_of_a_resumed_run_wait_for_its_learner_and_old_ones_are_told_to_
     assert asyncio.run(old.acquire(slots=1, wait_s=30)).stop
     waiting = asyncio.run(new.acquire(slots=1, wait_s=0.3))
     assert not waiting.stop and not waiting.assignments and "learner" in waiting.waiting_for
-    resumed = server.learner(5)
+    resumed = server.new_learner(5)
     version = resumed.restore(step=None, policy_version=NO_VERSION, snapshot=None).next_version
     resumed.publish(policy_version=version, parent=NO_VERSION)
     new.rendezvous().served(version, "f")

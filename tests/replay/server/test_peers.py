@@ -209,7 +209,7 @@ def test_a_learner_of_another_folder_leaves_the_one_that_is_heard_of_its_run_bef
     run.learner.publish(policy_version=0, parent=NO_VERSION)
 
     def another() -> LearnerClient:
-        run.clients.append(LearnerClient(run.config.address, rank=0, run_digest="d", config=run.config))
+        run.new_learner()
         return run.clients[-1]
 
     with pytest.raises(FencedError, match="a learner of another run folder trains here"):

@@ -19,8 +19,9 @@ from asyncrl.replay.shards.store import open_store
 from asyncrl.types import Assignment
 from benchmarks.parts.keys import some_keys
 from tests.addresses import free_address
-from tests.replay.cluster import Cluster, Life, begin, fill
+from tests.replay.cluster import Cluster, begin, fill
 from tests.replay.helpers import group
+from tests.replay.lives import Life
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

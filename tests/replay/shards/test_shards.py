@@ -41,7 +41,7 @@ def test_each_rank_gets_its_part_from_the_shards_and_the_planner_has_no_payload(
     assert made[0].trajectories[0].token_ids[100:200].tobytes() not in written
     leases = [
         rank_client.lease(step=0, rank=rank, world=2, wait_s=60)
-        for rank, rank_client in enumerate((learner, cluster.learner(1)))
+        for rank, rank_client in enumerate((learner, cluster.new_learner(1)))
     ]
     found = {place: trajectory for lease in leases for place, trajectory in lease.trajectories.items()}
     assert len(found) == 8
@@ -103,7 +103,7 @@ def test_a_planner_that_dies_finds_its_shards_again(cluster: Cluster) -> None:
     cluster.planner.kill()
     cluster.planner.start()
     assert len(learner.lease(step=0, rank=0, world=1, wait_s=60).trajectories) == 8
-    fresh = cluster.learner(1)
+    fresh = cluster.new_learner(1)
     assert fresh.lease(step=0, rank=0, world=1, wait_s=60).plan.step == 0
 
 
