@@ -192,8 +192,7 @@ def test_a_peer_with_other_settings_is_refused_and_not_told_those_of_the_server(
 
 def test_a_learner_that_was_replaced_is_fenced(run, caplog) -> None:
     run.start()
-    second = LearnerClient(run.config.address, rank=0, run_digest="d", config=run.config)
-    run.clients.append(second)
+    second = run.new_learner()
     with pytest.raises(ReplayError, match="no running learner"):
         second.commit(step=0)
     second.restore(step=None, policy_version=NO_VERSION, snapshot=None)
@@ -208,19 +207,15 @@ def test_a_learner_of_another_folder_leaves_the_one_that_is_heard_of_its_run_bef
     run.learner.restore(**first, run="mine")
     run.learner.publish(policy_version=0, parent=NO_VERSION)
 
-    def another() -> LearnerClient:
-        run.new_learner()
-        return run.clients[-1]
-
     with pytest.raises(FencedError, match="a learner of another run folder trains here"):
-        another().restore(**first, run="another")
+        run.new_learner().restore(**first, run="another")
     run.learner.publish(policy_version=1, parent=0)
-    again = another()  # of the same folder: it was started again, and the first is known to be gone
+    again = run.new_learner()  # of the same folder: it was started again, and the first is known to be gone
     again.restore(**first, run="mine")
     with pytest.raises(FencedError):
         run.learner.publish(policy_version=2, parent=0)
     again.close()
-    another().restore(**first, run="another")  # which trains here no more
+    run.new_learner().restore(**first, run="another")  # which trains here no more
 
 
 def test_a_second_learner_that_cannot_restore_leaves_the_first_its_run(run) -> None:
@@ -235,8 +230,7 @@ def test_a_second_learner_that_cannot_restore_leaves_the_first_its_run(run) -> N
     run.learner.lease(step=0, rank=0, world=1, wait_s=30)
     run.learner.trained(step=0, policy_version=version + 1)
     run.learner.commit(step=0)
-    second = LearnerClient(run.config.address, rank=0, run_digest="d", config=run.config)
-    run.clients.append(second)
+    second = run.new_learner()
     with pytest.raises(ReplayError, match="begins at step 0"):
         second.restore(step=None, policy_version=NO_VERSION, snapshot=None)
     run.learner.lease(step=1, rank=0, world=1, wait_s=30)
