@@ -102,6 +102,7 @@ def test_policy_drop_drops_the_late_group_whole(readmit) -> None:
     prompts = [order.prompt_index for order in play.acquire()]
     assert (slow.prompt_index in prompts) == readmit
     assert play.core.run.metrics()["waste/tokens"] == 16
+    assert goodput(play)["lost_stale"] == 16 and goodput(play)["trained_tokens"] == 24
 
 
 def test_policy_wait_holds_the_learner_for_the_late_group() -> None:
@@ -284,15 +285,6 @@ def test_every_sampled_token_is_trained_or_lost_for_a_reason_or_under_way() -> N
     play.core.goodbye("w", "a")
     assert goodput(play)["lost_unfinished"] == 10, "what it had under way"
     assert goodput(play)["share"] == 28 / 75
-
-
-def test_tokens_dropped_with_their_group_are_lost() -> None:
-    play, (slow,) = slow_group_play(StalePolicy.DROP)
-    for _ in range(2):
-        play.whole_step(1)
-    play.insert(slow, (0, 6), (play.version, 2))
-    play.core.lease(play.step)
-    assert goodput(play)["lost_stale"] == 16 and goodput(play)["trained_tokens"] == 24
 
 
 def test_what_is_trained_again_after_a_restore_or_used_again_counts_once() -> None:

@@ -19,7 +19,7 @@ from asyncrl.replay.codec import wire
 from asyncrl.replay.codec.reply import decode_replies
 from asyncrl.replay.codec.wire import Envelope
 from asyncrl.replay.core.core import ReplayCore
-from asyncrl.replay.net.keyring import make_keys, roles_by_key
+from asyncrl.replay.net.keyring import make_keys
 from asyncrl.replay.net.keys import secure_client
 from asyncrl.replay.protocol import View
 from asyncrl.replay.server import shutdown, viewing
@@ -134,15 +134,6 @@ def test_with_the_viewers_key_no_verb_but_one_is_there(run: Run) -> None:
 
     asyncio.run(work())
     assert len(run.learner.lease(step=0, rank=0, world=1, wait_s=30).plan.groups) == 2
-
-
-@pytest.mark.parametrize("claimed", ["learner", "worker", "shard"])
-def test_its_key_is_that_of_no_other_role_and_none_of_a_shard(claimed: str) -> None:
-    config = replay_config()
-    with running_server(config, settings()), line(config) as eve:
-        refusal = spoken(eve, "hello", hello(role=claimed))
-        assert refusal.verb == "refused" and "its key is that of a viewer" in refusal.body
-    assert "viewer" not in roles_by_key(config.keys, "shard").values()
 
 
 def test_what_a_viewer_says_of_its_machine_raises_no_alarm(run: Run) -> None:

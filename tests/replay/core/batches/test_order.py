@@ -175,27 +175,6 @@ def test_a_payload_is_kept_until_the_last_step_with_it_is_committed() -> None:
     assert play.core.state.ledger.committed == 2
 
 
-@pytest.mark.parametrize("keep_every", [1, 2, 5])
-def test_exactly_what_a_filter_drops_is_made_again_and_batches_stay_full(keep_every) -> None:
-    play = Filled(groups_per_step=3, pipeline_depth=1, max_staleness=4)
-    dropped = 0
-    for _ in range(10):
-        play.core.served("w", "a", play.version, "f")
-        while play.core.lease(play.step) is None:
-            for order in play.core.acquire("w", "a", 64).assignments:
-                if order.group_id % keep_every:
-                    dropped += 1
-                    play.core.fail("w", "a", order.group_id, order.attempt, DropReason.FILTERED_ZERO_VARIANCE)
-                else:
-                    made = rewarded(order, 0.0, 1.0, version=play.version)
-                    play.core.insert("w", "a", made, b"p")
-        assert len(play.train_ids()) == 3
-    ledger = play.core.state.ledger
-    assert ledger.dropped[DropReason.FILTERED_ZERO_VARIANCE] == dropped
-    still_open = ledger.admitted - 30 - dropped
-    assert 0 <= still_open <= 6, "more was made than the window and the dropped groups ask for"
-
-
 def test_an_order_held_for_too_long_goes_to_another_and_the_late_group_is_fenced() -> None:
     play = Filled(group_timeout_s=30.0, max_attempts=2)
     play.core.served("w", "a", 0, "f")
