@@ -12,7 +12,7 @@ without faults, and `outside_reader.py` judges its folder.
 from __future__ import annotations
 
 import argparse
-import os
+import contextlib
 import random
 import signal
 import subprocess
@@ -25,8 +25,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+import psutil
+
 from asyncrl.cli.quickstart import prepare
 from asyncrl.data.warmup_recipe import WarmupRecipe
+from tests.alive import is_alive
 
 from .outside_reader import Findings, judge, rows
 
@@ -51,13 +54,6 @@ KINDS = {
 """Kind -> substrings of its command line. The first kind that matches counts."""
 
 
-@dataclass(frozen=True)
-class Found:
-    pid: int
-    started: str
-    kind: str
-
-
 @dataclass
 class Tally:
     kills: Counter[str] = field(default_factory=Counter)
@@ -67,45 +63,21 @@ class Tally:
     """Kind -> number of processes that outlived a killed `asyncrl local`."""
 
 
-def stat_of(pid: int) -> tuple[int, str] | None:
-    """Return parent pid and start time; None for a process that is gone or a zombie."""
+def kind_of(process: psutil.Process) -> str:
+    """Return the kind of a process; empty if it has ended."""
     try:
-        state, parent, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if state == "Z" else (int(parent), rest[17])
-
-
-def kind_of(pid: int) -> str:
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
+        words = " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
         return ""
     return next((kind for kind, signs in KINDS.items() if any(sign in words for sign in signs)), "other")
 
 
-def below(pid: int) -> list[Found]:
-    """Return all descendants of process `pid`."""
-    stats = {int(entry.name): stat_of(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
-    found: list[Found] = []
-    front = {pid}
-    while front:
-        front = {child for child, stat in stats.items() if stat and stat[0] in front}
-        found += [Found(child, stat[1], kind_of(child)) for child in front if (stat := stats[child])]
-    return found
-
-
-def alive(process: Found) -> bool:
-    stat = stat_of(process.pid)
-    return stat is not None and stat[1] == process.started
-
-
-def kill(process: Found) -> bool:
-    if not alive(process):
+def kill(process: psutil.Process) -> bool:
+    if not is_alive(process):
         return False
     try:
-        os.kill(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
+        process.kill()
+    except psutil.NoSuchProcess:
         return False
     return True
 
@@ -120,7 +92,8 @@ class Outside:
         self.tally = Tally()
         self.task = prepare(WarmupRecipe())
         self.process: subprocess.Popen[bytes] | None = None
-        self.family: set[Found] = set()
+        self.family: dict[psutil.Process, str] = {}
+        """The processes seen so far, each with its kind."""
 
     def start(self, steps: int) -> None:
         settings = {
@@ -150,9 +123,14 @@ class Outside:
     def running(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
-    def look(self) -> list[Found]:
-        found = below(self.process.pid) if self.process is not None and self.running else []
-        self.family |= set(found)
+    def look(self) -> dict[psutil.Process, str]:
+        """Return the processes below the run's, each with its kind."""
+        found: dict[psutil.Process, str] = {}
+        if self.process is not None and self.running:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                children = psutil.Process(self.process.pid).children(recursive=True)
+                found = {child: kind for child in children if (kind := kind_of(child))}
+        self.family |= found
         return found
 
     def trained(self) -> int:
@@ -182,17 +160,17 @@ class Outside:
     def clear(self) -> None:
         """Count and kill the processes that outlived `asyncrl local`, so that the next one begins alone."""
         deadline = time.monotonic() + LEAVE_S
-        while time.monotonic() < deadline and any(map(alive, self.family)):
+        while time.monotonic() < deadline and any(map(is_alive, self.family)):
             time.sleep(0.5)
-        for process in self.family:
+        for process, kind in self.family.items():
             if kill(process):
-                self.tally.left_behind[process.kind] += 1
+                self.tally.left_behind[kind] += 1
         self.family.clear()
 
     def strike(self, steps: int) -> None:
         """Kill one process of a randomly drawn kind."""
         everybody = self.look()
-        kinds = sorted({process.kind for process in everybody if process.kind} | {"local"})
+        kinds = sorted({*everybody.values(), "local"})
         kind = self.random.choice(kinds)
         if kind == "local":
             assert self.process is not None
@@ -202,8 +180,8 @@ class Outside:
             self.clear()
             self.start(steps)
             return
-        victim = self.random.choice(sorted((p for p in everybody if p.kind == kind), key=lambda p: p.pid))
-        self.tally.kills[kind] += kill(victim)
+        victims = [process for process, its_kind in everybody.items() if its_kind == kind]
+        self.tally.kills[kind] += kill(self.random.choice(sorted(victims, key=lambda process: process.pid)))
 
     def end(self) -> None:
         """Finish the run without faults, at a step beyond all that were trained."""

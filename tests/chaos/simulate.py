@@ -1,4 +1,4 @@
-"""Simulate the pure core under faults, in virtual time, checked after every event by a small model (`model.py`).
+"""Simulate the pure core under faults, in virtual time, compared with the auditor after every event (`model.py`).
 
     python -m tests.chaos.simulate --seeds 100000 [--first 0]
 

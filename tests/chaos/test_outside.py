@@ -5,14 +5,13 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from tests.alive import is_alive
 from tests.waiting import until
-
-from .outside import stat_of
 
 DRIVER = """
 import subprocess, sys, time
@@ -44,11 +43,9 @@ def test_sigterm_ends_the_run_that_it_drives_and_what_that_left_behind(tmp_path:
             within_s=200,
             holds=lambda: driver.poll() is None,
         )
+        processes = [psutil.Process(int(word)) for word in started.read_text().split()]
         driver.send_signal(signal.SIGTERM)
         assert driver.wait(60) == 128 + signal.SIGTERM
-        pids, deadline = [int(word) for word in started.read_text().split()], time.monotonic() + 60
-        while any(stat_of(pid) for pid in pids):  # killed, and gone when the kernel has come to it
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: not any(map(is_alive, processes)))  # killed, and gone when the kernel has come to it
     finally:
         driver.kill()
