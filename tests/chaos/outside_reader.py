@@ -152,7 +152,8 @@ def _compare_journal(found: Findings, ledger: list[dict[str, Any]], journal: Pat
     versions: list[int] = []
     for kind, values in records(journal):
         if kind == "Inserted":
-            inserted.add(values[0][0])
+            _, packed = values[0]
+            inserted.add(msgpack.unpackb(packed)[0])
         elif kind == "Trained":
             trained.append((values[0], values[1]))
         if kind in ("Trained", "Published"):

@@ -13,6 +13,9 @@ import pytest
 from tests.alive import is_alive
 from tests.waiting import until
 
+from .outside_reader import judge
+from .recorded import record
+
 DRIVER = """
 import subprocess, sys, time
 from pathlib import Path
@@ -49,3 +52,10 @@ def test_sigterm_ends_the_run_that_it_drives_and_what_that_left_behind(tmp_path:
         until(lambda: not any(map(is_alive, processes)))  # killed, and gone when the kernel has come to it
     finally:
         driver.kill()
+
+
+def test_the_judge_reads_the_journal_that_this_version_writes(tmp_path: Path) -> None:
+    record(tmp_path / "run", finished=True)
+    found = judge(tmp_path / "run", bound=4)
+    assert found.trained == found.acknowledged - sum(found.dropped.values()) > 0
+    assert [text for text in found.broken if "metrics" not in text] == []  # a recorded run has rows of its own
