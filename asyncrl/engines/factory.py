@@ -16,8 +16,7 @@ from asyncrl.engines.fake import FakeEngine
 from asyncrl.engines.hf.engine import TransformersEngine
 from asyncrl.engines.hf.runner import ModelRunner
 from asyncrl.engines.server.engine import ServerEngine
-from asyncrl.engines.server.look import links_to
-from asyncrl.engines.server.sglang_link import SglangLink
+from asyncrl.engines.server.look import links_to, sglang_links
 from asyncrl.engines.server.sglang_servers import SglangServers
 from asyncrl.engines.server.vllm_link import VllmLink
 from asyncrl.engines.server.vllm_servers import VllmServers
@@ -85,5 +84,5 @@ def make_server_engine(config: Config) -> ServerEngine:
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs a line for every request
     if config.engine.name == "sglang":
         mine = hashlib.sha256(" ".join(sorted(config.engine.urls)).encode()).hexdigest()[:12]
-        return SglangServers(config, links_to(config, SglangLink), Path(config.run.dir).absolute() / "sglang" / mine)
+        return SglangServers(config, sglang_links(config), Path(config.run.dir).absolute() / "sglang" / mine)
     return VllmServers(config, links_to(config, VllmLink))

@@ -18,6 +18,10 @@ def engine_has_keys(config: Config) -> Problems:
 
 def servers_can_be_used(config: Config) -> Problems:
     engine = config.engine
+    if engine.weights != "auto" and engine.name != "sglang":
+        yield (
+            f"engine.weights={engine.weights} does nothing with engine={engine.name}. Use engine=sglang, or remove it"
+        )
     if engine.name not in SERVERS:
         for key, value in (("urls", engine.urls), ("key_env", engine.key_env)):
             if value:

@@ -23,6 +23,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "model.dtype": DTYPES,
     "data.overlong": ("drop", "truncate_left", "truncate_right", "error"),
     "engine.name": ("vllm", "transformers", "server", "sglang", "fake"),
+    "engine.weights": ("auto", "disk", "distributed"),
     "engine.dtype": DTYPES,
     "advantage.estimator": (
         *("group", "gdpo", "turns", "turns_by_number", "reinforce_pp"),

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.checks.dtypes import dtype_on
-from asyncrl.checks.servers import too_short
+from asyncrl.checks.servers import ServerFacts, too_short
 from asyncrl.engines.base import GenerateRequest
 from asyncrl.engines.parameters import ParameterTable
 from asyncrl.engines.request_check import check_request
@@ -86,8 +86,8 @@ class ServerEngine(ABC):
         self._servers = {link.url: Server(link, config.engine.max_sequences) for link in links}
         self._router = Router(list(self._servers))
         self._changed = asyncio.Condition()
-        self._max_length = self._spared = 0
-        self._longer: Callable[[int], str] = str
+        self._shortest: ServerFacts | None = None
+        """Of the servers that the engine started with, the one that holds the shortest sequences."""
         self._closed = False
         self._loop = LoopThread("servers")
         self._loop.begin(self._start(), PATIENCE_S + 4 * self._timeout_s)
@@ -100,13 +100,16 @@ class ServerEngine(ABC):
     def max_length(self) -> int:
         """Tokens of prompt and completion together, on every server; one that holds fewer is refused when it arrives
         later."""
-        return self._max_length
+        return self._shortest.max_length if self._shortest else 0
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         if self._closed:
             raise GenerationError("the engine is closed; make a new one")
-        or_else = self._longer(len(request.prompt_ids) + request.sampling.max_new_tokens)
-        check_request(request, self._vocabulary, self.max_length, spared=self._spared, or_else=or_else)
+        holds = self._shortest
+        assert holds is not None
+        longer = holds.to_hold(len(request.prompt_ids) + request.sampling.max_new_tokens)
+        or_else = f", or start the servers with {longer}"
+        check_request(request, self._vocabulary, holds.max_length, spared=holds.spared, or_else=or_else)
         return await asyncio.wrap_future(self._loop.submit(self._generate(request)))
 
     @abstractmethod
@@ -194,9 +197,7 @@ class ServerEngine(ABC):
             if server.facts is None:
                 log.warning("continuing without a server until it can be used: %s", server.why)
         there = [server.facts for server in self._servers.values() if server.facts is not None]
-        shortest = min(there, key=lambda facts: facts.max_length)
-        self._max_length, self._spared = shortest.max_length, max(facts.spared for facts in there)
-        self._longer = lambda tokens: f", or start the servers with {shortest.to_hold(tokens)}"
+        self._shortest = min(there, key=lambda facts: facts.max_length)
         self._watch = [asyncio.create_task(self._keep_looking_at(server)) for server in self._servers.values()]
 
     async def _keep_looking_at(self, server: Server) -> None:
@@ -228,7 +229,7 @@ class ServerEngine(ABC):
                 if time.monotonic() < server.not_before:
                     return
                 facts = await server.link.facts(self._dtype, self._shape)
-                if why := too_short(server.url, facts, self._config, self._max_length):
+                if why := too_short(server.url, facts, self._config, self.max_length):
                     raise ConfigError(why)
                 server.arrive(facts)
                 log.info("%s is there", server.url)

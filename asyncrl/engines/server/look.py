@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from asyncrl.checks.machine import model_settings
@@ -20,7 +22,11 @@ from asyncrl.schema import Config
 Link = TypeVar("Link", VllmLink, SglangLink)
 
 
-def links_to(config: Config, kind: type[Link]) -> list[Link]:
+def sglang_links(config: Config) -> list[SglangLink]:
+    return links_to(config, partial(SglangLink, weights=config.engine.weights))
+
+
+def links_to(config: Config, kind: Callable[..., Link]) -> list[Link]:
     """Return one link for each of `engine.urls`, with the run's key."""
     engine = config.engine
     key = os.environ.get(engine.key_env, "") if engine.key_env else ""
@@ -29,8 +35,7 @@ def links_to(config: Config, kind: type[Link]) -> list[Link]:
 
 def look_at_servers(config: Config) -> None:
     """Check the servers before a run is started. Raises ConfigError: one cannot be used, or none answers."""
-    sglang = config.engine.name == "sglang"
-    links = links_to(config, SglangLink) if sglang else links_to(config, VllmLink)
+    links = sglang_links(config) if config.engine.name == "sglang" else links_to(config, VllmLink)
     # From `config.json`: loading transformers' own defaults takes seconds, and a worker checks them.
     said = model_settings(config.model.path)
     shape = {key: said[key] for key in SHAPE_KEYS if said.get(key) is not None}

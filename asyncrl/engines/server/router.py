@@ -34,10 +34,17 @@ class _Held:
     """Sequences that other clients sent to it."""
     blocks: OrderedDict[int, None] = field(default_factory=OrderedDict)
     """Digests of prefixes that it has seen."""
+    last: int = 0
+    """Number of the last request that was sent to it."""
 
     @property
     def busy(self) -> float:
         return self.load + self.others
+
+    @property
+    def turn(self) -> tuple[float, int]:
+        """The smallest is next: the least loaded, of equal ones the one that has waited longest."""
+        return self.busy, self.last
 
     def begins(self, digests: Sequence[int]) -> int:
         """How many of the digests, from the first on, it has seen."""
@@ -73,8 +80,8 @@ class Router:
         self._servers[name].others = others
 
     def begin(self, token_ids: NDArray[np.int32], sequences: int, usable: Collection[str]) -> str:
-        """Choose the server for `sequences` completions of one prompt; the caller reports their end with `end`. Among
-        equal servers the first in the order of `names` is chosen.
+        """Choose the server for `sequences` completions of one prompt; the caller reports their end with `end`. Equal
+        servers take turns.
 
         Raises:
             ValueError: no server is usable.
@@ -85,9 +92,9 @@ class Router:
         digests = beginnings(token_ids)
         found = {name: held.begins(digests) for name, held in servers.items()}
         longest = max(found.values())
-        least = min(servers, key=lambda name: servers[name].busy)
+        least = min(servers, key=lambda name: servers[name].turn)
         holders = (name for name, count in found.items() if count == longest)
-        holder = min(holders, key=lambda name: servers[name].busy)
+        holder = min(holders, key=lambda name: servers[name].turn)
         mean = (sum(held.busy for held in servers.values()) + sequences) / len(servers)
         crowded = servers[holder].busy + sequences > max(SKEW * mean, servers[least].busy + max(SLACK, sequences))
         chosen = holder if longest and not crowded else least
@@ -95,6 +102,7 @@ class Router:
         self.known += longest > 0
         self.hits += 0 < longest == found[chosen]
         servers[chosen].load += sequences
+        servers[chosen].last = self.placed
         servers[chosen].remember(digests)
         return chosen
 

@@ -2,7 +2,8 @@
 
     /generate                        tokens in, tokens out
     /pause_generation mode=abort     running sequences are ended, new ones wait
-    /update_weights_from_disk        a folder that the server reads, and the label of its contents
+    /update_weights_from_disk        a folder that the server reads, and the label of its contents; or over gloo
+                                     (`sglang_sender.py`)
     /flush_cache                     drops the KV cache of the previous weights
     /continue_generation /abort_request /server_info /model_info
 
@@ -13,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,9 @@ from asyncrl.engines.server.link import Load, ServerLink
 from asyncrl.engines.server.terms import LOOK_TIMEOUT_S
 from asyncrl.engines.vllm.names import SHAPE_KEYS
 from asyncrl.engines.vllm.sibling import Sibling
-from asyncrl.errors import GenerationError
+from asyncrl.errors import AsyncRLError, ConfigError, GenerationError
 
+log = logging.getLogger(__name__)
 START_IT = "Start it as docs/servers.md says: python -m sglang.launch_server --model-path MODEL"
 ALONE = ("dp_size", "pp_size", "tokenizer_worker_num")
 """Settings that must be 1: with more, each replica would have its own weights, or its own label of them."""
@@ -42,6 +45,8 @@ REPORTED_LESS, CONTEXT_MORE = 4, 2
 """With a context of C tokens its scheduler takes prompts of fewer than C - 6 (`max_req_input_len`), and silently ends a
 sequence after C - 2 tokens, prompt included."""
 DTYPES = {"float": "float32", "half": "float16"}
+FILE = "model.safetensors"
+"""Name of the file with a version's weights, in a folder of its own."""
 
 
 def facts_of(settings: Mapping[str, Any]) -> ServerFacts:
@@ -97,14 +102,20 @@ class SglangLink(ServerLink):
     tells_spans = False
     broken_off = GenerationError  # it reports request errors this way; a lost engine process breaks the connection
 
-    def __init__(self, url: str, *, base_url: str, key: str, timeout_s: float) -> None:
+    def __init__(self, url: str, *, base_url: str, key: str, timeout_s: float, weights: str) -> None:
         super().__init__(url, base_url=base_url, key=key, timeout_s=timeout_s)
+        self.width = 1
+        """Number of its processes."""
+        self.send: Callable[[str, str], Awaitable[None]] | None = None
+        """See `SglangSender.send`; set by whoever loads weights, as this module has no torch."""
+        self._wanted = self._weights = weights
+        """`engine.weights`, and that with `auto` resolved for this server."""
         self._one_load = asyncio.Lock()
         """One load at a time: the server gives the answer of the first of two concurrent loads to both."""
         self._process: Any = None
         """The server's `random_seed`, drawn at its start: another value is another process."""
         self._unanswered: tuple[str, Any] | None = None
-        """Label and process of a load that may still be running."""
+        """Label and process of a load from disk that may still be running."""
 
     async def facts(self, dtype: str, shape: Mapping[str, Any] | None) -> ServerFacts:
         # Not /health, which generates a token: a server left paused by a dead worker never does.
@@ -127,7 +138,21 @@ class SglangLink(ServerLink):
         if why:
             raise self.unusable(why)
         await self.check_generation("/generate")
+        if self._wanted == "distributed":
+            await self._check_sessions()
+        self.width, self._weights = facts.width, self._wanted
         return facts
+
+    async def _check_sessions(self) -> None:
+        try:
+            await self.ask("GET", "/begin_weight_update")
+        except ConfigError as error:
+            raise self.unusable(
+                f"it has no /begin_weight_update, so engine.weights=distributed cannot be: {error}. Start SGLang "
+                "0.5.23 or newer, or set engine.weights=disk"
+            ) from error
+        except GenerationError:  # it is there, for POST alone
+            return
 
     async def label(self, timeout_s: float) -> str:
         return str(await self.get("/model_info", "weight_version", timeout_s))
@@ -211,19 +236,46 @@ class SglangLink(ServerLink):
     async def load(self, load: Load) -> None:
         load.overtake()
         async with self._one_load:
-            self._unanswered = (load.label, self._process)
-            body = {"model_path": load.path, "load_format": "safetensors", "weight_version": load.label}
-            body |= {"flush_cache": False}  # a flush fails the load while ended sequences are still in a batch
             try:
                 await self.post("/pause_generation", {"mode": "abort"})
-                await self.post("/update_weights_from_disk", body)
+                await self._bring(load)
                 await self._flush()
                 if await self.label(LOOK_TIMEOUT_S) != load.label:
                     raise GenerationError(f"{self.url} has another label than it was given")
                 await self.post("/continue_generation", {})
+            except AsyncRLError as error:
+                raise ServerGoneError(f"{self.url} could not load {load.label} and may be paused: {error}") from error
+
+    async def _bring(self, load: Load) -> None:
+        """Bring the weights into the paused server: by their folder if it reads it, or else over gloo."""
+        refused = ""
+        if self._weights != "distributed":
+            try:
+                await self._read_from_disk(load)
+                return self._settle("disk", f"reads its weights from {load.path}")
             except GenerationError as error:
-                self._unanswered = None
-                raise ServerGoneError(
-                    f"{self.url} could not load {load.path} and stays paused: {error}. Can it read that folder?"
-                ) from error
+                refused = f"{error}. Can it read that folder?"
+                if self._weights == "disk":
+                    raise GenerationError(f"{refused} If not, set engine.weights=distributed") from error
+        assert self.send is not None
+        try:
+            await self.send(load.path, load.label)
+        except AsyncRLError as error:
+            raise ServerGoneError(f"{refused} Nor could it be sent them: {error}" if refused else str(error)) from error
+        self._settle("distributed", f"is sent its weights over gloo. {refused}")
+
+    def _settle(self, weights: str, said: str) -> None:
+        if self._weights != weights:
+            log.info("%s %s", self.url, said)
+        self._weights = weights
+
+    async def _read_from_disk(self, load: Load) -> None:
+        self._unanswered = (load.label, self._process)
+        body = {"model_path": load.path, "load_format": "safetensors", "weight_version": load.label}
+        body |= {"flush_cache": False}  # a flush fails the load while ended sequences are still in a batch
+        try:
+            await self.post("/update_weights_from_disk", body)
+        except GenerationError:
             self._unanswered = None
+            raise
+        self._unanswered = None

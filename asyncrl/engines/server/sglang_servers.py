@@ -1,4 +1,4 @@
-"""SGLang servers: a version comes to the worker by any transport, and is passed on to each server as a file."""
+"""SGLang servers: a version comes to the worker by any transport; each server reads it from a file, or is sent it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from asyncrl.engines.server.answers import ServerGoneError
 from asyncrl.engines.server.engine import PATIENCE_S, ServerEngine
 from asyncrl.engines.server.servers import Server
-from asyncrl.engines.server.sglang_link import START_IT, SglangLink
+from asyncrl.engines.server.sglang_link import FILE, START_IT, SglangLink
+from asyncrl.engines.server.sglang_sender import SglangSender
 from asyncrl.errors import WeightsError
 from asyncrl.schema import Config
 
@@ -25,8 +26,8 @@ RETRY_S = 30.0
 
 
 class SglangServers(ServerEngine):
-    """Implements `engines.base.Engine` and `Several`. Args: folder: used by this worker alone; the servers read from
-    it."""
+    """Implements `engines.base.Engine` and `Several`. Args: folder: used by this worker alone; what the servers read or
+    are sent is from there."""
 
     start_it = START_IT
 
@@ -39,6 +40,8 @@ class SglangServers(ServerEngine):
         """By URL: the arrival at which a server was given weights, and their path."""
         self._one_load = defaultdict[str, asyncio.Lock](asyncio.Lock)
         self._written = 0
+        for link in links:
+            link.send = SglangSender(link, config).send
         super().__init__(config, links)
 
     def load_weights(self, policy_version: int, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -85,11 +88,12 @@ class SglangServers(ServerEngine):
 
     def _write(self, policy_version: int, tensors: Mapping[str, torch.Tensor]) -> Path:
         self._written += 1  # a version may come twice while the first is still being read
-        path = self._folder / f"{policy_version}.{self._written}"
+        # With a name that no other run has: a server elsewhere might find what an earlier run left at the same path.
+        path = self._folder / f"{self._run}.{policy_version}.{self._written}"
         try:
             path.mkdir(parents=True)
             whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-            save_file(whole, path / "model.safetensors", {"format": "pt"})
+            save_file(whole, path / FILE, {"format": "pt"})
         except (OSError, RuntimeError) as error:
             raise WeightsError(f"version {policy_version} could not be written to {path}: {error}") from error
         return path

@@ -48,6 +48,15 @@ def test_what_was_forgotten_draws_nobody():
     assert router.begin(prompt, 1, NAMES) == "b"  # the first of those without load
 
 
+def test_servers_without_load_take_turns_and_prompts_return_to_the_one_that_has_them():
+    router = Router(NAMES)
+    for _ in range(2):
+        for number in range(16):
+            place = router.begin(ids(number, 40), 1, NAMES)
+            router.end(place, 1)
+            assert place == NAMES[number % 4]
+
+
 def test_without_a_usable_server_and_with_wrong_books_it_says_so():
     router = Router(NAMES)
     with pytest.raises(ValueError, match="no server"):
