@@ -89,10 +89,10 @@ class SglangSender:
         except (RuntimeError, OSError) as error:
             raise ServerGoneError(f"the transfer to {self._link.url} over gloo broke off: {error}") from error
         finally:
-            if wire is not None:
+            if wire is not None:  # without one, the server may be waiting for it and answer nothing
                 wire.abort()
-            with suppress(ServerGoneError):
-                await self._tidy()
+                with suppress(ServerGoneError):
+                    await self._tidy()
 
     async def _form(self) -> GlooWire:
         """waits for: the server's processes, which connect to a store here; unblocked by: them, the server's refusal,
@@ -156,7 +156,7 @@ class SglangSender:
         """End the session and the group that this worker, or a killed one, left in the server."""
         for path, body in (("/end_weight_update", {}), ("/destroy_weights_update_group", {"group_name": NAME})):
             with suppress(GenerationError):  # there is none
-                await self._ask(path, body, LOOK_TIMEOUT_S)
+                await self._ask(path, body, min(LOOK_TIMEOUT_S, self._timeout_s))
 
     async def _ask(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
         await self._link.ask("POST", path, body, timeout_s=timeout_s)

@@ -31,8 +31,8 @@ vllm:kv_cache_usage_perc{{engine="0",model_name="m"}} 0.25
 class ContractServer:
     """Answers on a port of its own until `stop`. `start` takes the same port again, as a restarted process would."""
 
-    def __init__(self, shape: dict[str, Any]) -> None:
-        self.shape, self.port = shape, free_port()
+    def __init__(self, shape: dict[str, Any], port: int = 0) -> None:
+        self.shape, self.port = shape, port or free_port()
         self.instead: dict[str, Any] = {}
         """Path -> answer to give in place of the correct one."""
         self.hangs = ""
