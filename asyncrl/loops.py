@@ -67,4 +67,3 @@ class LoopThread:
     def _main(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
-        self._loop.run_until_complete(self._loop.shutdown_default_executor())

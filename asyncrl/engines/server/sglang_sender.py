@@ -15,16 +15,18 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from asyncrl.background import in_background
 from asyncrl.checks.addresses import address_of
 from asyncrl.checks.servers import connected_at
 from asyncrl.engines.server.answers import ServerGoneError
@@ -36,6 +38,7 @@ from asyncrl.schema import Config
 from asyncrl.weights.broadcast.group import STRETCH, host_store
 from asyncrl.weights.broadcast.wires import GlooWire, Link, places_to_listen
 
+Result = TypeVar("Result")
 NAME = "asyncrl"
 """Of the group, the same for every worker: so the next one can end what a killed one left in the server."""
 PREFIXES = (NAME, f"{NAME}/", "cpu/")
@@ -128,7 +131,7 @@ class SglangSender:
         of_group: dist.Store = store
         for prefix in PREFIXES:
             of_group = dist.PrefixStore(prefix, of_group)
-        return await asyncio.to_thread(GlooWire, of_group, self._end, 0, 1 + self._link.width)
+        return await _on_thread(partial(GlooWire, of_group, self._end, 0, 1 + self._link.width))
 
     async def _pass(self, wire: GlooWire, tensors: Mapping[str, torch.Tensor]) -> None:
         left_s = self._timeout_s * math.ceil(sum(each.nbytes for each in tensors.values()) / STRETCH)
@@ -143,7 +146,7 @@ class SglangSender:
         try:
             await _both(
                 self._ask("/update_weights_from_distributed", body, left_s + self._timeout_s),
-                asyncio.to_thread(_broadcast, wire, list(tensors.values()), left_s),
+                _on_thread(partial(_broadcast, wire, list(tensors.values()), left_s)),
             )
         except BaseException:
             wire.abort()  # ends the wait of that thread
@@ -165,6 +168,10 @@ class SglangSender:
 def _broadcast(wire: GlooWire, tensors: Sequence[torch.Tensor], left_s: float) -> None:
     data = torch.cat([each.reshape(-1).view(torch.uint8) for each in tensors])
     wire.wait(wire.broadcast(data, left_s), left_s)
+
+
+async def _on_thread(call: Callable[[], Result]) -> Result:
+    return await asyncio.wrap_future(in_background("weights-gloo", call))
 
 
 async def _both(one: Coroutine[Any, Any, Any], other: Coroutine[Any, Any, Any]) -> list[Any]:
