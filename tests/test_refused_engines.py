@@ -69,6 +69,11 @@ REFUSED: Refused = [
         [*SERVER, "engine=sglang", "model=lora"],
         ["model.lora_rank=16 is not supported with engine=sglang", "engine=vllm"],
     ),
+    ([*SERVER, "engine.weights=disk"], ["engine.weights=disk does nothing with engine=server", "engine=sglang"]),
+    (
+        [*SERVER, "engine=sglang", "engine.weights=nccl"],
+        ["engine.weights must be one of auto, disk, distributed; got 'nccl'"],
+    ),
     ([*SERVER, "engine=sglang", "rollout.top_k=4"], ["before anything was left out"]),
     (["weights.on_update=recomputed"], ["weights.on_update must be one of keep, recompute", "`recompute`"]),
     (["weights.on_update=recompute", "engine=fake"], ["does nothing with engine=fake", "on_update=keep"]),

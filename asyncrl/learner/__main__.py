@@ -19,6 +19,7 @@ from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.checks.machine import check_machine
 from asyncrl.checks.parallel import ParallelDims
 from asyncrl.checks.placement import gpus_seen
+from asyncrl.checks.servers import on_to_servers
 from asyncrl.config import JOURNAL_DIR, KEYS_DIR, begin_trace, load_config
 from asyncrl.data.local_tokenizer import own_tokenizer
 from asyncrl.digests import run_digest
@@ -138,7 +139,7 @@ def choices(config: Config, place: Place, layout: str) -> str:
     copied = f"copied {'beside training' if beside else 'between steps'}" if weights.copies == "two" else "not copied"
     return (
         f"computes on {place.device} in {config.model.dtype}, sequences {layout}; weights by {weights.transport}{over} "
-        f"in {weights.wire_dtype}, {copied}"
+        f"in {weights.wire_dtype}, {copied}{on_to_servers(config.engine)}"
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from asyncrl.checks.parallel import ParallelDims, problem_of
 from asyncrl.checks.placement import placement_of
 from asyncrl.checks.rules.replay import store_bytes_needed
+from asyncrl.checks.servers import on_to_servers
 from asyncrl.cli.dry_run.model_size import ModelSize
 from asyncrl.cli.dry_run.placement import gpus_to_plan, kind_to_plan
 from asyncrl.config import JOURNAL_DIR
@@ -85,7 +86,8 @@ def memory_lines(config: Config, model: ModelSize | None, command: str = "local"
         "tokens)"
     )
     wire = BYTES[config.weights.wire_dtype] * count
-    lines.append(f"a weight update: {size(wire)} per worker over {config.weights.transport}")
+    on = on_to_servers(config.engine)
+    lines.append(f"a weight update: {size(wire)} per worker over {config.weights.transport}{on}")
     return lines
 
 
