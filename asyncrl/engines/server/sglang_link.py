@@ -16,9 +16,9 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,6 +95,14 @@ def _started_with(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     return {key: own.get(key) for key in SHAPE_KEYS if key != "architectures"}
 
 
+class Sender(Protocol):
+    """See `SglangSender`."""
+
+    async def send(self, folder: str, label: str) -> None: ...
+
+    def let_go(self) -> None: ...
+
+
 class SglangLink(ServerLink):
     """It does not ask how busy a server is: SGLang reports it only with --enable-metrics."""
 
@@ -106,8 +114,8 @@ class SglangLink(ServerLink):
         super().__init__(url, base_url=base_url, key=key, timeout_s=timeout_s)
         self.width = 1
         """Number of its processes."""
-        self.send: Callable[[str, str], Awaitable[None]] | None = None
-        """See `SglangSender.send`; set by whoever loads weights, as this module has no torch."""
+        self.sender: Sender | None = None
+        """Set by whoever loads weights, as this module has no torch."""
         self._wanted = self._weights = weights
         """`engine.weights`, and that with `auto` resolved for this server."""
         self._one_load = asyncio.Lock()
@@ -118,6 +126,8 @@ class SglangLink(ServerLink):
         """Label and process of a load from disk that may still be running."""
 
     async def facts(self, dtype: str, shape: Mapping[str, Any] | None) -> ServerFacts:
+        if self.sender is not None:
+            self.sender.let_go()
         # Not /health, which generates a token: a server left paused by a dead worker never does.
         model = await self.ask("GET", "/model_info")
         label = str(self.part(model, "weight_version"))
@@ -257,9 +267,9 @@ class SglangLink(ServerLink):
                 refused = f"{error}. Can it read that folder?"
                 if self._weights == "disk":
                     raise GenerationError(f"{refused} If not, set engine.weights=distributed") from error
-        assert self.send is not None
+        assert self.sender is not None
         try:
-            await self.send(load.path, load.label)
+            await self.sender.send(load.path, load.label)
         except AsyncRLError as error:
             raise ServerGoneError(f"{refused} Nor could it be sent them: {error}" if refused else str(error)) from error
         self._settle("distributed", f"is sent its weights over gloo. {refused}")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -68,6 +69,8 @@ class SglangSender:
         self._link, self._timeout_s = link, config.weights.timeout_s
         self._bytes = config.weights.bucket_mb << 20
         host = urlsplit(connected_at(link.url)).hostname or ""
+        self._store: dist.TCPStore | None = None
+        """Where the server is expected; nobody reads from it in another thread."""
         self._end = Link(host=host, timeout_s=self._timeout_s, backend="gloo", interface=config.weights.interface)
 
     async def send(self, folder: str, label: str) -> None:
@@ -97,12 +100,21 @@ class SglangSender:
                 with suppress(ServerGoneError):
                     await self._tidy()
 
+    def let_go(self) -> None:
+        """Close the store that a server has come to too late: that ends its wait, which nothing else does. For one that
+        has not come yet it stays open, since where nobody listens a server tries for 30 minutes."""
+        if self._came():
+            self._store = None
+
+    def _came(self) -> bool:
+        return self._store is not None and self._store.num_keys() > 0
+
     async def _form(self) -> GlooWire:
         """waits for: the server's processes, which connect to a store here; unblocked by: them, the server's refusal,
         or the timeout."""
         where = places_to_listen(self._end.interface, self._end.host, os.environ)[0]
         host = where.get("hostname") or address_of(where["interface"])
-        store, port = host_store(host, self._timeout_s)
+        self._store, port = host_store(host, self._timeout_s)
         asked = {
             "master_address": host,
             "master_port": port,
@@ -111,24 +123,25 @@ class SglangSender:
             "group_name": NAME,
             "backend": "gloo",
         }
-        asking = self._ask(
-            "/init_weights_update_group", asked, 2 * self._timeout_s
-        )  # `_join` knows better what is wrong
-        _, wire = await _both(asking, self._join(store, f"{host}:{port}"))
+        # Asked for longer than `_join` waits, which knows better what is wrong.
+        asking = self._ask("/init_weights_update_group", asked, 2 * self._timeout_s)
+        _, wire = await _both(asking, self._join(f"{host}:{port}"))
         return wire
 
-    async def _join(self, store: dist.TCPStore, where: str) -> GlooWire:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                while not store.num_keys():  # before one of them is here, a thread would wait for all of it for nothing
-                    await asyncio.sleep(AGAIN_S)
-        except TimeoutError:
-            raise ServerGoneError(
-                f"{self._link.url} has not connected to {where} within {self._timeout_s:g} s. It will try for 30 "
-                "minutes and answer nobody until then: make that address reachable for it (weights.interface names "
-                "another one of this machine), and restart it; or share run.dir with it and set engine.weights=disk"
-            ) from None
-        of_group: dist.Store = store
+    async def _join(self, where: str) -> GlooWire:
+        deadline = time.monotonic() + self._timeout_s
+        while not self._came():  # a thread would wait in vain for all of the time
+            if time.monotonic() > deadline:
+                raise ServerGoneError(
+                    f"{self._link.url} has not connected to {where} within {self._timeout_s:g} s. It tries for 30 "
+                    "minutes, and answers nobody until then: make that address reachable for it (weights.interface "
+                    "names another one of this machine) and restart it, or share run.dir with it and set "
+                    "engine.weights=disk"
+                )
+            await asyncio.sleep(AGAIN_S)
+        assert self._store is not None
+        of_group: dist.Store = self._store
+        self._store = None
         for prefix in PREFIXES:
             of_group = dist.PrefixStore(prefix, of_group)
         return await _on_thread(partial(GlooWire, of_group, self._end, 0, 1 + self._link.width))

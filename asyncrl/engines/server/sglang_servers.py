@@ -41,7 +41,7 @@ class SglangServers(ServerEngine):
         self._one_load = defaultdict[str, asyncio.Lock](asyncio.Lock)
         self._written = 0
         for link in links:
-            link.send = SglangSender(link, config).send
+            link.sender = SglangSender(link, config)
         super().__init__(config, links)
 
     def load_weights(self, policy_version: int, tensors: Mapping[str, torch.Tensor]) -> None:
