@@ -42,6 +42,7 @@ class Subscriber:
         self._proof, self._stall_s = proof, stall_s
         self._proven = True
         self._proven_epoch = -1
+        self._proven_before: tuple[int, Canary] | None = None
         self._policy_version = NO_VERSION
         self._fingerprint = ""
         self._closed = threading.Event()
@@ -147,11 +148,13 @@ class Subscriber:
     def _prove(self, proof: Proof, policy_version: int, canary: Canary, beat: Callable[[], None]) -> dict[str, float]:
         self._stats["canary_checked"] += 1
         try:
-            found = self._wait_for(self._loader.submit(proof.prove, policy_version, canary), beat)
+            proving = self._loader.submit(proof.prove, policy_version, canary, self._proven_before)
+            found = self._wait_for(proving, beat)
         except (WeightsError, GenerationError) as error:
             self._stats["canary_failed"] += 1
             log.error("weights: the canary failed: %s", error)
             raise WeightsError(f"version {policy_version} is not served: {error}") from error
+        self._proven_before = policy_version, canary
         return {"canary_max": found.max, "canary_mean": found.mean}
 
     def _wait_for(self, work: Future[Done], beat: Callable[[], None]) -> Done:

@@ -22,9 +22,12 @@ from asyncrl.learner.model.policy import PolicyModel
 from asyncrl.learner.publishing.probes import agreed_probes
 from asyncrl.schema import Config
 from asyncrl.weights.base import Publisher, PublishStats
-from asyncrl.weights.canary import SPACING, Canary
+from asyncrl.weights.canary import SPACING, Canary, Rival
 
 DISTURBED = 8.0
+RIVALS = 8
+"""Pairs of adjacent layers, the last of the model, that the first canary has exchanged as rivals. Layers before them
+change log-probs by far more than rounding."""
 
 
 class ProvingPublisher:
@@ -59,6 +62,7 @@ class ProvingPublisher:
             f"The last optimizer step caused this. Lower learner.lr (it is {config.learner.lr:g}) and continue from "
             "the last checkpoint with resume=auto"
         )
+        self._rivals = RIVALS if self._look else 0
         self._stats: dict[str, float] = {}
 
     def publish(
@@ -66,7 +70,10 @@ class ProvingPublisher:
     ) -> PublishStats:
         started = time.perf_counter()
         if canary is None:
-            canary = canary_of(self._model, self._probes, self._device, *self._dtypes, with_noise=self._look)
+            canary = canary_of(
+                *(self._model, self._probes, self._device, *self._dtypes), with_noise=self._look, rivals=self._rivals
+            )
+            self._rivals = 0  # where a loader puts each tensor does not change from version to version
             if any(np.isnan(logprobs).any() for logprobs in canary.logprobs):
                 raise NonFiniteError(
                     f"log-probs of version {policy_version} of the policy are not numbers (nan), so no engine gets it. "
@@ -107,12 +114,18 @@ def canary_of(
     wire_dtype: str,
     *,
     with_noise: bool = False,
+    rivals: int = 0,
 ) -> Canary:
     """Canary of sequences, [T] token ids each: log-probs of tokens 1.. at temperature 1, from the forward used in
     training.
 
-    Collective over the ranks; all compute the same. `with_noise` computes them twice, see `Canary.noise`.
+    Collective over the ranks; all compute the same. `with_noise` computes them twice, see `Canary.noise`; `rivals` once
+    more for each of so many pairs of layers.
     """
+
+    def split(flat: torch.Tensor) -> tuple[NDArray[np.float32], ...]:
+        return tuple(np.split(flat.float().cpu().numpy(), np.cumsum([len(ids) - 1 for ids in sequences])[:-1]))
+
     pack = Pack.of(sequences, device)
     logprobs, _, largest = model.judge(pack)
     noise = math.inf
@@ -121,15 +134,17 @@ def canary_of(
             others, *_ = model.judge(pack)
         if layers:  # for a model that does not name its layers the noise is unknown, which does not mean 0
             noise = float((others.float() - logprobs.float()).abs().mean()) / DISTURBED
+    exchanged = tuple(Rival(name=name, logprobs=split(model.judge(pack)[0])) for name in exchanging(model, rivals))
     model.settle()
     return Canary(
         sequences=tuple(sequences),
-        logprobs=tuple(np.split(logprobs.float().cpu().numpy(), np.cumsum([len(ids) - 1 for ids in sequences])[:-1])),
+        logprobs=split(logprobs),
         learner_dtype=learner_dtype,
         wire_dtype=wire_dtype,
         routed=is_routed(model),
         largest_logit=float(largest.max()),
         noise=noise,
+        rivals=exchanged,
     )
 
 
@@ -138,14 +153,32 @@ def disturbed(model: PolicyModel) -> Iterator[int]:
     """Context in which each layer's outputs are off by up to DISTURBED times half of bfloat16's spacing; yields the
     number of layers. The disturbance is that much larger than the rounding in question, because otherwise the rounding
     of the computation itself would dominate the difference."""
-    kinds = set(model.hf._no_split_modules or ())  # FSDP2 inserts its own class before that of a sharded module
-    layers = [module for module in model.hf.modules() if kinds & {each.__name__ for each in type(module).__mro__}]
+    layers = layers_of(model)
     hooks = [layer.register_forward_hook(partial(_disturb, number)) for number, layer in enumerate(layers)]
     try:
         yield len(layers)
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def layers_of(model: PolicyModel) -> list[torch.nn.Module]:
+    kinds = set(model.hf._no_split_modules or ())  # FSDP2 inserts its own class before that of a sharded module
+    return [module for module in model.hf.modules() if kinds & {each.__name__ for each in type(module).__mro__}]
+
+
+def exchanging(model: PolicyModel, pairs: int) -> Iterator[str]:
+    """The names of the last so many pairs of adjacent layers. While one is looked at, its layers are exchanged."""
+    known = set(layers_of(model))
+    stacks = (each for each in model.hf.modules() if isinstance(each, torch.nn.ModuleList) and known & set(each))
+    for stack in stacks:
+        for one in range(max(len(stack) - 1 - pairs, 0), len(stack) - 1):
+            first, second = stack[one], stack[one + 1]
+            stack[one], stack[one + 1] = second, first
+            try:
+                yield f"layers {one} and {one + 1} exchanged"
+            finally:
+                stack[one], stack[one + 1] = first, second
 
 
 def _disturb(number: int, layer: Any, given: Any, out: Any) -> Any:
