@@ -7,7 +7,8 @@ deviation of the weights, whose norms vary by a fifth; 16 probes of 24 random to
 pack, the built-in engine one by one, in bfloat16.
 
 For each kind of model: `honest`, the mean difference of the right engine, and `allowed`, in thousandths; `refused`,
-right engines that are not accepted. For each kind of error: how many there were; of them `found` by the mean and
+right engines that are not accepted; `correlation`, the largest of a right engine's differences with a rival's, over the
+tokens (with one of 0.7 it would count as serving the rival). For each kind of error: how many there were; of them `found` by the mean and
 maximum alone (`by_size`) and with rivals; and `times`, their least mean difference over that of the right engine.
 
     layers      two adjacent layers exchanged, at every depth
@@ -43,7 +44,7 @@ from asyncrl.learner.model.policy import PolicyModel, build_model
 from asyncrl.learner.publishing.canary import RIVALS, canary_of
 from asyncrl.learner.publishing.probes import probes_of
 from asyncrl.schema import Config, DataConfig, ModelConfig, RunConfig
-from asyncrl.weights.canary import Canary, Proof, compare
+from asyncrl.weights.canary import Canary, Proof, Rival, compare
 from benchmarks.parts.answer import answer, parse
 
 SMOKE = {"layers": 2, "deviations": [0.1], "kinds": ["dense", "moe8"]}
@@ -128,18 +129,26 @@ class Found:
         self.honest: list[float] = []
         self.allowed: list[float] = []
         self.right, self.refused = 0, 0
+        self.correlations: list[float] = []
         self.errors: dict[str, list[tuple[bool, bool, float]]] = defaultdict(list)
 
     def result(self, kind: str) -> dict[str, Any]:
         thousandths = {"honest": self.honest, "allowed": self.allowed}
         found: dict[str, Any] = {f"{kind}_{word}": [round(1e3 * x, 1) for x in of] for word, of in thousandths.items()}
         found[f"{kind}_refused"] = f"{self.refused} of {self.right}"
+        found[f"{kind}_correlation"] = round(max(self.correlations), 2)
         for name, rows in self.errors.items():
             by_size, with_rivals, times = zip(*rows, strict=True)
             found[f"{kind}_{name}_found"] = f"{sum(with_rivals)} of {len(rows)}"
             found[f"{kind}_{name}_found_by_size"] = f"{sum(by_size)} of {len(rows)}"
             found[f"{kind}_{name}_times"] = round(min(times), 2)
         return found
+
+
+def correlation(rival: Rival, canary: Canary, scored: list[NDArray[np.float32]]) -> float:
+    right, wrong, found = (np.concatenate(parts) for parts in (canary.logprobs, rival.logprobs, scored))
+    one, other = found - right, wrong - right
+    return float(one @ other / np.sqrt((one @ one) * (other @ other)))
 
 
 def refused(canary: Canary, scored: list[NDArray[np.float32]], before: tuple[int, Canary] | None = None) -> bool:
@@ -178,6 +187,7 @@ def look(found: Found, kind: str, layers: int, deviation: float, learner: str, s
     found.honest.append(compare(canary, honest).mean)
     found.allowed.append(canary.tolerance("bfloat16").mean)
     found.right, found.refused = found.right + 1, found.refused + refused(canary, honest)
+    found.correlations += [correlation(rival, canary, honest) for rival in canary.rivals]
     for name, damage in damages(kind, layers, deviation):
         wrong = copy.deepcopy(engine)
         damage(wrong)
