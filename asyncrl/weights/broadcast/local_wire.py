@@ -83,7 +83,7 @@ class LocalWire:
             raise RuntimeError(f"received a piece of {len(there)} bytes, expected {len(buffer)}")
         buffer.copy_(there)
         if there.device.type == "cuda":
-            torch.cuda.synchronize(there.device)  # rank 0 may overwrite that memory as soon as it is told
+            torch.cuda.current_stream(there.device).synchronize()  # rank 0 may overwrite it as soon as it is told
         if self._store.add(f"taken/{number}", 1) == self._world - 1:
             self._store.set(f"done/{number}", "")
 

@@ -30,6 +30,7 @@ from asyncrl.weights.flows import Flow, Flows, lane_name
 from asyncrl.weights.manifest import Manifest, build_manifest
 from asyncrl.weights.shares import slices
 from asyncrl.weights.sliced import Wanted, sliced
+from asyncrl.weights.streams import SideStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +103,7 @@ class Staging:
     width = 1
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self._device = device
+        self._device, self._stream = device, SideStream(device)
         self.keeps: Wanted | None = None
         """Parts of the tensors that this process's engine reads, if known: it then gets no more than those if the
         sender supports that."""
@@ -204,12 +205,13 @@ class Staging:
         if event.get("delta") and base != event["base"]:
             raise RuntimeError(f"received a delta for version {event['base']}, but version {base} is staged here")
         self._leave_to_the_engine(bool(event.get("delta")))
-        if self._parts:
-            prints = self._receive_flows()
-        elif event.get("delta"):
-            prints = self._receive_delta(self._groups[0], event["delta"])
-        else:
-            prints = self._receive_full(self._groups[0])
+        with self._stream.used():
+            if self._parts:
+                prints = self._receive_flows()
+            elif event.get("delta"):
+                prints = self._receive_delta(self._groups[0], event["delta"])
+            else:
+                prints = self._receive_full(self._groups[0])
         self._complete = int(event["policy_version"])
         return prints
 
@@ -242,7 +244,7 @@ class Staging:
         """Receive from all senders at once, one thread each; returns the fingerprints of their buckets, sender by
         sender."""
         with ThreadPoolExecutor(len(self._parts), thread_name_prefix="weights-share") as threads:
-            works = [threads.submit(landing.receive, self._targets(flow)) for flow, landing in self._parts]
+            works = [threads.submit(self._receive_flow, flow, landing) for flow, landing in self._parts]
             broken = ""
             for work in as_completed(works):  # each is bounded by its groups; the first failure ends the others
                 if (error := work.exception()) is not None and not broken:
@@ -252,6 +254,10 @@ class Staging:
             # A new error: the caught ones would be referenced by this frame, and keep groups with open sockets alive.
             raise RuntimeError(broken)
         return [fingerprint for work in works for fingerprint in work.result()]
+
+    def _receive_flow(self, flow: Flow, landing: FlowLanding) -> list[str]:
+        with self._stream.used():  # each thread has its own choice of a stream
+            return landing.receive(self._targets(flow))
 
     def _targets(self, flow: Flow) -> dict[str, torch.Tensor]:
         """Place in staging of each part of the flow. Parts that are not sent here are left out."""

@@ -39,6 +39,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.settings.weights import ON_DEVICE
 from asyncrl.weights.broadcast.local_wire import LocalWire
 from asyncrl.weights.broadcast.stream_wire import StreamWire
+from asyncrl.weights.streams import on, stream_of
 
 log = logging.getLogger(__name__)
 Done = TypeVar("Done")
@@ -193,8 +194,8 @@ class NcclWire:
             raise
 
     def broadcast(self, buffer: torch.Tensor, left_s: float) -> Any:
-        options = broadcast_options(left_s)
-        return self._calls.ask(lambda: self._group.broadcast([buffer], options), left_s, "to take a broadcast")
+        options, stream = broadcast_options(left_s), stream_of(buffer)
+        return self._calls.ask(lambda: self._queue(buffer, options, stream), left_s, "to take a broadcast")
 
     def wait(self, work: Any, left_s: float) -> None:
         deadline = time.monotonic() + left_s
@@ -212,6 +213,11 @@ class NcclWire:
         except RuntimeError as error:
             log.warning("weights: a communicator could not be closed: %s", error)
         last.end()
+
+    def _queue(self, buffer: torch.Tensor, options: dist.BroadcastOptions, stream: torch.cuda.Stream | None) -> Any:
+        """Start a broadcast after what is enqueued on `stream`, which the requester uses, and after nothing else."""
+        with on(stream):
+            return self._group.broadcast([buffer], options)
 
     def _form(self, store: dist.Store, link: Link, rank: int, world: int) -> None:
         assert link.device is not None

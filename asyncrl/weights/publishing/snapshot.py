@@ -35,6 +35,7 @@ from asyncrl.weights.publishing.gather import Route, choose_route, gather_into, 
 from asyncrl.weights.publishing.reading import Reading
 from asyncrl.weights.publishing.sharding import OwnShare, local, memory_of
 from asyncrl.weights.shares import Shares
+from asyncrl.weights.streams import SideStream
 
 _GATHER_S = 60.0
 """Seconds that the ranks of a gather get, beyond the time that the first of them may wait for the sender."""
@@ -331,6 +332,10 @@ class BackgroundPublisher:
         self._current = fresh
 
     def _main(self) -> None:
+        with SideStream(self._device).used():
+            self._send_all()
+
+    def _send_all(self) -> None:
         assert self._sender is not None
         try:
             while True:
