@@ -13,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl import placement as placements
-from asyncrl.checks.placement import gpus_per_engine, misread_gpus, placement_of, visible_gpus, worker_gpus
+from asyncrl.checks.placement import (
+    gpus_per_engine,
+    impossible_placement,
+    misread_gpus,
+    placement_of,
+    visible_gpus,
+    worker_gpus,
+)
 from asyncrl.checks.resources import missing_devices
 from asyncrl.cli.processes.commands import Command, with_gpus
 from asyncrl.config import load_config
@@ -344,6 +351,7 @@ def test_gpus_that_are_named_and_that_cuda_does_not_see_are_told(
     for name in ("0000:01:00.0", "0000:02:00.0"):
         (tmp_path / name).mkdir()
     monkeypatch.setattr("asyncrl.checks.placement.NVIDIA", tmp_path)
+    monkeypatch.setattr("asyncrl.checks.placement.DEVICES", tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", exported)
     config = load_config([*REQUIRED, "learner.ranks=2"])
     for role in ("local", "learner"):
@@ -351,6 +359,59 @@ def test_gpus_that_are_named_and_that_cuda_does_not_see_are_told(
         assert says in said
     assert not list(missing_devices(load_config([*REQUIRED, "learner.device=cpu", "engine.device=cpu"]), "local"))
     assert not list(missing_devices(config, "replay"))
+
+
+@pytest.mark.parametrize(("files", "seen"), [(0, 4), (1, 1), (4, 4), (6, 4)])
+def test_of_the_gpus_that_the_driver_lists_only_those_with_device_files_count(
+    files: int, seen: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for folder, names in {
+        "driver": [f"0000:0{number}:00.0" for number in range(4)],
+        "dev": ["nvidiactl", "nvidia-uvm", *(f"nvidia{number}" for number in range(files))],
+    }.items():
+        for name in names:
+            (tmp_path / folder / name).mkdir(parents=True)
+    monkeypatch.setattr("asyncrl.checks.placement.NVIDIA", tmp_path / "driver")
+    monkeypatch.setattr("asyncrl.checks.placement.DEVICES", tmp_path / "dev")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_gpus() == tuple(map(str, range(seen)))
+
+
+def test_more_ranks_than_gpus_are_refused_by_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    config = load_config(REQUIRED)
+    for ranks, refused in (("2", False), ("4", True)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        said = list(missing_devices(config, "learner"))
+        assert bool(said) == refused
+    assert said == [
+        "4 learner ranks were started here (torchrun's --nproc-per-node), one GPU each, and this machine has 2 of "
+        "CUDA_VISIBLE_DEVICES=0,1. Start 2, or set learner.device=cpu"
+    ]
+    assert not list(missing_devices(load_config([*REQUIRED, "learner.device=cpu"]), "learner"))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "unseen"),
+    [
+        (1, [], ""),
+        (1, ["rollout.workers=2"], ""),
+        (
+            8,
+            ["rollout.workers=1"],
+            "rollout worker 0 copies the weights out of the memory of GPU 0, and sees only GPU 1",
+        ),
+        (8, ["learner.ranks=2", "engine.tensor_parallel=2", "engine=vllm", "placement.mode=colocated"], ""),
+        (8, ["learner.ranks=2", "rollout.workers=2", "placement.mode=colocated"], "GPU 0, and sees only one of 0, 1"),
+        (8, ["rollout.workers=2", "rollout.host=process", "placement.mode=colocated"], "1 copies"),
+        (8, ["learner.ranks=2", "weights.senders=all", "placement.mode=colocated"], "GPU 0, 1, and sees only GPU 0"),
+    ],
+)
+def test_with_ipc_every_engine_sees_the_gpus_of_the_senders(gpus: int, overrides: list[str], unseen: str) -> None:
+    config = load_config([*REQUIRED, "weights.backend=ipc", *overrides])
+    said = " ".join(impossible_placement(config, gpus))
+    assert unseen in said and bool(said) == bool(unseen)
+    assert not list(impossible_placement(load_config([*REQUIRED, *overrides]), gpus))
 
 
 def test_lists_that_end_as_they_may_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:

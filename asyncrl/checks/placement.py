@@ -17,7 +17,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.placement import Demand, Placement, blocks, engine_share, place
 from asyncrl.schema import Config
 
-NVIDIA, AMD = Path("/proc/driver/nvidia/gpus"), Path("/dev/kfd")
+NVIDIA, AMD, DEVICES = Path("/proc/driver/nvidia/gpus"), Path("/dev/kfd"), Path("/dev")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 KINDS = (r"\d+", r"GPU-.+", r"MIG-.+")
 """Kinds of names in CUDA_VISIBLE_DEVICES; all names in a list must be of the first one's kind."""
@@ -34,7 +34,15 @@ def visible_gpus() -> tuple[str, ...] | None:
         return seen if len(set(seen)) == len(seen) else ()  # if one is named twice, CUDA sees none
     if AMD.exists():
         return None
-    return tuple(map(str, range(len(list(NVIDIA.iterdir()))))) if NVIDIA.is_dir() else ()
+    return tuple(map(str, range(_here())))
+
+
+def _here() -> int:
+    """Number of NVIDIA GPUs of this machine. In a container the driver may list those of the whole machine, and then
+    only the device files of its own are there; outside, files are made when they are first needed."""
+    listed = len(list(NVIDIA.iterdir())) if NVIDIA.is_dir() else 0
+    files = sum(re.fullmatch(r"nvidia\d+", file.name) is not None for file in DEVICES.iterdir())
+    return min(listed, files) if files else listed
 
 
 def _exported() -> list[str] | None:
@@ -46,7 +54,7 @@ def _before_the_end(names: Sequence[str]) -> tuple[str, ...]:
     """Return the names that CUDA reads: up to the first that is invalid, of another kind than the first, or of a GPU
     that does not exist."""
     kind = next((kind for kind in KINDS if re.fullmatch(kind, names[0])), "")
-    here = len(list(NVIDIA.iterdir())) if NVIDIA.is_dir() else math.inf
+    here = _here() if NVIDIA.is_dir() else math.inf
 
     def counts(name: str) -> bool:
         return re.fullmatch(kind, name) is not None and not (name.isdecimal() and int(name) >= here)
@@ -142,9 +150,27 @@ def impossible_placement(config: Config, seen: int) -> Iterator[str]:
         )
         return
     try:
-        placement_of(config, seen)
+        yield from out_of_sight(config, placement_of(config, seen))
     except ConfigError as error:
         yield str(error)
+
+
+def out_of_sight(config: Config, placement: Placement) -> Iterator[str]:
+    """Report engines that cannot open the learner's memory: a process opens only memory of GPUs that it sees."""
+    if config.weights.backend != "ipc" or not placement.learner or not placement.engines:
+        return
+    senders = placement.learner_gpus if config.weights.senders == "all" else placement.learner_gpus[:1]
+    # Ray chooses among the GPUs of the pool.
+    narrow = config.rollout.host == "ray" and len(placement.rollout_gpus) > len(placement.engines[0].gpus)
+    for engine in placement.engines:
+        if narrow or not set(senders) <= set(engine.gpus):
+            yield (
+                f"weights.backend=ipc: {engine.name} copies the weights out of the memory of GPU "
+                f"{', '.join(map(str, senders))}, and sees only {'one of' if narrow else 'GPU'} "
+                f"{', '.join(map(str, placement.rollout_gpus if narrow else engine.gpus))}. Leave weights.backend out "
+                "(nccl between GPUs of their own, else sockets), or use one GPU for all"
+            )
+            return
 
 
 def named(gpus: Sequence[int], visible: Sequence[str]) -> str:

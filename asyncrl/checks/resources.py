@@ -11,7 +11,9 @@ from pathlib import Path
 
 from asyncrl.checks.addresses import host_of, interfaces_here, unknown_interfaces
 from asyncrl.checks.placement import (
+    PLACED,
     gpus_of_rewards,
+    gpus_seen,
     impossible_placement,
     misread_gpus,
     on_gpus,
@@ -48,7 +50,13 @@ def _more_than_there_are(config: Config, role: str, gpus: int) -> Iterator[str]:
         yield from _more_than_ray_has(config, role, gpus)
     devices = {"engine.device": (config.engine.device, 1)} if here else {}
     if role in ("local", "learner"):
-        ranks = config.learner.ranks if role == "local" else 1
+        ranks = config.learner.ranks if role == "local" else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if role == "learner" and config.learner.device in PLACED and ranks > gpus > 0:
+            yield (
+                f"{ranks} learner ranks were started here (torchrun's --nproc-per-node), one GPU each, and this "
+                f"machine has {gpus}{gpus_seen()}. Start {gpus}, or set learner.device=cpu"
+            )
+            return
         devices["learner.device"] = (config.learner.device, ranks if config.learner.device == "cuda" else 1)
     for key, (device, wanted) in devices.items():
         first = int(device.partition(":")[2] or 0)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from asyncrl.checks.dtypes import with_dtypes
-from asyncrl.checks.placement import VISIBLE, impossible_placement, placement_of
+from asyncrl.checks.placement import VISIBLE, impossible_placement, placement_of, visible_gpus
 from asyncrl.cli.processes.commands import local_commands, with_gpus
 from asyncrl.learner.assembly import assemble
 from asyncrl.learner.backends.fsdp2 import FSDP2
@@ -48,7 +48,8 @@ FAKED = ("GPU-0a",)
 def placement(scale: Scale, folder: Path, backend: FSDP2) -> Found:
     """Check that learner and pool, as `asyncrl local` starts them, see the GPUs given to them and can hold their shares
     of the memory at the same time. A single GPU is given to both, and `dedicated` placement is refused."""
-    visible = tuple(map(str, range(torch.cuda.device_count()))) if scale.device.type == "cuda" else FAKED
+    visible = FAKED if scale.device.type == "cpu" else visible_gpus() or ()
+    assert scale.device.type == "cpu" or len(visible) == torch.cuda.device_count(), visible
     config = scale.config(folder, "tiny")
     commands = with_gpus(local_commands(config, (), "gpu"), config, visible)
     placed = placement_of(config, len(visible))

@@ -34,6 +34,7 @@ def seen_by(processes: list[psutil.Process]) -> set[str]:
 @pytest.mark.parametrize("host", ["ray", pytest.param("process", marks=pytest.mark.long)])
 def test_no_two_processes_see_one_gpu(start_local: StartLocal, monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-0a,GPU-1b,GPU-2c,GPU-3d")
+    monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "1")  # as other frameworks ask for
     run = start_local({"rollout.host": host, "rollout.workers": 2, "learner.ranks": 2, "learner.steps": 3})
     ranks, pool = set[str](), set[str]()
     deadline = time.monotonic() + 600

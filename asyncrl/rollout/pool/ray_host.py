@@ -25,6 +25,7 @@ from asyncrl.checks.placement import gpus_per_engine, visible_gpus
 from asyncrl.config import config_to_dict
 from asyncrl.errors import ConfigError
 from asyncrl.family import die_with_parent
+from asyncrl.rollout.assigned import see_own_gpus
 from asyncrl.rollout.host import EXIT_FAILED, EXIT_REFUSED, HostLostError, WorkerExit, WorkerSpec, run_worker_here
 from asyncrl.rollout.luggage import Luggage, local_paths, pack, unpacked
 from asyncrl.rollout.pool.log_tail import last_lines
@@ -62,6 +63,7 @@ class RolloutWorkerActor:
         """Block for the lifetime of the worker; return its exit code and the last lines of its log here."""
         spec = WorkerSpec(**payload)
         os.environ.update(luggage.environment | spec.environment)
+        see_own_gpus()
         die_with_parent(os.getppid())  # when a raylet is killed, Ray leaves its actors running
         with unpacked(luggage, spec.config) as settings:
             code = run_worker_here(replace(spec, config=settings))

@@ -21,6 +21,7 @@ from asyncrl.checks.rewards import at_once, reward_terms
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.rewards.pool import MODEL_START_TIMEOUT_S, RewardPool
 from asyncrl.rewards.score import Outcome, RewardScore
+from asyncrl.rollout.assigned import see_own_gpus
 from asyncrl.rollout.luggage import Luggage, unpacked
 from asyncrl.schema import RewardConfig
 from asyncrl.types import Completion
@@ -39,6 +40,7 @@ class RewardService:
 
     def __init__(self, reward: dict[str, Any], environment: dict[str, str], luggage: Luggage) -> None:
         os.environ.update(luggage.environment | environment)
+        see_own_gpus(or_none=True)  # a reward that takes a GPU where it sees one would take an engine's
         self._unpacked = contextlib.ExitStack()  # until this process ends
         settings = RewardConfig(**self._unpacked.enter_context(unpacked(luggage, {"reward": reward}))["reward"])
         terms = reward_terms(settings)
