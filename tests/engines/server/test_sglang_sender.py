@@ -37,7 +37,7 @@ MODEL = Qwen3Config(
     num_key_value_heads=4, head_dim=64, architectures=["Qwen3ForCausalLM"],
 )  # fmt: skip
 """12 MB: more than a socket takes while nobody reads, in several buckets of at most 1 MiB."""
-TIMEOUT_S = 2.0
+TIMEOUT_S = 10.0
 pytestmark = pytest.mark.slow
 
 
@@ -145,7 +145,7 @@ def test_a_server_that_stops_while_it_receives_is_left_out_in_time_and_asked_aga
         pair[1].set(updates=0, stops_at=2)
         begun = time.monotonic()
         sent = load(engine, 1)
-        assert time.monotonic() - begun < 30.0
+        assert time.monotonic() - begun < 6 * TIMEOUT_S
         assert_has(pair[0], sent, 1)
         assert engine.stats()["servers"] == 1 and versions(engine) == [[1] * 3] * 4
         pair[1].signal(signal.SIGCONT)
@@ -191,7 +191,7 @@ def test_a_server_that_cannot_connect_is_left_out_in_time_and_the_reason_names_t
     with running(folder, *pair, timeout_s=TIMEOUT_S) as engine:
         begun = time.monotonic()
         sent = load(engine, 0)
-        assert time.monotonic() - begun < 30.0
+        assert time.monotonic() - begun < 6 * TIMEOUT_S
         assert_has(pair[0], sent, 0)
         assert versions(engine) == [[0] * 3] * 4
         assert f"{pair[1].url} has not connected to 127.0.0.1:" in caplog.text and "weights.interface" in caplog.text
