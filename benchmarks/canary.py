@@ -8,8 +8,9 @@ pack, the built-in engine one by one, in bfloat16.
 
 For each kind of model: `honest`, the mean difference of the right engine, and `allowed`, in thousandths; `refused`,
 right engines that are not accepted; `correlation`, the largest of a right engine's differences with a rival's, over the
-tokens (with one of 0.7 it would count as serving the rival). For each kind of error: how many there were; of them `found` by the mean and
-maximum alone (`by_size`) and with rivals; and `times`, their least mean difference over that of the right engine.
+tokens (with one of 0.7 it would count as serving the rival). For each kind of error: how many there were; of them
+`found` by the mean and maximum alone (`by_size`) and with rivals; and `times`, their least mean difference over that of
+the right engine.
 
     layers      two adjacent layers exchanged, at every depth
     last        of them, the last two
