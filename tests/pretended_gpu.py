@@ -26,6 +26,8 @@ DEFAULT = "default"
 _ACROSS = {"copy_", "_foreach_copy_", "_has_compatible_shallow_copy_type", "empty_like"}
 """Functions that take tensors of several devices, or do not look at one of them."""
 _here = threading.local()
+pinned: list[int] = []
+"""Bytes of each tensor that was pinned."""
 
 
 class DeviceError(RuntimeError):
@@ -50,8 +52,6 @@ class _Pretence(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if _named(func) == "pin_memory":
-            return args[0].clone()
         if not any(isinstance(each, OnGpu | torch.device | str) for each in tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
         with Plainly():
@@ -169,6 +169,12 @@ def _properties(device: Any = "cuda") -> SimpleNamespace:
     return SimpleNamespace(uuid=f"GPU-{number}", total_memory=80 << 30, major=9, minor=0, name="pretended")
 
 
+def _pin(tensor: torch.Tensor) -> torch.Tensor:
+    assert place_of(tensor) is None, "only memory of the host can be pinned"
+    pinned.append(tensor.nbytes)
+    return tensor.clone()
+
+
 def _in_this(run: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
     def pretending(thread: threading.Thread) -> None:
         with _Pretence():
@@ -198,6 +204,8 @@ def pretended_gpus(count: int) -> Iterator[None]:
     with ExitStack() as stack:
         for name, value in stand_ins.items():
             stack.enter_context(patch.object(torch.cuda, name, value))
+        pinned.clear()
+        stack.enter_context(patch.object(torch.Tensor, "pin_memory", _pin))
         stack.enter_context(patch.object(threading.Thread, "run", _in_this(threading.Thread.run)))
         before = torch.__future__.get_overwrite_module_params_on_conversion()
         torch.__future__.set_overwrite_module_params_on_conversion(True)  # a parameter cannot change its class in place

@@ -19,7 +19,7 @@ from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.fingerprint import LEAF, Fingerprint, bucket_fingerprint
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher
 from asyncrl.weights.sliced import Wanted
-from tests.pretended_gpu import DEFAULT, DeviceError, place_of, pretended_gpus, stream_here
+from tests.pretended_gpu import DEFAULT, DeviceError, pinned, place_of, pretended_gpus, stream_here
 from tests.waiting import until
 from tests.weights.board import Board, WorkerRendezvous
 
@@ -123,6 +123,7 @@ def test_weights_pass_from_gpu_to_gpu_and_no_piece_waits_for_training_or_generat
                 assert place_of(tensor) is None and torch.equal(tensor, wanted[: len(tensor)]), (version, name)
         publisher.close()
         subscriber.close()
+        assert sum(pinned) == staging.nbytes, "or the engine would be paused for longer"
     assert {device for device, _ in Communicator.took} == ({LEARNER, ENGINE} if backend == "nccl" else set())
     if not case.get("delta"):
         assert DEFAULT not in {stream for _, stream in Communicator.took} | set(hashed)

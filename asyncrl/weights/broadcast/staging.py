@@ -156,8 +156,8 @@ class Staging:
         self._manifest, self._kept, self._place = manifest, kept, place
         held = manifest if kept is None else _manifest_of(manifest, kept)
         self._buffers = held.allocate()
-        if place != "cpu":
-            # The engine is paused while it loads; loading from pinned memory is several times faster.
+        if self._device is not None:
+            # The engine is paused while it loads; a GPU reads pinned memory several times faster.
             self._buffers = [buffer.pin_memory() for buffer in self._buffers]
         views = held.views(self._buffers)
         if kept is None:
