@@ -258,7 +258,7 @@ def test_a_shared_gpu_is_told_to_both_sides(monkeypatch: pytest.MonkeyPatch) -> 
     assert own["rollout"].arguments == ()
     among_themselves = roles("0,1", monkeypatch, "engine=vllm", "rollout.workers=2", "ray.gpus_per_worker=0.5")
     assert among_themselves["rollout"].arguments == ("engine.vllm.gpu_memory_utilization=0.45",)
-    assert among_themselves["learner"].arguments == ("placement.mode=dedicated",)
+    assert among_themselves["learner"].arguments == ("placement.mode=dedicated", "weights.backend=sockets")
     plain = roles("0,1", monkeypatch, "rollout.host=process", "rollout.workers=2", "ray.gpus_per_worker=0.5")
     assert (plain["learner"].gpus, plain["rollout"].gpus) == ("0", "1")
 
@@ -412,6 +412,34 @@ def test_with_ipc_every_engine_sees_the_gpus_of_the_senders(gpus: int, overrides
     said = " ".join(impossible_placement(config, gpus))
     assert unseen in said and bool(said) == bool(unseen)
     assert not list(impossible_placement(load_config([*REQUIRED, *overrides]), gpus))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shared"),
+    [
+        (["learner.ranks=4", "rollout.workers=4"], []),
+        (["learner.ranks=4", "rollout.workers=4", "weights.senders=all"], []),
+        (["learner.ranks=2", "rollout.workers=4", "ray.gpus_per_worker=0.5"], [2, 3]),
+        (["learner.ranks=2", "rollout.workers=2", "placement.mode=colocated"], [0]),
+        (["learner.ranks=2", "rollout.workers=2", "placement.mode=colocated", "weights.senders=all"], [0, 1]),
+        (["learner.ranks=2", "engine.device=cuda:3"], []),
+        (["learner.ranks=2", "engine.device=cuda:0"], [0]),
+        (["learner.ranks=2", "engine.device=cuda:3", "rollout.workers=2"], [3]),
+        (["learner.device=cuda:1", "rollout.workers=2"], [1]),
+        (["learner.device=cuda:0", "engine.device=cuda:0"], [0]),
+        (["learner.device=cpu", "rollout.workers=2"], []),
+    ],
+)
+def test_nccl_is_neither_chosen_nor_accepted_where_two_of_its_members_are_on_one_gpu(
+    overrides: list[str], shared: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(*more: str) -> str:
+        return " ".join(impossible_placement(load_config([*REQUIRED, *overrides, *more]), 8))
+
+    wanted = f"refuses two members on one GPU, and GPU {shared[0]} would have them" if shared else ""
+    assert not said() and bool(said("weights.backend=nccl")) == bool(shared) and wanted in said("weights.backend=nccl")
+    told = roles("0,1,2,3,4,5,6,7", monkeypatch, *overrides)["learner"].arguments
+    assert bool({"weights.backend=sockets", "placement.mode=colocated"} & set(told)) == bool(shared)
 
 
 def test_lists_that_end_as_they_may_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,9 +150,31 @@ def impossible_placement(config: Config, seen: int) -> Iterator[str]:
         )
         return
     try:
-        yield from out_of_sight(config, placement_of(config, seen))
+        placement = placement_of(config, seen)
     except ConfigError as error:
         yield str(error)
+        return
+    yield from out_of_sight(config, placement)
+    if config.weights.backend == "nccl" and (shared := met_twice(config, placement)):
+        yield (
+            f"weights.backend=nccl refuses two members on one GPU, and GPU {shared[0]} would have them. Leave "
+            "weights.backend out, or give learner and engines GPUs of their own"
+        )
+
+
+def met_twice(config: Config, placement: Placement) -> list[int]:
+    """Return the GPUs that would have two members of the weights' group: learner ranks that send, and engines."""
+    ranks = placement.learner_gpus or _numbered(config.learner.device)
+    engines = [gpu for engine in placement.engines for gpu in engine.gpus]
+    if not engines and not config.ray.address:
+        engines = [*_numbered(config.engine.device)] * config.rollout.workers
+    members = [*(ranks if config.weights.senders == "all" else ranks[:1]), *engines]
+    return sorted({gpu for gpu in members if members.count(gpu) > 1})
+
+
+def _numbered(device: str) -> tuple[int, ...]:
+    """Return the number of a device that asyncrl does not place."""
+    return (int(device.partition(":")[2]),) if device.startswith("cuda:") else ()
 
 
 def out_of_sight(config: Config, placement: Placement) -> Iterator[str]:

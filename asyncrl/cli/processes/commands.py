@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from asyncrl.checks.addresses import host_of, tcp
-from asyncrl.checks.placement import VISIBLE, named, placement_of
+from asyncrl.checks.placement import VISIBLE, met_twice, named, placement_of
 from asyncrl.cli.arguments.overrides import quoted
 from asyncrl.cli.processes.ports import free_port
 from asyncrl.placement import WHOLE_SHARE
@@ -94,12 +94,14 @@ def local_commands(config: Config, overrides: Sequence[str], run_id: str) -> lis
 def with_gpus(commands: Sequence[Command], config: Config, visible: Sequence[str]) -> list[Command]:
     """Return `local_commands` with each role's share of the GPUs that this process sees. If none are known, nothing is
     set, whatever `placement.gpus` is."""
-    placement = placement_of(config, len(visible)) if visible else ()
-    if not placement or not any(placement):
+    if not visible:
         return list(commands)
+    placement = placement_of(config, len(visible))
     told = {"learner": [], "rollout": []}
     if placement.learner and placement.engines:  # `weights.backend=auto` depends on it
         told["learner"].append(f"placement.mode={'colocated' if placement.shared else 'dedicated'}")
+    if config.weights.backend == "auto" and not placement.shared and met_twice(config, placement):
+        told["learner"].append("weights.backend=sockets")
     crowded = placement.engine_memory < WHOLE_SHARE  # it shares a GPU with a rank or another engine
     if config.engine.name == "vllm" and crowded and "gpu_memory_utilization" not in config.engine.vllm:
         told["rollout"].append(f"engine.vllm.gpu_memory_utilization={placement.engine_memory:g}")

@@ -332,28 +332,10 @@ class BackgroundPublisher:
         self._current = fresh
 
     def _main(self) -> None:
-        with SideStream(self._device).used():
-            self._send_all()
-
-    def _send_all(self) -> None:
         assert self._sender is not None
         try:
-            while True:
-                with self._condition:
-                    self._condition.wait_for(lambda: self._pending is not None or self._closing, self._idle_s)
-                    if self._closing:
-                        break
-                    fresh, self._pending = self._pending, None
-                    if fresh is not None:
-                        self._make_current(fresh, self._sender.keeps_previous)
-                        self._condition.notify_all()
-                if fresh is not None:
-                    with span("send the weights", version=fresh.policy_version):
-                        self._sender.send(fresh, self._previous)
-                    if fresh.reading is not None:
-                        fresh.reading.give_up()  # no receiver was present
-                else:
-                    self._sender.idle(self._current)
+            with SideStream(self._device).used():
+                self._send_all(self._sender)
         except Exception as error:  # thread boundary: the learner's next publish raises it
             with self._condition:
                 self._failure = error
@@ -362,6 +344,24 @@ class BackgroundPublisher:
             if self._reading is not None:
                 self._reading.give_up()
             self._sender.close()
+
+    def _send_all(self, sender: Sender) -> None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._pending is not None or self._closing, self._idle_s)
+                if self._closing:
+                    return
+                fresh, self._pending = self._pending, None
+                if fresh is not None:
+                    self._make_current(fresh, sender.keeps_previous)
+                    self._condition.notify_all()
+            if fresh is None:
+                sender.idle(self._current)
+                continue
+            with span("send the weights", version=fresh.policy_version):
+                sender.send(fresh, self._previous)
+            if fresh.reading is not None:
+                fresh.reading.give_up()  # no receiver was present
 
 
 def _free_parts(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
