@@ -47,7 +47,8 @@ def value(number: float | None) -> float:
 
 def pick(where: Bool[Tensor, " T"], yes: float, no: float, like: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
     """`torch.where` of two numbers in the dtype of `like`; `torch.where` alone would round them to float32."""
-    return torch.where(where, like.new_tensor(yes), like.new_tensor(no))
+    # Filled on the device: a copy from the host would wait for all work queued there.
+    return torch.where(where, like.new_full((), yes), like.new_full((), no))
 
 
 def clip(tokens: Tokens, config: LossConfig, edge: str) -> Shaped:

@@ -28,7 +28,7 @@ def behavior_weight(
     elif config.weight == "mask":
         weight = torch.where(below | above, torch.zeros_like(ratio), torch.ones_like(ratio))
     else:
-        weight, mean = ratio.clamp(max=high), ratio.new_tensor(tokens.whole.mean_weight)
+        weight, mean = ratio.clamp(max=high), ratio.new_full((), tokens.whole.mean_weight)
         weight = torch.where(mean > 1e-8, weight / mean.clamp(min=1e-8), weight)
     return weight, below, above
 

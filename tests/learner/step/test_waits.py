@@ -16,9 +16,11 @@ from asyncrl.learner.optimizer.update import NonFiniteGuard, make_optimizer
 from asyncrl.learner.roles import Critic, Roles, build_roles
 from asyncrl.learner.step.metrics import Measured
 from asyncrl.learner.step.step import train_step
+from asyncrl.losses import PRESETS
 from asyncrl.replay.protocol import Lease
 from asyncrl.schema import AdvantageConfig, Config, LearnerConfig, ModelConfig
 from asyncrl.settings.loss.keys import LossConfig
+from asyncrl.settings.loss.meaning import ESTIMATORS
 from asyncrl.sft.step import sft_step
 from asyncrl.types import SUPPORT_BITS, SUPPORT_COUNTS, SUPPORT_IDS, Trajectory
 from tests.far_device import FAR, FarDevice, take_far
@@ -113,6 +115,8 @@ def waited(config: Config, folder: Path, lease: Lease, step: Step = train_step) 
     return waits
 
 
+MOST = 6
+"""Waits of a step, whatever the loss, unless it needs a statistic of all tokens, which waits for each micro-batch."""
 CASES: dict[str, tuple[dict[str, Any], int, int]] = {
     "one update": ({}, 2, 0),
     "two updates": ({"learner": {"updates_per_batch": 2}}, 4, 0),
@@ -130,6 +134,15 @@ def test_a_step_waits_for_the_device_at_its_end_and_not_for_each_micro_batch(nam
     changes, whole, each = CASES[name]
     waits = waited(config_of(model, **changes), tmp_path, lease_of())
     assert len(waits) <= whole + COUNT * each, waits
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_no_loss_waits_for_each_micro_batch(preset: str, model: Path, tmp_path: Path):
+    estimator, baseline = ESTIMATORS.get(preset, ("group", "mean"))
+    advantage = {"estimator": estimator, "baseline": baseline, "std": "batch" if preset == "reinforce_pp" else "none"}
+    with FarDevice() as device:
+        stepped(config_of(model, preset, advantage=advantage), tmp_path, lease_of(), FAR, train_step)
+    assert len(device.waits) <= MOST + COUNT * PRESETS[preset].batch_statistic, device.waits
 
 
 def test_tokens_drawn_from_some_of_all_cost_no_wait(model: Path, tmp_path: Path):
