@@ -107,10 +107,13 @@ class BackgroundSave:
         """
         self._name, self._started = name, time.monotonic()
         self._copied.clear()
-        work = partial(self._run, partial(self._stream.after_now(device), copied), write)
+        work = partial(self._run, partial(self._stream.after_now(device), copied), write, device)
         self._save = in_background("checkpoint", work)  # a disk that hangs keeps no learner from ending
 
-    def _run(self, copied: Callable[[], None], write: Callable[[], None]) -> None:
+    def _run(self, copied: Callable[[], None], write: Callable[[], None], device: torch.device) -> None:
+        if device.type == "cuda":
+            # A thread begins on GPU 0. There torch's writer would wait, and not for the copies from this rank's GPU.
+            torch.cuda.set_device(device)
         try:
             copied()
         finally:

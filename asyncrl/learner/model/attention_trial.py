@@ -50,6 +50,8 @@ def tried(kernel: str, device: torch.device, dtype: torch.dtype, width: int) -> 
     """Why the kernel cannot be used: what it raises, or how far results or gradients are from those of torch on the
     CPU; empty if it can."""
     try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # a thread begins on GPU 0, where others' code may launch what is meant here
         if kernel == FLASH3:
             torch.nn.attention.activate_flash_attention_impl("FA3")
         problem = next(filter(None, (_apart(kernel, device, dtype, width, window) for window in (None, 20))), "")

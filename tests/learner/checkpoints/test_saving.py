@@ -11,9 +11,12 @@ import torch
 from asyncrl.errors import CheckpointError
 from asyncrl.learner.checkpoints import checkpoint
 from asyncrl.learner.checkpoints.checkpoint import Checkpoints
-from asyncrl.learner.checkpoints.saving import HostCopy
+from asyncrl.learner.checkpoints.saving import BackgroundSave, HostCopy
 from asyncrl.storage.best import BestCheckpoint, read_best
 from tests.learner.checkpoints.test_checkpoint import SNAPSHOT, learner, state, update
+from tests.pretended_gpu import pretended_gpus
+
+GPU = torch.device("cuda", 1)
 
 
 def beside(folder: Path, **settings) -> Checkpoints:
@@ -127,3 +130,12 @@ def test_checkpoints_of_each_so_many_steps_stay(tmp_path: Path):
     for step in range(1, 12, 2):
         mine.save(state(step), roles, {})
     assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_10", "step_12", "step_4", "step_8"]
+
+
+def test_a_save_is_written_by_a_thread_that_is_on_the_gpu_of_its_rank():
+    """torch's writer waits for copies from the GPU of its thread; from another one it would write unfinished ones."""
+    save, seen = BackgroundSave(60.0), list[int]()
+    with pretended_gpus(2):
+        save.start("a checkpoint", lambda: None, lambda: seen.append(torch.cuda.current_device()), GPU)
+        save.finish()
+        assert seen == [GPU.index] and torch.cuda.current_device() != GPU.index

@@ -23,6 +23,7 @@ from asyncrl.learner.model.attention_kernel import BLOCKS, FLASH, FLASH3, FLASH3
 from asyncrl.learner.model.attention_rows import Rows, attend
 from asyncrl.learner.model.attention_trial import kernel_of, plainly, tried
 from tests.learner.families import logprobs_alone, siblings, tiny_family
+from tests.pretended_gpu import pretended_gpus
 
 CPU = torch.device("cpu")
 EXACT = {"atol": 1e-11, "rtol": 1e-11}
@@ -234,6 +235,15 @@ def test_a_trial_leaves_no_trace_in_what_surrounds_it(monkeypatch: pytest.Monkey
     with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(kept.append, lambda each: each):
         assert kernel_of.__wrapped__(CPU, torch.bfloat16, 64).name == FLASH3_CACHED
     assert not kept
+
+
+def test_a_trial_runs_on_the_gpu_of_its_rank(monkeypatch: pytest.MonkeyPatch):
+    gpu, seen = torch.device("cuda", 1), list[int]()
+    monkeypatch.setattr(There, "of", classmethod(lambda cls, _: There("cuda", (8, 0))))
+    monkeypatch.setattr(attention_trial, "_apart", lambda *_: seen.append(torch.cuda.current_device()) or "")
+    with pretended_gpus(2):
+        assert kernel_of.__wrapped__(gpu, torch.bfloat16, 64).name == FLASH
+        assert set(seen) == {gpu.index} and torch.cuda.current_device() != gpu.index
 
 
 def test_a_cpu_needs_no_trial(monkeypatch: pytest.MonkeyPatch):
