@@ -6,6 +6,7 @@ import importlib
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,9 +14,12 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 
 from asyncrl.learner.backends.fsdp2 import FSDP2
+from asyncrl.learner.model.attention_kernel import FLEX
+from asyncrl.learner.model.attention_rows import Rows, attend
 from tests.forked import forked_from
 from tests.gpu import together
 from tests.gpu.__main__ import CHECKS, run
+from tests.gpu.checks import computed
 from tests.gpu.scale import LARGE, TINY
 
 NOT_THERE = (
@@ -52,6 +56,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_a_check_of_a_gpu_runs_without_one(check: str, backend, folder: Path):
     CHECKS[check](TINY, folder, backend)
+
+
+def test_flex_attention_which_float32_uses_on_a_gpu_runs_where_names_of_operations_are_noted():
+    q, k, v = (torch.randn(194, heads, 16) for heads in (4, 2, 2))
+    rows = Rows.of(np.array([150, 1, 43]), q.device)
+    names = computed(lambda: attend(FLEX, q, k, v, rows, 0.25, None))
+    assert any("flexattention" in name.lower() for name in names), names
 
 
 @pytest.mark.gpu
