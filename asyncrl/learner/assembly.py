@@ -137,7 +137,7 @@ def assemble(
         log_of_start.warning("learner.early_groups=%d does nothing in this run: %s", config.learner.early_groups, why)
     if place.rank == 0 and (why := why_never_warm(config)):
         log_of_start.warning("%s", why)
-    try_own(config.loss, config.advantage, config.learner)
+    try_own(config.loss, config.advantage, config.learner, place.device)
     kept = open_checkpoints(config, place, opened, run_dir=run_dir, resume=resume)
     roles = build_roles(config, place.device, backend)
     settle_how(config, roles, place, backend)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
+
 from asyncrl.advantages.own import try_advantages
 from asyncrl.learner.hook import Hook
 from asyncrl.losses.own import try_loss
@@ -18,8 +20,9 @@ from asyncrl.settings.loss.keys import LossConfig
 from asyncrl.settings.loss.meaning import proximal_source, required_inputs
 
 
-def try_own(loss: LossConfig, advantage: AdvantageConfig, learner: LearnerConfig) -> None:
-    """Try the loss and the advantage function if they are the user's; `learner` determines their inputs.
+def try_own(loss: LossConfig, advantage: AdvantageConfig, learner: LearnerConfig, device: torch.device) -> None:
+    """Try the loss and the advantage function if they are the user's; `learner` determines their inputs. The loss gets
+    tensors on `device`; advantages are computed on the CPU in any run.
 
     Raises:
         ConfigError, OwnCodeError: one of them cannot be used; the message names its setting.
@@ -29,6 +32,7 @@ def try_own(loss: LossConfig, advantage: AdvantageConfig, learner: LearnerConfig
             loss,
             proximal=proximal_source(loss, learner.optimizer_steps) != "none",
             reference="ref_logprobs" in required_inputs(loss),
+            device=device,
         )
     if advantage.function:
         try_advantages(advantage)
@@ -37,7 +41,7 @@ def try_own(loss: LossConfig, advantage: AdvantageConfig, learner: LearnerConfig
 def trial(settings: dict[str, Any]) -> None:
     """Try what `settings` name. The hook is made, which checks its arguments, but not called: there is no model."""
     learner = LearnerConfig(**settings["learner"])
-    try_own(LossConfig(**settings["loss"]), AdvantageConfig(**settings["advantage"]), learner)
+    try_own(LossConfig(**settings["loss"]), AdvantageConfig(**settings["advantage"]), learner, torch.device("cpu"))
     if learner.hook:
         Hook(learner, rank=0, world=1)
 

@@ -11,7 +11,7 @@ checks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from asyncrl.losses.surrogates import Shaped
 from asyncrl.own_code import called, made_once
 from asyncrl.settings.loss.keys import LossConfig
 
+HOST = torch.device("cpu")
 INPUTS = tuple(each.name for each in dataclasses.fields(LossInputs))
 
 
@@ -87,11 +88,12 @@ def _said(value: Any) -> str:
     return f"a {type(value).__name__}" if value is not None else "None"
 
 
-def try_loss(config: LossConfig, *, proximal: bool, reference: bool) -> None:
+def try_loss(config: LossConfig, *, proximal: bool, reference: bool, device: torch.device = HOST) -> None:
     """Call the loss on an artificial batch, whole and sequence by sequence.
 
     Args:
         proximal, reference: whether a run would give it these log-probs.
+        device: of the run's tensors. A loss that makes tensors of its own elsewhere fails there alone.
 
     Raises:
         ConfigError: it cannot be loaded.
@@ -99,7 +101,7 @@ def try_loss(config: LossConfig, *, proximal: bool, reference: bool) -> None:
             token depends on other sequences than its own.
     """
     named = f"loss.function={config.function}"
-    batch = made_up(proximal=proximal, reference=reference)
+    batch = _each(made_up(proximal=proximal, reference=reference), lambda value: value.to(device))
     whole, slope = _value_and_slope(batch, config, named)
     mask = batch.loss_mask
     if not bool(whole[mask].isfinite().all() and slope[mask].isfinite().all()):
@@ -121,7 +123,7 @@ def try_loss(config: LossConfig, *, proximal: bool, reference: bool) -> None:
                     "these are depends on packing and on the rank. Let the loss depend on inputs.sequence_ids alone, "
                     "and put comparisons between sequences into advantage.function"
                 )
-    nothing = dataclasses.replace(_part_of(batch, mask.nonzero()[:1, 0]), loss_mask=torch.zeros(1, dtype=torch.bool))
+    nothing = dataclasses.replace(_part_of(batch, mask.nonzero()[:1, 0]), loss_mask=mask.new_zeros(1))
     _value_and_slope(nothing, config, named)  # the batch of a rank without trajectories, which only joins collectives
 
 
@@ -153,8 +155,12 @@ def made_up(*, proximal: bool, reference: bool) -> LossInputs:
 
 
 def _part_of(batch: LossInputs, place: Tensor) -> LossInputs:
+    return _each(batch, lambda value: value[place])
+
+
+def _each(batch: LossInputs, change: Callable[[Tensor], Tensor]) -> LossInputs:
     values = {each.name: getattr(batch, each.name) for each in dataclasses.fields(batch)}
-    return dataclasses.replace(batch, **{name: value[place] for name, value in values.items() if value is not None})
+    return dataclasses.replace(batch, **{name: change(value) for name, value in values.items() if value is not None})
 
 
 def _value_and_slope(batch: LossInputs, config: LossConfig, named: str) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from asyncrl.errors import AsyncRLError, ConfigError, OwnCodeError
 from asyncrl.losses import Denominators, LossConfig, policy_loss, preset
 from asyncrl.losses.own import try_loss
 from asyncrl.settings.loss.meaning import check_loss, proximal_source
+from tests.far_device import FAR, FarDevice
 from tests.losses.batches import random_batch, to_inputs
 
 LOSSES = """
@@ -59,6 +60,9 @@ def nothing_to_learn(inputs):
     if not inputs.advantages.any():
         return torch.zeros_like(inputs.advantages)
     return -inputs.advantages * inputs.learner_logprobs
+
+def on_the_host(inputs):
+    return -inputs.advantages * inputs.learner_logprobs * torch.ones(len(inputs.advantages))
 
 def narrows_the_mask(inputs):
     mask = inputs.loss_mask
@@ -119,6 +123,15 @@ def test_what_cannot_work_is_refused_before_a_run(file: str, name: str, said: st
     with pytest.raises(AsyncRLError) as error:
         try_loss(own(f"{file}:{name}"), proximal=False, reference=False)
     assert said in str(error.value) and f"mine.py:{name}" in str(error.value)
+
+
+def test_on_a_gpu_it_is_tried_there(file: str) -> None:
+    """A tensor of its own that is left on the host fails there alone, in the first step."""
+    with FarDevice():
+        try_loss(own(f"{file}:cispo"), proximal=False, reference=False, device=FAR)
+        with pytest.raises(OwnCodeError, match=r"on_the_host raised RuntimeError.*two devices"):
+            try_loss(own(f"{file}:on_the_host"), proximal=False, reference=False, device=FAR)
+    try_loss(own(f"{file}:on_the_host"), proximal=False, reference=False)
 
 
 def test_an_error_names_the_line(file: str) -> None:
