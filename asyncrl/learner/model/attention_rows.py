@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.varlen import varlen_attn
 
+from asyncrl.learner.batch.packing import sent
 from asyncrl.learner.model.attention_kernel import FLASH3_CACHED, FLEX, cached_build
 
 FLASH_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -128,9 +129,9 @@ def tiles_of(lengths: bytes, window: int | None, device: torch.device) -> flex.B
     reach = starts[first] if window is None else np.maximum(starts[first], first - window + 1)
     number = np.arange(len(first))
     lowest = reach // TILE
-    count = torch.from_numpy((number - lowest + 1).astype(np.int32)).to(device)
-    index = torch.from_numpy(np.minimum(lowest[:, None] + number, len(first) - 1).astype(np.int32)).to(device)
-    row = torch.from_numpy(np.repeat(np.arange(len(each), dtype=np.int32), each)).to(device)
+    count = sent(torch.from_numpy((number - lowest + 1).astype(np.int32)), device)
+    index = sent(torch.from_numpy(np.minimum(lowest[:, None] + number, len(first) - 1).astype(np.int32)), device)
+    row = sent(torch.from_numpy(np.repeat(np.arange(len(each), dtype=np.int32), each)), device)
 
     def seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         within = (row[query] == row[key]) & (query >= key)

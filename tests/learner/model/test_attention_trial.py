@@ -22,6 +22,7 @@ from asyncrl.learner.model.attention import PACKED_ATTENTION
 from asyncrl.learner.model.attention_kernel import BLOCKS, FLASH, FLASH3, FLASH3_CACHED, FLEX, Kernel, There
 from asyncrl.learner.model.attention_rows import Rows, attend
 from asyncrl.learner.model.attention_trial import kernel_of, plainly, tried
+from tests.far_device import FAR, FarDevice, FarTensor
 from tests.learner.families import logprobs_alone, siblings, tiny_family
 from tests.pretended_gpu import pretended_gpus
 
@@ -235,6 +236,12 @@ def test_a_trial_leaves_no_trace_in_what_surrounds_it(monkeypatch: pytest.Monkey
     with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(kept.append, lambda each: each):
         assert kernel_of.__wrapped__(CPU, torch.bfloat16, 64).name == FLASH3_CACHED
     assert not kept
+
+
+def test_the_mask_of_flex_attention_costs_no_wait_for_the_device():
+    with FarDevice() as device:
+        mask = attention_rows.tiles_of.__wrapped__(np.array([150, 1, 43]).tobytes(), 20, FAR)
+        assert device.waits == [] and isinstance(mask.kv_indices, FarTensor)
 
 
 def test_a_trial_runs_on_the_gpu_of_its_rank(monkeypatch: pytest.MonkeyPatch):
