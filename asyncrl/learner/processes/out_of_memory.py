@@ -20,7 +20,7 @@ import torch
 
 from asyncrl.checks.parallel import LAID_OUT_BY
 from asyncrl.config import LOG_DIR
-from asyncrl.errors import ConfigError, StepMemoryError
+from asyncrl.errors import AsyncRLError, ConfigError, StepMemoryError
 from asyncrl.learner.parallel.collectives import text_of_rank_zero
 from asyncrl.schema import Config
 from asyncrl.storage import sealed
@@ -29,6 +29,9 @@ from asyncrl.storage.objects import read_object
 log = logging.getLogger(__name__)
 
 NOTE_FILE = "out_of_memory.json"
+TOLD = ("out of memory", "ALLOC_FAILED")
+"""In the messages of the driver, cuBLAS, cuDNN, nccl and Triton, which take GPU memory beside torch's allocator: their
+errors are no `torch.OutOfMemoryError`."""
 
 
 def _note(run_dir: Path) -> Path:
@@ -78,9 +81,11 @@ def one_more_try(config: Config, run_dir: Path, rank: int) -> Iterator[None]:
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not ran_out(error):
+            raise
         budget, note = config.learner.max_tokens_per_microbatch, _note(run_dir)
-        why = str(error).split(". ")[0]
+        why = str(error).splitlines()[0].split(". ")[0]
         # Other ranks may have run out of memory in the same step: their note has the same budget.
         if _noted(note, config) > budget:
             raise ConfigError(
@@ -95,6 +100,12 @@ def one_more_try(config: Config, run_dir: Path, rank: int) -> Iterator[None]:
             f"rank {rank} ran out of memory in a step with learner.max_tokens_per_microbatch={budget}: {why}. All "
             "ranks start again from the newest checkpoint with half of it"
         ) from error
+
+
+def ran_out(error: RuntimeError) -> bool:
+    """Whether the error says that a GPU's memory is full."""
+    told = not isinstance(error, AsyncRLError) and any(form in str(error) for form in TOLD)
+    return told or isinstance(error, torch.OutOfMemoryError)
 
 
 def lowers_most(config: Config) -> str:

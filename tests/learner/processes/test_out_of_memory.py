@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,10 +10,10 @@ import pytest
 import torch
 
 from asyncrl.checks.parallel import LAID_OUT_BY
-from asyncrl.errors import ConfigError, StepMemoryError
+from asyncrl.errors import ConfigError, OwnCodeError, StepMemoryError
 from asyncrl.learner import train as train_module
 from asyncrl.learner.processes.launcher import HOPELESS
-from asyncrl.learner.processes.out_of_memory import _of, heed_note, lowers_most
+from asyncrl.learner.processes.out_of_memory import _of, heed_note, lowers_most, one_more_try
 from tests.learner.fed_replay import FedReplay
 from tests.learner.test_train import CPU, make_config, run
 
@@ -60,6 +61,31 @@ def test_the_micro_batch_is_halved_once_and_then_the_run_ends_with_the_setting_t
     fresh.model.activation_checkpointing = True
     heed_note(fresh, Path(fresh.run.dir), 0, CPU)
     assert fresh.learner.max_tokens_per_microbatch == 60, "the note is of other settings"
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.",
+        "Triton Error [CUDA]: out of memory",
+    ],
+)
+def test_memory_that_others_than_torch_ask_for_counts_too(told: str, tmp_path: Path):
+    config = make_config(tmp_path)
+    first, *_ = told.splitlines()
+    with (
+        pytest.raises(StepMemoryError, match=rf"=60: {re.escape(first)}\. All"),
+        one_more_try(config, tmp_path / "run", 0),
+    ):
+        raise RuntimeError(told)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: illegal access"), OwnCodeError("out of memory")])
+def test_other_errors_of_a_step_stay_what_they_are(error: RuntimeError, tmp_path: Path):
+    with pytest.raises(type(error)) as found, one_more_try(make_config(tmp_path), tmp_path / "run", 0):
+        raise error
+    assert found.value is error
 
 
 def test_what_lowers_memory_most_is_named_in_turn(tmp_path: Path):
