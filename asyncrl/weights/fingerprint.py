@@ -42,8 +42,10 @@ class Fingerprint:
     def update(self, piece: torch.Tensor) -> None:
         """Add the bytes of a tensor of any dtype and shape, as if it were contiguous. Whole leaves of a tensor on a
         device are hashed there; only the ends are copied to the host."""
-        flat = piece.detach().contiguous().view(-1).view(torch.uint8)
-        if flat.device.type == "cpu":
+        flat = piece
+        if piece.dtype != torch.uint8 or piece.ndim != 1 or not piece.is_contiguous():  # as pieces of buffers never are
+            flat = piece.detach().contiguous().view(-1).view(torch.uint8)
+        if flat.is_cpu:
             self.update_bytes(flat.numpy().data)
         else:
             self.update_on_device(flat)
@@ -59,19 +61,23 @@ class Fingerprint:
 
     def update_bytes(self, piece: memoryview) -> None:
         """Add bytes on the host."""
-        start = 0
-        while start < len(piece):
-            part = piece[start : start + LEAF - self._begun]
-            start += len(part)
-            if len(part) == LEAF:
-                self._digest.update(xxhash.xxh3_64_digest(part))
-                continue
-            self._leaf.update(part)
-            self._begun += len(part)
-            if self._begun == LEAF:
-                self._digest.update(self._leaf.digest())
-                self._leaf.reset()
-                self._begun = 0
+        first = min(-self._begun % LEAF, len(piece))
+        whole = first + (len(piece) - first) // LEAF * LEAF
+        if first:
+            self._begin(piece[:first])
+        leaf = xxhash.xxh3_64_digest
+        self._digest.update(b"".join([leaf(piece[at : at + LEAF]) for at in range(first, whole, LEAF)]))
+        if whole < len(piece):
+            self._begin(piece[whole:])
+
+    def _begin(self, part: memoryview) -> None:
+        """Add bytes to the leaf that is not complete yet."""
+        self._leaf.update(part)
+        self._begun += len(part)
+        if self._begun == LEAF:
+            self._digest.update(self._leaf.digest())
+            self._leaf.reset()
+            self._begun = 0
 
     def hex(self) -> str:
         digest = self._digest.copy()

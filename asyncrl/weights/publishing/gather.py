@@ -15,8 +15,9 @@ from asyncrl.weights.fingerprint import Fingerprint
 from asyncrl.weights.manifest import Bucket, Entry, Manifest, build_manifest
 from asyncrl.weights.publishing.filling import Filling
 
-_BLOCK = 1 << 18
-"""Bytes copied at a time: with their source they fit the cache of one core, where the fingerprint reads them."""
+_BLOCK = 1 << 20
+"""Bytes copied at a time, a multiple of the fingerprint's leaves, which reads them out of the cache. Shorter blocks cost
+more in calls than they save."""
 
 
 def plan(tensors: Sequence[tuple[str, torch.Tensor]], wire_dtype: torch.dtype, cap_bytes: int) -> Manifest:
@@ -141,26 +142,34 @@ def _fill(bucket: Bucket, whole: dict[str, torch.Tensor], buffer: torch.Tensor) 
 def _blocks(
     bucket: Bucket, whole: dict[str, torch.Tensor], buffer: torch.Tensor
 ) -> Iterator[tuple[int, list[torch.Tensor], list[torch.Tensor]]]:
-    """Divide what has to be copied into blocks of about `_BLOCK` bytes: end in the buffer, targets, sources. A tensor
-    on a device is in one piece."""
+    """Divide what has to be copied into blocks of about `_BLOCK` bytes: end in the buffer, targets, sources. They end
+    at multiples of `_BLOCK`, so that the fingerprint gets whole leaves. A tensor on a device is in one piece."""
     targets, sources = list[torch.Tensor](), list[torch.Tensor]()
-    end = size = 0
+    begun = end = 0
     for entry in bucket.entries:
         if entry.name not in whole:
             continue  # already in place
         source = whole[entry.name].reshape(-1)
         target = buffer[entry.offset : entry.offset + entry.nbytes].view(entry.dtype)
-        step = _BLOCK // target.itemsize if source.device.type == "cpu" else max(1, target.numel())
+        cuts = _cuts(entry) if source.device.type == "cpu" else [target.numel()]
         end = entry.offset
-        for here, there in zip(target.split(step), source.split(step), strict=True):
+        for here, there in zip(target.split(cuts), source.split(cuts), strict=True):
             targets.append(here)
             sources.append(there)
-            end, size = end + here.nbytes, size + here.nbytes
-            if size >= _BLOCK:
+            end += here.nbytes
+            if end // _BLOCK > begun // _BLOCK:
                 yield end, targets, sources
-                targets, sources, size = [], [], 0
+                targets, sources, begun = [], [], end
     if targets:
         yield end, targets, sources
+
+
+def _cuts(entry: Entry) -> list[int]:
+    """Lengths of the parts of a tensor that lie between two multiples of `_BLOCK` in the buffer."""
+    step, count = _BLOCK // entry.dtype.itemsize, entry.nbytes // entry.dtype.itemsize
+    first = min(-entry.offset % _BLOCK // entry.dtype.itemsize, count)
+    blocks, rest = divmod(count - first, step)
+    return [size for size in (first, *[step] * blocks, rest) if size]
 
 
 def _fill_on_device(bucket: Bucket, whole: dict[str, torch.Tensor], buffer: torch.Tensor) -> None:
