@@ -16,7 +16,7 @@ from asyncrl.weights.manifest import Bucket, Entry, Manifest, build_manifest
 from asyncrl.weights.publishing.filling import Filling
 
 _BLOCK = 1 << 20
-"""Bytes copied at a time, a multiple of the fingerprint's leaves, which reads them out of the cache. Shorter blocks cost
+"""Bytes copied at a time, a multiple of the fingerprint's leaves, which are read out of the cache. Shorter blocks cost
 more in calls than they save."""
 
 
