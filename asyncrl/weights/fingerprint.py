@@ -45,7 +45,7 @@ class Fingerprint:
         flat = piece
         if piece.dtype != torch.uint8 or piece.ndim != 1 or not piece.is_contiguous():  # as pieces of buffers never are
             flat = piece.detach().contiguous().view(-1).view(torch.uint8)
-        if flat.is_cpu:
+        if flat.device.type == "cpu":
             self.update_bytes(flat.numpy().data)
         else:
             self.update_on_device(flat)
