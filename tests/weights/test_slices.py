@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from asyncrl.weights.boxes import Box, whole
-from asyncrl.weights.broadcast import staging, stream_wire
+from asyncrl.weights.broadcast import staging
 from asyncrl.weights.broadcast.group import WeightGroup
 from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.staging import Staging
+from asyncrl.weights.broadcast.stream_wire import StreamWire
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
 from asyncrl.weights.broadcast.together import ShareSender
 from asyncrl.weights.broadcast.wires import Link
@@ -226,16 +227,18 @@ class LeavingGroup(WeightGroup):
 
 
 def test_senders_whose_groups_wait_for_a_worker_without_a_connection_begin_anew_at_once(
-    monkeypatch: pytest.MonkeyPatch, refusing: list[Any]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It gets no further than the first sender's group; the other sender knew nothing of that, and the learner ended if
     that one was not back in time."""
-    connect = stream_wire._connect
+    connect = StreamWire._connect
 
-    def second_fails(store: Any, seat: int, where: Any, deadline: float) -> Any:
-        return connect(store, seat, refusing if seat == 2 else where, deadline)
+    def second_fails(wire: StreamWire, rank: int) -> Any:
+        if wire._seat == 2:
+            raise OSError(f"127.0.0.1:{rank} (Connection refused)")
+        return connect(wire, rank)
 
-    monkeypatch.setattr(stream_wire, "_connect", second_fails)
+    monkeypatch.setattr(StreamWire, "_connect", second_fails)
     board, began = Board(), time.monotonic()
     with publishers(board, senders=2) as senders, engines(board, None, None) as (first, _):
         for each in senders:

@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from asyncrl.weights.broadcast import stream_wire
-from asyncrl.weights.broadcast.protocol import fetch, wait_key
-from asyncrl.weights.broadcast.stream_wire import ApartError, StreamWire
+from asyncrl.weights.broadcast.forming import ApartError, Forming
+from asyncrl.weights.broadcast.protocol import fetch, post, wait_key
+from asyncrl.weights.broadcast.stream_wire import StreamWire
 
 HOST, WAIT_S, SHORT_S = "127.0.0.1", 60.0, 0.3
 MUCH = 64 << 20
@@ -30,7 +30,10 @@ MUCH = 64 << 20
 def chain(world: int, listen: str = HOST) -> Iterator[list[StreamWire]]:
     store = dist.HashStore()
     with ThreadPoolExecutor(world) as threads:
-        found = [threads.submit(StreamWire, store, rank, world, WAIT_S, listen) for rank in range(world)]
+        found = [
+            threads.submit(StreamWire, store, rank, world, WAIT_S, listen, forming=Forming(store))
+            for rank in range(world)
+        ]
     wires = [each.result() for each in found]
     try:
         yield wires
@@ -62,7 +65,7 @@ def test_every_member_of_a_chain_gets_the_bytes(monkeypatch: pytest.MonkeyPatch,
         monkeypatch.setattr(stream_wire, "_connect_near", lambda name: None)
     sent = numbers((9 << 20) + 17)
     with chain(4, listen) as wires:
-        families = {end.family for wire in wires for end in (wire._before, wire._next) if end is not None}
+        families = {end.family for wire in wires for end in (wire._before, *wire._next) if end is not None}
         assert (socket.AF_UNIX in families) == near and len(families) == 1
         for _ in range(2):
             got = at_once([lambda wire=wire: through(wire, torch.zeros_like(sent)) for wire in wires[1:]]
@@ -131,38 +134,104 @@ def test_leaving_wakes_a_thread_that_waits_without_limit_for_bytes():
 def test_a_group_forms_for_nobody_if_one_member_does_not_come():
     store = dist.HashStore()
     with ThreadPoolExecutor(3) as threads:
-        errors = [threads.submit(StreamWire, store, rank, 4, SHORT_S, HOST) for rank in range(3)]
+        errors = [
+            threads.submit(StreamWire, store, rank, 4, SHORT_S, HOST, forming=Forming(store)) for rank in range(3)
+        ]
         for rank, error in enumerate(errors):
             assert f"rank {rank} of 4 did not find its neighbours" in str(error.exception(WAIT_S))
 
 
+def joined(world: int, wait_s: float = WAIT_S) -> list[StreamWire | BaseException]:
+    """Let all members of a chain join; the seat of each is ten times its rank."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor(world) as threads:
+        works = [
+            threads.submit(StreamWire, store, rank, world, wait_s, HOST, forming=Forming(store), seat=10 * rank)
+            for rank in range(world)
+        ]
+        return [work.exception(WAIT_S) or work.result() for work in works]
+
+
 @pytest.mark.parametrize("lost", [1, 2, 3])
 def test_a_member_that_cannot_connect_ends_the_wait_of_all_with_its_place_and_reason(
-    monkeypatch: pytest.MonkeyPatch, lost: int, refusing: list[Any]
+    monkeypatch: pytest.MonkeyPatch, lost: int
 ) -> None:
-    connect = stream_wire._connect
+    connect = StreamWire._connect
 
-    def nowhere(store: dist.Store, seat: int, where: list[Any], deadline: float) -> socket.socket:
-        return connect(store, seat, refusing if seat == 10 * lost else where, deadline)
+    def nowhere(wire: StreamWire, rank: int) -> socket.socket:
+        if wire._rank == lost:
+            raise OSError(f"{HOST}:{rank} (Connection refused)")
+        return connect(wire, rank)
 
-    monkeypatch.setattr(stream_wire, "_connect", nowhere)
-    store, started = dist.HashStore(), time.monotonic()
-    with ThreadPoolExecutor(4) as threads:
-        members = [threads.submit(StreamWire, store, rank, 4, WAIT_S, HOST, seat=10 * rank) for rank in range(4)]
-        errors = [each.exception(WAIT_S) for each in members]
+    monkeypatch.setattr(StreamWire, "_connect", nowhere)
+    started = time.monotonic()
+    errors = joined(4)
     assert time.monotonic() - started < WAIT_S / 2
     first = errors[0]
     assert isinstance(first, ApartError) and first.seat == 10 * lost, errors
-    for part in (f"{HOST}:{refusing[1]}", "Connection refused", "weights.interface", "weights=pull"):
+    tried = f"{HOST}:{lost - 1} (Connection refused)"
+    for part in (
+        tried,
+        "weights.interface",
+        "weights=pull",
+        *([f"nor to the learner, at {HOST}:0"] if lost > 1 else []),
+    ):
         assert part in str(first)
     assert isinstance(errors[lost], ApartError)  # those behind it may have joined
+
+
+@pytest.mark.parametrize("apart", [{2}, {4}, {2, 4}, {2, 3, 4, 5}])
+def test_members_that_cannot_connect_to_the_one_before_them_get_the_bytes_from_the_first(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, apart: set[int]
+) -> None:
+    connect = StreamWire._connect
+
+    def only_to_the_first(wire: StreamWire, rank: int) -> socket.socket:
+        if wire._rank in apart and rank > 0:
+            raise OSError(f"{HOST}:{rank} (timed out)")
+        return connect(wire, rank)
+
+    monkeypatch.setattr(StreamWire, "_connect", only_to_the_first)
+    world = 6
+    wires = [each for each in joined(world) if isinstance(each, StreamWire)]
+    try:
+        assert len(wires) == world
+        assert len(wires[0]._next) == 1 + len(apart)
+        assert f"{len(apart)} of {world - 1} subscribers have no connection to another one" in caplog.text
+        sent = numbers((9 << 20) + 17)
+        got = at_once([lambda wire=wire: through(wire, torch.zeros_like(sent)) for wire in wires[1:]]
+                      + [lambda: through(wires[0], sent)])  # fmt: skip
+        assert all(isinstance(each, torch.Tensor) and torch.equal(each, sent) for each in got)
+    finally:
+        for wire in wires:
+            wire.abort()
+
+
+def test_a_host_that_did_not_answer_is_not_tried_again_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def no_answer(where: tuple[str, int], timeout: float) -> socket.socket:
+        tried.append(where[0])
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(stream_wire, "_connect_near", lambda name: None)
+    avoided: dict[str, float] = {}
+    for expected in (1, 1):
+        store = dist.HashStore()
+        post(store, "entrance/0", ["10.0.0.1", 1, "", "", "0" * 32])
+        with monkeypatch.context() as patched:
+            patched.setattr(socket, "create_connection", no_answer)
+            with pytest.raises(ApartError):
+                StreamWire(store, 1, 2, WAIT_S, HOST, forming=Forming(store), seat=1, avoided=avoided)
+        assert len(tried) == expected
+    assert avoided["10.0.0.1"] > time.monotonic()
 
 
 def test_members_that_wait_for_others_to_join_end_when_the_first_one_leaves():
     store = dist.HashStore()
     with ThreadPoolExecutor(3) as threads:
-        waiting = [threads.submit(StreamWire, store, rank, 4, WAIT_S, HOST) for rank in (1, 2)]
-        first = threads.submit(StreamWire, store, 0, 4, SHORT_S, HOST)
+        waiting = [threads.submit(StreamWire, store, rank, 4, WAIT_S, HOST, forming=Forming(store)) for rank in (1, 2)]
+        first = threads.submit(StreamWire, store, 0, 4, SHORT_S, HOST, forming=Forming(store))
         assert first.exception(WAIT_S) is not None
         started = time.monotonic()
         assert all(isinstance(each.exception(WAIT_S), RuntimeError) for each in waiting)
@@ -174,12 +243,12 @@ def test_a_stranger_takes_nobodys_place(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stream_wire, "_connect_near", lambda name: None)  # it comes by the same way, after them
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(StreamWire, store, 0, 2, WAIT_S, HOST)
+        first = threads.submit(StreamWire, store, 0, 2, WAIT_S, HOST, forming=Forming(store))
         assert wait_key(store, "entrance/0", WAIT_S)
         host, port, *_ = fetch(store, "entrance/0")
         mute, guessing = (socket.create_connection((host, port)) for _ in range(2))
         guessing.sendall(b"0" * 32)
-        second = threads.submit(StreamWire, store, 1, 2, WAIT_S, HOST)
+        second = threads.submit(StreamWire, store, 1, 2, WAIT_S, HOST, forming=Forming(store))
         sender, receiver = first.result(WAIT_S), second.result(WAIT_S)
     for stranger in (mute, guessing):
         with suppress(ConnectionResetError):  # closed with bytes that nobody read

@@ -93,8 +93,10 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Communicator]]:
 
 
 def form(timeout_s: float, device: torch.device | None = GPU) -> WeightGroup:
+    store = dist.HashStore()
+    store.add("group/3/0/formed", 1)  # the other one
     return WeightGroup(
-        dist.HashStore(),
+        store,
         Link(backend="nccl", host="127.0.0.1", timeout_s=timeout_s, device=device),
         epoch=3,
         rank=0,

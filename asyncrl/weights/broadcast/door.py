@@ -21,6 +21,7 @@ from asyncrl.weights.broadcast.protocol import (
     post,
     wait_key,
 )
+from asyncrl.weights.sliced import Wanted, wanted_from_wire
 
 log = logging.getLogger(__name__)
 
@@ -94,12 +95,15 @@ class Door:
         return [peer for peer in waiting if self._understands(peer)]
 
     def put_off(self, peer: Peer) -> float:
-        """Return for how many seconds a peer is not invited that could not connect to another. At first it is 0: that
-        other may have died."""
-        tries = self._apart.get(peer, (0, 0.0))[0] + 1
-        away_s = min(2.0 ** min(tries, 16) - 2.0, _LONGEST_AWAY_S)
+        """Return for how many seconds a peer is not invited that has no connection."""
+        tries = self.tries(peer) + 1
+        away_s = min(2.0 ** min(tries, 16), _LONGEST_AWAY_S)
         self._apart[peer] = tries, time.monotonic() + away_s
         return away_s
+
+    def tries(self, peer: Peer) -> int:
+        """Number of times in a row that a peer had no connection."""
+        return self._apart.get(peer, (0, 0.0))[0]
 
     def formed(self, members: Collection[Peer]) -> None:
         """These are connected; those that are gone do not come back."""
@@ -126,3 +130,9 @@ class Door:
         """Return the peers whose key appears in the store within `grace_s` seconds."""
         deadline = time.monotonic() + self._grace_s
         return [peer for peer, key in keys.items() if wait_key(self._store, key, max(deadline - time.monotonic(), 0.0))]
+
+
+def wanted_of(hello: Mapping[str, Any]) -> list[Wanted]:
+    """Return what each process of a worker wants; {} for all tensors, whole."""
+    said: list[Wanted] = [wanted_from_wire(each) for each in hello["wanted"]]
+    return said if len(said) == int(hello["width"]) else [{}] * int(hello["width"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.errors import WeightsError
+from asyncrl.weights.broadcast.forming import Forming
 from asyncrl.weights.broadcast.silence import end_all_when_silent
 from asyncrl.weights.broadcast.wires import Link, open_wire
 
@@ -74,9 +75,22 @@ class WeightGroup:
     Joining, every buffer (of a long one every 64 MiB, all their pieces together) and leaving are bounded by
     `timeout_s`; each raises RuntimeError if a member dies, stays silent or is too slow, and the group is unusable from
     then on.
+
+    Args:
+        watch: of the publisher: called while the group forms; raises RuntimeError if a member has died.
     """
 
-    def __init__(self, store: dist.Store, link: Link, *, epoch: int, rank: int, world: int, name: str = "0") -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        link: Link,
+        *,
+        epoch: int,
+        rank: int,
+        world: int,
+        name: str = "0",
+        watch: Callable[[], None] | None = None,
+    ) -> None:
         self.epoch, self.rank, self.world = epoch, rank, world
         self.timeout_s = link.timeout_s
         self._deadline = 0.0
@@ -84,7 +98,12 @@ class WeightGroup:
         of_epoch = dist.PrefixStore(f"group/{epoch}", store)
         prefixed = dist.PrefixStore(name, of_epoch)
         prefixed.set_timeout(timedelta(seconds=link.timeout_s))
-        self._wire = open_wire(prefixed, of_epoch, link, rank, world)
+        forming = Forming(of_epoch, watch)
+        try:
+            self._wire = open_wire(prefixed, forming, link, rank, world)
+        except RuntimeError as error:
+            forming.give_up(str(error).splitlines()[0])
+            raise
 
     def pieces(self, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield flat `buffer` as it is broadcast, in the same parts at both ends. nccl divides buffers itself and gets

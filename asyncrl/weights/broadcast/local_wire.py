@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from asyncrl.weights.broadcast.forming import Forming
 from asyncrl.weights.broadcast.protocol import fetch, post, wait_key
 from asyncrl.weights.ipc import Opened, export, machine
 
@@ -38,7 +39,7 @@ class LocalWire:
 
     piece_bytes = _PIECE
 
-    def __init__(self, store: dist.Store, rank: int, world: int, timeout_s: float) -> None:
+    def __init__(self, store: dist.Store, rank: int, world: int, timeout_s: float, forming: Forming) -> None:
         self._store, self._rank, self._world = store, rank, world
         self._number = 0
         self._opened = Opened()
@@ -50,8 +51,7 @@ class LocalWire:
         post(store, f"here/{rank}", [os.getpid(), here])
         try:
             for other in range(1, world) if rank == 0 else (0,):
-                if not wait_key(store, f"here/{other}", max(deadline - time.monotonic(), 0.0)):
-                    raise RuntimeError(f"waited {timeout_s} s for rank {other} to share memory")
+                forming.wait_key(store, f"here/{other}", deadline, f"rank {other} to share memory")
                 pid, there = fetch(store, f"here/{other}")
                 if there != here:
                     raise RuntimeError(f"rank {other} is on another machine or in another container: {OTHER_MACHINE}")

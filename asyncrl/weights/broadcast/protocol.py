@@ -3,7 +3,8 @@
 hello/W/I                subscriber: idle, invite me (hello: n-th time; width: number of its ranks; wanted: by each of
                          them, empty if all want whole tensors; protocol: version of its protocol)
 invite/W/I/n             publisher: epoch, rank (the first one), world, manifest, flows unless all get everything from
-                         one sender
+                         one sender; or reach: names of all that try to connect to each other (`reach`), instead of
+                         forming a group
 E/accept/rank            subscriber: coming
 E/go                     publisher: all accepted, form the group ("no": say hello again)
 E/event/k                publisher: "send" a version now, "tick" (still here), "next" (group is re-formed: say hello),
@@ -33,9 +34,10 @@ import torch.distributed as dist
 
 from asyncrl.errors import WeightsError
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Version of this protocol, on the board and in every hello. 2: several senders, a group for each. 3: fingerprints of
-leaves. 4: parts of tensors. 5: sockets. A peer with another version is refused with a message, at both ends."""
+leaves. 4: parts of tensors. 5: sockets. 6: chains, and who reaches whom. A peer with another
+version is refused with a message, at both ends."""
 POLL_S = 0.003
 """Longest pause between two polls of the publisher, in seconds."""
 _FIRST_POLL_S, _LAST_POLL_S, _POLL_SHARE = 0.0003, 0.1, 0.05

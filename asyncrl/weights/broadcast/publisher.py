@@ -17,7 +17,9 @@ from typing import Any
 from asyncrl.errors import WeightsError, WeightsGoneError
 from asyncrl.types import NO_VERSION
 from asyncrl.weights.base import PublisherRendezvous
-from asyncrl.weights.broadcast.door import Door
+from asyncrl.weights.broadcast.door import Door, wanted_of
+from asyncrl.weights.broadcast.doubts import Doubts
+from asyncrl.weights.broadcast.forming import ApartError
 from asyncrl.weights.broadcast.group import STRETCH, WeightGroup, publisher_store
 from asyncrl.weights.broadcast.protocol import (
     POLL_S,
@@ -31,7 +33,6 @@ from asyncrl.weights.broadcast.protocol import (
     post,
 )
 from asyncrl.weights.broadcast.sending import Deltas, Lanes, encode_deltas, send, send_deltas
-from asyncrl.weights.broadcast.stream_wire import ApartError
 from asyncrl.weights.broadcast.together import Meeting, OtherSenders
 from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.delta import DeltaChoice
@@ -39,7 +40,6 @@ from asyncrl.weights.flows import Flows, flows_of
 from asyncrl.weights.ipc import machine
 from asyncrl.weights.publishing.reading import Rooms
 from asyncrl.weights.publishing.snapshot import Snapshot
-from asyncrl.weights.sliced import Wanted, wanted_from_wire
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +90,7 @@ class BroadcastSender:
         self._others = OtherSenders(self._store, senders, self._publisher, link.timeout_s)
         self._epoch = 0
         self._event = 0
+        self._doubts = Doubts(self._store, link, self._door, self._others, self._publisher)
         self._lanes: Lanes | None = None
         self._rooms = Rooms(link.place, shared=link.backend == "ipc")
         self._members: list[Peer] = []
@@ -143,6 +144,7 @@ class BroadcastSender:
                 # Not in the `except` block: there the exception's frames hold the group, whose sockets would stay open
                 # and keep the other members waiting for their whole timeout.
                 log.warning("weights: epoch %d broke at version %d: %s", self._epoch, snapshot.policy_version, broken)
+                self._doubts.broke = True
                 self._dissolve()
             if gone:
                 return
@@ -173,7 +175,8 @@ class BroadcastSender:
         return self._door.live()
 
     def stats(self) -> dict[str, float]:
-        said = self._stats | {"refused": self._stats["refused"] + self._door.refused}
+        more = {"refused": self._door.refused, "dropped": self._doubts.left_out}
+        said = self._stats | {key: self._stats[key] + count for key, count in more.items()}
         return {f"weights/{key}": value for key, value in said.items()}
 
     def close(self) -> None:
@@ -221,70 +224,77 @@ class BroadcastSender:
         Raises:
             WeightsError: another learner rank that has to send is silent.
         """
-        peers, tries = self._door.waiting(self._members, self._door.live()), 0
+        peers, tries, tried = self._door.waiting(self._members, self._door.live()), 0, False
         while peers:
             self._epoch += 1
             self._event = 0
             hellos = {peer: fetch(self._store, hello_key(*peer)) for peer in peers}
             flows, world = self._flows(snapshot, hellos), 1 + sum(int(hello["width"]) for hello in hellos.values())
-            accepted = self._invite(hellos, snapshot, flows, world)
+            names = [] if tried else self._doubts.names(peers)
+            tried = bool(names)
+            plan: dict[str, Any] = {"manifest": snapshot.whole.to_wire()} | ({"reach": names} if names else {})
+            plan |= {"flows": flows.to_wire()} if flows is not None else {}
+            accepted = self._invite(hellos, plan, world)
             together = accepted == peers
-            if together:
+            if together and not names:
                 self._others.form(self._epoch, flows)
             post(self._store, f"{self._epoch}/go", together)
             if not together:
                 self._drop(set(peers) - set(accepted))
-                peers = self._door.come({peer: hello_key(*peer) for peer in accepted})
-                continue
-            lanes = None
-            try:
-                lanes = Lanes.form(self._group, 0, flows, snapshot, world)
-                self._others.formed(self._epoch, snapshot)
-            except RuntimeError as error:
-                if isinstance(error, ApartError):
-                    peers = self._without(error, peers)
-                else:
-                    log.warning("weights: epoch %d could not be formed: %s", self._epoch, error)
-                # A member for which it did form would otherwise wait in this epoch for events that never come.
-                self._post_event({"kind": "next"})
-                if lanes is not None:
-                    lanes.abort()
+            elif names:
+                accepted = self._doubts.settle(self._epoch, names, self._seats)
+            else:
+                accepted = self._seated(peers, flows, snapshot, world)
+                if self._lanes is not None:
+                    return True
                 time.sleep(min(1.0, POLL_S * 2 ** min(tries, 10)))
-                peers, tries = self._door.come({peer: hello_key(*peer) for peer in peers}), tries + 1
-                continue
-            self._lanes, self._members = lanes, peers
-            self._door.formed(peers)
-            self._stats["epoch"] = float(self._epoch)
-            self._announce()
-            return True
+                tries += 1
+            peers = self._door.come({peer: hello_key(*peer) for peer in accepted})
         return False
 
-    def _without(self, error: ApartError, peers: list[Peer]) -> list[Peer]:
-        """Return who is invited next, after one could not connect to another."""
-        apart = max((peer for peer in peers if self._seats[peer] <= error.seat), key=self._seats.__getitem__)
-        away_s = self._door.put_off(apart)
-        then = f"it is left out for {away_s:.0f} s" if away_s else "it is invited again"
-        log.warning("weights: epoch %d could not be formed: %s has %s; %s", self._epoch, apart[0], error, then)
-        return [peer for peer in peers if peer != apart or not away_s]
+    def _seated(self, peers: list[Peer], flows: Flows | None, snapshot: Snapshot, world: int) -> list[Peer]:
+        """Form this epoch's groups with all `peers`, or leave `_lanes` as None; returns whom to invite next then."""
+        lanes = None
+        try:
+            lanes = Lanes.form(self._group, 0, flows, snapshot, world)
+            self._others.formed(self._epoch, snapshot)
+        except RuntimeError as error:
+            if isinstance(error, ApartError):
+                last = max((peer for peer in peers if self._seats[peer] <= error.seat), key=self._seats.__getitem__)
+                self._doubts.leave_out(last, f"it has {error}")
+                peers = [peer for peer in peers if peer != last]
+            else:
+                log.warning("weights: epoch %d could not be formed: %s", self._epoch, error)
+                self._doubts.broke = True
+            # A member for which it did form would otherwise wait in this epoch for events that never come.
+            self._post_event({"kind": "next"})
+            if lanes is not None:
+                lanes.abort()
+            return peers
+        self._lanes, self._members = lanes, peers
+        self._door.formed(peers)
+        self._stats["epoch"] = float(self._epoch)
+        self._announce()
+        return peers
 
     def _group(self, name: str, world: int) -> WeightGroup:
-        return WeightGroup(self._store, self._link, epoch=self._epoch, rank=0, world=world, name=name)
+        return WeightGroup(
+            self._store, self._link, epoch=self._epoch, rank=0, world=world, name=name, watch=self._watch
+        )
+
+    def _watch(self) -> None:
+        """Raise RuntimeError if a member has died while the epoch forms: in its place nobody would come."""
+        if gone := sorted(worker for worker, _ in set(self._seats) - set(self._door.live())):
+            raise RuntimeError(f"{gone[0]} died before it had joined")
 
     def _flows(self, snapshot: Snapshot, hellos: Mapping[Peer, Mapping[str, Any]]) -> Flows | None:
-        wanted: list[Wanted] = []
-        for hello in hellos.values():
-            said = [wanted_from_wire(each) for each in hello["wanted"]]
-            parts = len(said) == int(hello["width"]) and not self._delta.possible
-            wanted += said if parts else [{}] * int(hello["width"])
-        return flows_of(snapshot.whole, snapshot.shares, wanted, STRETCH)
+        wanted = [each for hello in hellos.values() for each in wanted_of(hello)]
+        return flows_of(
+            snapshot.whole, snapshot.shares, [{}] * len(wanted) if self._delta.possible else wanted, STRETCH
+        )
 
-    def _invite(
-        self, hellos: Mapping[Peer, Mapping[str, Any]], snapshot: Snapshot, flows: Flows | None, world: int
-    ) -> list[Peer]:
+    def _invite(self, hellos: Mapping[Peer, Mapping[str, Any]], plan: Mapping[str, Any], world: int) -> list[Peer]:
         """Invite all peers that said hello; return those that accepted in time."""
-        plan = {"manifest": snapshot.whole.to_wire()}
-        if flows is not None:
-            plan["flows"] = flows.to_wire()
         rank, self._seats = 1, {}
         for peer, hello in hellos.items():
             self._seats[peer], rank = rank, rank + int(hello["width"])

@@ -104,6 +104,7 @@ class Staging:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device, self._stream = device, SideStream(device)
+        self._avoided: dict[str, float] = {}
         self.keeps: Wanted | None = None
         """Parts of the tensors that this process's engine reads, if known: it then gets no more than those if the
         sender supports that."""
@@ -176,6 +177,7 @@ class Staging:
             interface=seat.interface,
             device=self._device,
             seat=seat.rank,
+            avoided=self._avoided,
         )
 
     def _join_sender(self, seat: Seat, sender: int, flows: Flows | None) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ import xxhash
 from asyncrl.errors import WeightsError, WeightsGoneError
 from asyncrl.weights.broadcast.group import WeightGroup, connect_store
 from asyncrl.weights.broadcast.protocol import Peer, answer, beat, collect, introduce, post, pushed, wait_key
+from asyncrl.weights.broadcast.reach import Round, name_of
 from asyncrl.weights.broadcast.sending import Lanes, send
 from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.flows import Flows
@@ -70,7 +71,7 @@ def agree(meeting: Meeting | None, device: torch.device) -> Meeting:
     return Meeting(host=host, port=port, publisher=publisher)
 
 
-def _peer(rank: int, publisher: str) -> Peer:
+def sender_of(rank: int, publisher: str) -> Peer:
     return f"learner rank {rank}", publisher
 
 
@@ -79,7 +80,7 @@ class OtherSenders:
 
     def __init__(self, store: dist.Store, senders: int, publisher: str, timeout_s: float) -> None:
         self._store, self._timeout_s = store, timeout_s
-        self._peers = [_peer(rank, publisher) for rank in range(1, senders)]
+        self._peers = [sender_of(rank, publisher) for rank in range(1, senders)]
         self._number = 0
         self._ordered_at = 0.0
 
@@ -91,6 +92,14 @@ class OtherSenders:
     def take(self, policy_version: int) -> None:
         """The previous version is not needed any more."""
         self._order({"kind": "take", "policy_version": policy_version})
+
+    @property
+    def names(self) -> list[str]:
+        return [name_of(peer) for peer in self._peers]
+
+    def reach(self, epoch: int, names: Sequence[str]) -> None:
+        """Order that they try to reach all members."""
+        self._order({"kind": "reach", "epoch": epoch, "names": names})
 
     def form(self, epoch: int, flows: Flows | None) -> None:
         """Order the group of an epoch. Raises WeightsError if a rank does not come: without it no version is
@@ -165,7 +174,7 @@ class ShareSender:
     def __init__(self, meeting: Meeting, rank: int, link: Link) -> None:
         self._meeting, self._rank, self._link = meeting, rank, link
         self._store = connect_store(meeting.host, meeting.port, link.timeout_s)
-        self._me = _peer(rank, meeting.publisher)
+        self._me = sender_of(rank, meeting.publisher)
         self._number = 1
         self._over = False
         self._never = threading.Event()
@@ -188,6 +197,9 @@ class ShareSender:
                 return
             if order["kind"] == "form":
                 self._form(int(order["epoch"]), order["flows"], snapshot)
+            elif order["kind"] == "reach":
+                tried = Round(self._store, int(order["epoch"]), order["names"])
+                tried.take_part(name_of(self._me), self._link, self._never)
             elif order["kind"] == "send":
                 self._transmit(int(order["epoch"]), int(order["event"]), int(order["policy_version"]), snapshot)
             elif order["kind"] == "give up" and snapshot.reading is not None:

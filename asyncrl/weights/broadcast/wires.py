@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -37,6 +37,7 @@ from asyncrl.checks.addresses import (
 )
 from asyncrl.errors import ConfigError
 from asyncrl.settings.weights import ON_DEVICE
+from asyncrl.weights.broadcast.forming import LOOK_S, Forming
 from asyncrl.weights.broadcast.local_wire import LocalWire
 from asyncrl.weights.broadcast.stream_wire import StreamWire
 from asyncrl.weights.streams import on, stream_of
@@ -73,6 +74,8 @@ class Link:
     """GPU of this process, with its index."""
     seat: int = 0
     """Of a subscriber: its rank among all, whichever groups it is in."""
+    avoided: dict[str, float] = field(default_factory=dict)
+    """Of a subscriber over sockets: see `StreamWire`."""
 
     @property
     def place(self) -> torch.device | str:
@@ -99,23 +102,51 @@ class Wire(Protocol):
         ...
 
 
-def open_wire(store: dist.Store, epoch: dist.Store, link: Link, rank: int, world: int) -> Wire:
+def open_wire(store: dist.Store, forming: Forming, link: Link, rank: int, world: int) -> Wire:
     """Join the other members of a group.
 
     Args:
         store: of this group alone.
-        epoch: of all groups of this epoch.
+        forming: of all groups of this epoch.
 
     Raises:
         RuntimeError: not all arrived within `timeout_s`, or one died meanwhile.
     """
     if link.backend == "ipc":
-        return LocalWire(store, rank, world, link.timeout_s)
+        return LocalWire(store, rank, world, link.timeout_s, forming)
     if link.backend == "sockets":
         where = places_to_listen(link.interface, link.host, os.environ)[0]
         listen = where.get("hostname") or address_of(where["interface"])
-        return StreamWire(store, rank, world, link.timeout_s, listen, seat=link.seat, epoch=epoch)
-    return (GlooWire if link.backend == "gloo" else NcclWire)(store, link, rank, world)
+        return StreamWire(
+            store, rank, world, link.timeout_s, listen, forming=forming, seat=link.seat, avoided=link.avoided
+        )
+    # A connection of its own: while one waits in the store for others, nothing else gets through it.
+    apart: dist.Store = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
+    wire = (GlooWire if link.backend == "gloo" else NcclWire)(apart, link, rank, world, forming)
+    try:
+        _all_formed(store, rank, world, time.monotonic() + link.timeout_s, forming)
+    except RuntimeError:
+        wire.abort()
+        raise
+    return wire
+
+
+def _all_formed(store: dist.Store, rank: int, world: int, deadline: float, forming: Forming) -> None:
+    """Let rank 0 wait for all others: its own connections are there before those between them are, if they ever are.
+
+    Raises:
+        RuntimeError: not by `deadline`, or one of them failed.
+    """
+    if rank:
+        store.add("formed", 1)
+        return
+    pause_s = 0.001
+    while (there := store.add("formed", 0)) < world - 1:
+        forming.look()
+        if time.monotonic() >= deadline:
+            raise RuntimeError(f"{world - 1 - there} of {world - 1} subscribers have no connection to each other")
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, 0.1)
 
 
 def places_to_listen(interface: str, host: str, environment: Mapping[str, str]) -> list[dict[str, str]]:
@@ -152,18 +183,24 @@ def places_to_listen(interface: str, host: str, environment: Mapping[str, str]) 
 
 
 class GlooWire:
-    """gloo communicator, bounded by its own timeouts."""
+    """gloo communicator, bounded by its own timeouts; only while it forms it tries a connection several times."""
 
     piece_bytes = _GLOO_PIECE
 
-    def __init__(self, store: dist.Store, link: Link, rank: int, world: int) -> None:
+    def __init__(self, store: dist.Store, link: Link, rank: int, world: int, forming: Forming) -> None:
         options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._timeout = timedelta(seconds=link.timeout_s)  # pyright: ignore[reportAttributeAccessIssue]
         options._devices = [  # pyright: ignore[reportAttributeAccessIssue]
             dist.ProcessGroupGloo.create_device(**where)
             for where in places_to_listen(link.interface, link.host, os.environ)
         ]
-        self._group = dist.ProcessGroupGloo(store, rank, world, options)
+        calls = Calls("gloo")
+        try:
+            self._group = calls.ask(
+                lambda: dist.ProcessGroupGloo(store, rank, world, options), link.timeout_s, "to form", forming.look
+            )
+        finally:
+            calls.end()
 
     def broadcast(self, buffer: torch.Tensor, left_s: float) -> Any:
         return self._group.broadcast([buffer], broadcast_options(left_s))  # pyright: ignore[reportAttributeAccessIssue]
@@ -181,14 +218,14 @@ class NcclWire:
 
     piece_bytes = 1 << 62  # nccl divides buffers itself
 
-    def __init__(self, store: dist.Store, link: Link, rank: int, world: int) -> None:
+    def __init__(self, store: dist.Store, link: Link, rank: int, world: int, forming: Forming) -> None:
         if link.device is None or link.device.index is None:
             raise RuntimeError(f"nccl needs the number of its GPU, but was given {link.device}")
         self._group: Any = None
         self._left = False
-        self._calls = Calls("weights-nccl")
+        self._calls = Calls("nccl")
         try:
-            self._calls.ask(lambda: self._form(store, link, rank, world), link.timeout_s, "to form")
+            self._calls.ask(lambda: self._form(store, link, rank, world), link.timeout_s, "to form", forming.look)
         except RuntimeError:
             self.abort()
             raise
@@ -207,7 +244,7 @@ class NcclWire:
         self._calls.end()
         if group is None:
             return
-        last = Calls("weights-nccl-abort")
+        last = Calls("nccl", "weights-nccl-abort")
         try:
             last.ask(group.abort, _ABORT_S, "to abort")
         except RuntimeError as error:
@@ -238,25 +275,36 @@ class NcclWire:
 
 
 class Calls:
-    """A thread that makes the requested calls one after another."""
+    """A thread that makes the requested calls of a library one after another."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, library: str, thread: str = "") -> None:
+        self._library = library
         self._asked: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._main, name=thread or f"weights-{library}", daemon=True)
         self._thread.start()
 
-    def ask(self, call: Callable[[], Done], seconds: float, what: str) -> Done:
+    def ask(self, call: Callable[[], Done], seconds: float, what: str, look: Callable[[], None] | None = None) -> Done:
         """Run `call` on the thread and return its result.
+
+        Args:
+            look: called every `LOOK_S` meanwhile; raises if the wait has become useless.
 
         Raises:
             RuntimeError: no result after `seconds`, or the call raised.
         """
         answer: Future[Done] = Future()
         self._asked.put((call, answer))
-        try:
-            return answer.result(seconds)
-        except FutureTimeout:
-            raise RuntimeError(f"waited {seconds:.1f} s for nccl {what}: a member is gone or silent") from None
+        deadline = time.monotonic() + seconds
+        while True:
+            left_s = max(deadline - time.monotonic(), 0.0)
+            try:
+                return answer.result(left_s if look is None else min(left_s, LOOK_S))
+            except FutureTimeout:
+                if time.monotonic() >= deadline:
+                    why = f"waited {seconds:.1f} s for {self._library} {what}: a member is gone or silent"
+                    raise RuntimeError(why) from None
+            if look is not None:
+                look()
 
     def end(self) -> None:
         """End the thread after the calls requested so far; does not wait for it."""
