@@ -59,7 +59,8 @@ class StreamWire:
         listen: address of this machine at which the next member connects.
         forming: of the epoch. A member without a connection does not come to the groups of other senders either.
         seat: number of this member that all know, in `ApartError`.
-        avoided: hosts that did not answer, and until when (monotonic) they are not tried again; extended here.
+        avoided: hosts of other members that did not answer, and until when (monotonic) they are not tried again; this
+            adds to it.
 
     Raises:
         ApartError: a member, this one or another, can connect neither to the one before it nor to rank 0.
@@ -132,13 +133,13 @@ class StreamWire:
         host, port, there, name, word = fetch(self._store, f"entrance/{rank}")
         end = _connect_near(name) if there == machine() else None
         if end is None:
-            if time.monotonic() < self._avoided.get(host, 0.0):
+            if rank and time.monotonic() < self._avoided.get(host, 0.0):
                 raise OSError(f"{host}: it did not answer before")
             try:
                 within_s = min(max(self._deadline - time.monotonic(), 0.004) / 4, _CONNECT_S)
                 end = socket.create_connection((host, port), within_s)
             except OSError as error:
-                if not isinstance(error, ConnectionRefusedError):
+                if rank and not isinstance(error, ConnectionRefusedError):  # without rank 0 there is no other way
                     self._avoided[host] = time.monotonic() + _AVOIDED_S
                 raise OSError(f"{host}:{port} ({error})") from error
             end.settimeout(None)
