@@ -7,7 +7,18 @@ import pytest
 import torch
 
 from asyncrl.errors import GenerationError, WeightsError
-from asyncrl.weights.canary import FULL, HALF, ROUTED, Canary, Proof, compare, random_probes, tolerance
+from asyncrl.weights.canary import (
+    FULL,
+    HALF,
+    ROUTED,
+    Canary,
+    Proof,
+    Rival,
+    compare,
+    random_probes,
+    serves,
+    tolerance,
+)
 from asyncrl.weights.files.sender import FilesSender
 from asyncrl.weights.files.subscriber import FilesSubscriber
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher
@@ -41,6 +52,9 @@ def test_a_canary_survives_the_wire_to_the_bit():
             assert np.array_equal(ours, theirs) and ours.dtype == theirs.dtype
     assert (back.learner_dtype, back.wire_dtype, back.largest_logit) == ("float32", "float32", np.inf)
     assert Canary.from_wire(replace(canary, largest_logit=2.5).to_wire()).largest_logit == 2.5
+    rivals = (Rival(name="version 3", logprobs=canary.logprobs),)
+    (rival,) = Canary.from_wire(replace(canary, rivals=rivals).to_wire()).rivals
+    assert rival.name == "version 3" and all(map(np.array_equal, rival.logprobs, canary.logprobs))
 
 
 def test_a_learner_that_does_not_say_its_largest_logit_is_held_to_the_outer_bound():
@@ -59,6 +73,8 @@ def test_a_learner_that_does_not_say_its_largest_logit_is_held_to_the_outer_boun
         lambda wire: wire.update(sequences=[], logprobs=[]),
         lambda wire: wire.update(sequences=[b"\0" * 40000], logprobs=[b"\0" * 39996]),
         lambda wire: wire.update(dtypes=["float32"]),
+        lambda wire: wire.update(rivals=[["version 3", wire["logprobs"][1:]]]),
+        lambda wire: wire.update(rivals=["version 3"]),
     ],
 )
 def test_a_damaged_canary_is_a_weights_error(damage):
@@ -120,6 +136,70 @@ def test_of_experts_in_half_precision_a_few_tokens_may_differ_much_and_in_float3
         proof.prove(1, canary)
 
 
+MANY = random_probes(97, seed=3, count=16)
+
+
+def flat() -> list[np.ndarray]:
+    return [np.zeros(len(ids) - 1, np.float32) for ids in MANY]
+
+
+def noisy(values: list[np.ndarray], seed: int, size: float) -> list[np.ndarray]:
+    """Rounding with heavy tails, as in a mixture of experts."""
+    rng = np.random.default_rng(seed)
+    return [(value + size * rng.standard_t(3, len(value))).astype(np.float32) for value in values]
+
+
+def with_rival(size: float) -> tuple[Canary, Rival]:
+    rng = np.random.default_rng(99)
+    wrong = tuple((size * rng.normal(size=len(each))).astype(np.float32) for each in flat())
+    rival = Rival(name="layers 2 and 3 exchanged", logprobs=wrong)
+    right = Canary(sequences=MANY, logprobs=tuple(flat()), learner_dtype="bfloat16", wire_dtype="bfloat16")
+    return replace(right, rivals=(rival,)), rival
+
+
+def test_an_engine_within_the_tolerance_that_serves_a_rival_is_refused_by_its_name():
+    canary, rival = with_rival(0.03)
+    proof = Proof(score=lambda _: noisy(flat(), 1, 0.01), engine_dtype="bfloat16")
+    proof.prove(4, canary)
+    wrong = noisy(list(rival.logprobs), 1, 0.01)
+    replace(proof, score=lambda _: wrong).prove(4, replace(canary, rivals=()))
+    with pytest.raises(WeightsError, match="does not serve version 4 as the learner has it, but layers 2 and 3 exch"):
+        replace(proof, score=lambda _: wrong).prove(4, canary)
+    with pytest.raises(WeightsError, match="layers 2 and 3 exchanged"):  # one of two replicas
+        replace(proof, everywhere=lambda _: [noisy(flat(), 1, 0.01), wrong]).prove(4, canary)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-3, 1e-2, 0.1])
+def test_no_right_engine_is_taken_for_a_rival(size: float):
+    canary, rival = with_rival(size)
+    assert not any(serves(rival, canary, noisy(flat(), seed, 0.01)) for seed in range(500))
+
+
+def test_a_few_tokens_alone_do_not_make_an_engine_serve_a_rival():
+    canary, rival = with_rival(0.0)
+    far = [part.copy() for part in rival.logprobs]
+    far[0][:9] = 0.5
+    scored = flat()
+    scored[0][:9] = 0.5
+    assert not serves(Rival(name="", logprobs=tuple(far)), canary, scored)
+
+
+def test_an_engine_that_still_serves_the_version_proven_before_is_found_where_all_compute_alike():
+    older = with_rival(0.03)[0]
+    old = list(older.rivals[0].logprobs)
+    older = replace(older, logprobs=tuple(old), rivals=())
+    newer = replace(older, logprobs=tuple(flat()))
+    proof = Proof(score=lambda _: noisy(old, 1, 0.01), engine_dtype="bfloat16")
+    proof.prove(8, older)
+    with pytest.raises(WeightsError, match="does not serve version 9 as the learner has it, but version 8"):
+        proof.prove(9, newer, (8, older))
+    proof.prove(9, newer)
+    proof.prove(9, replace(newer, learner_dtype="float32"), (8, older))  # which sees steps that bfloat16 rounds away
+    other = replace(older, sequences=random_probes(97, seed=4, count=16))
+    proof.prove(9, newer, (8, other))
+    replace(proof, score=lambda _: noisy(flat(), 1, 0.01)).prove(9, newer, (8, older))
+
+
 def test_an_answer_of_another_shape_is_refused():
     with pytest.raises(WeightsError, match="scored"):
         compare(canary_of(zeros()), zeros()[:-1])
@@ -142,21 +222,35 @@ class TableEngine:
         return [np.full(len(ids) - 1, self.value, np.float32) for ids in sequences]
 
 
+class HalfEngine(TableEngine):
+    """In bfloat16, and rounding as such engines do."""
+
+    def score(self, sequences):
+        return noisy(super().score(sequences), self.scored, 0.01)
+
+
 class FilesPair:
     """Both ends of the files transport, and an engine."""
 
-    def __init__(self, folder, engine, verify_every: int) -> None:
+    def __init__(self, folder, engine, verify_every: int, dtype: str = "float32") -> None:
         board = Board()
         self.board = board
+        self.dtype = dtype
         self.publisher = BackgroundPublisher(
             FilesSender(board, folder), wire_dtype=torch.float32, bucket_bytes=1 << 20, wait_s=30
         )
-        proof = Proof(score=engine.score, engine_dtype="float32", verify_every=verify_every)
+        proof = Proof(score=engine.score, engine_dtype=dtype, verify_every=verify_every)
         self.subscriber = FilesSubscriber(WorkerRendezvous(board, "a"), engine.load, proof)
 
     def publish(self, version: int) -> None:
-        values = [np.full(len(ids) - 1, float(version)) for ids in PROBES]
-        self.publisher.publish(version, [("w", torch.full((4,), float(version)))], canary_of(values))
+        values = [np.full(len(ids) - 1, self.small * version) for ids in PROBES]
+        canary = replace(canary_of(values, self.dtype), wire_dtype=self.dtype)
+        self.publisher.publish(version, [("w", torch.full((4,), self.small * version))], canary)
+
+    @property
+    def small(self) -> float:
+        """What a version changes all log-probs by."""
+        return 1.0 if self.dtype == "float32" else 0.02
 
     def wait(self, version: int) -> None:
         subscriber = self.subscriber
@@ -190,6 +284,17 @@ def test_an_engine_that_keeps_old_weights_is_never_reported_as_serving_and_lets_
     assert pair.subscriber.policy_version == 0
     assert [version for _, version, _, _ in pair.board.served()] == [0]
     assert pair.subscriber.stats()["weights/canary_failed"] == 1
+    pair.close()
+
+
+def test_an_engine_in_bfloat16_that_keeps_weights_of_the_version_proven_before_is_found(tmp_path):
+    pair = FilesPair(tmp_path, HalfEngine(stuck=True), verify_every=2, dtype="bfloat16")
+    for version in range(2):
+        pair.publish(version)
+        pair.wait(version)
+    pair.publish(2)
+    with pytest.raises(WeightsError, match="does not serve version 2 as the learner has it, but version 0"):
+        pair.wait(2)
     pair.close()
 
 
