@@ -219,7 +219,8 @@ def called(function: Callable[..., Any], named: str, *arguments: Any) -> Any:
         named: the setting and its value, for the error.
 
     Raises:
-        OwnCodeError: whatever it raised, with the line number. asyncrl's own errors pass unchanged.
+        OwnCodeError: whatever it raised, with the line number. asyncrl's own errors pass unchanged, and those of a
+            collective in which another rank died: the ranks are restarted then, and the code is not to blame.
     """
     try:
         return function(*arguments)
@@ -227,7 +228,15 @@ def called(function: Callable[..., Any], named: str, *arguments: Any) -> Any:
         raise
     # User code at a process boundary. An exit with code 0 would make a learner look as if it had trained all steps.
     except (Exception, SystemExit) as error:
+        if _of_another_rank(error):
+            raise
         raise OwnCodeError(f"{named} raised {described(error)}") from error
+
+
+def _of_another_rank(error: BaseException) -> bool:
+    """Whether a connection between ranks broke: nccl has classes for its errors, gloo names its file."""
+    classes = {f"{each.__module__}.{each.__name__}" for each in type(error).__mro__}
+    return "torch.distributed.DistError" in classes or "gloo/transport/" in str(error)
 
 
 def described(error: BaseException) -> str:

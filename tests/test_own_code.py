@@ -1,15 +1,20 @@
-"""Hashes of the user's code: what changes them, and what does not."""
+"""Hashes of the user's code: what changes them, and what does not; and whose fault an error is."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from asyncrl.own_code import code_fingerprint, load_function
+from asyncrl.errors import OwnCodeError
+from asyncrl.own_code import called, code_fingerprint, load_function
 
 REWARD = b"""
 import json
@@ -78,3 +83,16 @@ def test_every_file_beside_it_that_an_import_runs_is_one_of_them(tmp_path: Path)
     files = [Path(str(each.__file__)) for each in loaded.values() if getattr(each, "__file__", None)]
     names = {each.relative_to(beside).as_posix() for each in files if each.is_relative_to(beside)} - {"r.py"}
     assert names == set(BESIDE)
+
+
+def test_a_collective_that_breaks_because_another_rank_died_is_not_the_fault_of_the_code_that_calls_it() -> None:
+    """Such a learner was ended for good, and not restarted."""
+    store, wait = dist.HashStore(), timedelta(seconds=60)
+    with ThreadPoolExecutor(2) as threads:
+        ranks = list(threads.map(lambda rank: dist.ProcessGroupGloo(store, rank, 2, wait), range(2)))
+    ranks.pop().abort()
+    with pytest.raises(RuntimeError) as raised:
+        called(lambda: ranks[0].allreduce([torch.zeros(3)]).wait(), "learner.hook=mine.py:f")
+    assert not isinstance(raised.value, OwnCodeError)
+    with pytest.raises(OwnCodeError, match="mine.py:f raised RuntimeError: of mine"):
+        called(lambda: (_ for _ in ()).throw(RuntimeError("of mine")), "learner.hook=mine.py:f")
