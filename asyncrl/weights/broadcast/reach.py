@@ -2,8 +2,8 @@
 breaks the group for all. So after an epoch that broke, all try, and as few as possible are left out.
 
     all          place/N: where N listens
-    all          connect to all others, at once; reach/found/N: whom N did not reach, and why
-    publisher    reach/over: all have tried
+    all          connect to all others, at once; found/N: whom N did not reach, and why
+    publisher    over: all have tried
 """
 
 from __future__ import annotations
