@@ -187,7 +187,7 @@ class GlooWire:
 
     piece_bytes = _GLOO_PIECE
 
-    def __init__(self, store: dist.Store, link: Link, rank: int, world: int, forming: Forming) -> None:
+    def __init__(self, store: dist.Store, link: Link, rank: int, world: int, forming: Forming | None = None) -> None:
         options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._timeout = timedelta(seconds=link.timeout_s)  # pyright: ignore[reportAttributeAccessIssue]
         options._devices = [  # pyright: ignore[reportAttributeAccessIssue]
@@ -197,7 +197,10 @@ class GlooWire:
         calls = Calls("gloo")
         try:
             self._group = calls.ask(
-                lambda: dist.ProcessGroupGloo(store, rank, world, options), link.timeout_s, "to form", forming.look
+                lambda: dist.ProcessGroupGloo(store, rank, world, options),
+                link.timeout_s,
+                "to form",
+                forming.look if forming is not None else None,
             )
         finally:
             calls.end()
