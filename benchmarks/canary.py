@@ -35,12 +35,16 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from transformers.utils import logging as transformers_logging
 
 from asyncrl.engines.hf.runner import ModelRunner
 from asyncrl.errors import WeightsError
+from asyncrl.learner.backends.fsdp2 import FSDP2
 from asyncrl.learner.model.policy import PolicyModel, build_model
 from asyncrl.learner.publishing.canary import RIVALS, canary_of
 from asyncrl.learner.publishing.probes import probes_of
@@ -168,9 +172,8 @@ def look(found: Found, kind: str, layers: int, deviation: float, learner: str, s
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder)
             settings = ModelConfig(path=folder, dtype=learner)
-            return build_model(
-                Config(model=settings, run=RunConfig(dir=folder), data=DataConfig(path="none")), CPU, None
-            )
+            config = Config(model=settings, run=RunConfig(dir=folder), data=DataConfig(path="none"))
+            return build_model(config, CPU, FSDP2(init_device_mesh("cpu", (1,))))
 
     def scored(engine: Any) -> list[NDArray[np.float32]]:
         return ModelRunner(engine, CPU, 1).score(canary.sequences)
@@ -211,6 +214,7 @@ def main() -> None:
     given = parse(parser, SMOKE)
     torch.set_num_threads(1)
     transformers_logging.disable_progress_bar()
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     result: dict[str, Any] = {}
     with torch.no_grad():
         for kind in given.kinds:
@@ -218,6 +222,7 @@ def main() -> None:
             for seed, deviation in enumerate(given.deviations):
                 look(found, kind, given.layers, deviation, given.learner, seed)
             result |= found.result(kind)
+    dist.destroy_process_group()
     answer("canary", result, smoke=given.smoke)
 
 

@@ -74,7 +74,7 @@ against a learner in float32 and one in bfloat16 with another attention, 16 prob
     2 and 6, 64, 0.02 to 0.1            0.05 to 0.37    0.6 to 0.95    5.6 to 33
     24, 64, 0.02 to 0.1                 0.18 to 0.54    0.95 to 1.4    1.2 to 2.4: all 36 found
     24, 128, 0.02 to 0.1                0.23 to 1.1     1.1 to 1.9     1.5 to 2.2: all 36 found
-    48, 64, 0.02 to 0.1                 0.25 to 0.66    1.3 to 1.7     0.8 to 1.2: none found
+    48, 64, 0.02 to 0.1                 0.25 to 0.66    1.3 to 1.7     0.8 to 1.2: 0 of 36, see `serves`
 
 With the middle two of 24 exchanged: 2.5 to 4.9. The bound fails for chaotic models: initialised with 0.2, models of 24
 layers differ from themselves by up to 2.0, and the outer bound, 1.6 to 1.9 there, refuses 2 of 12.
