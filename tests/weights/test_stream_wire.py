@@ -242,6 +242,17 @@ def test_members_that_wait_for_others_to_join_end_when_the_first_one_leaves():
         assert time.monotonic() - started < WAIT_S / 2
 
 
+def test_all_hear_that_one_died_and_not_that_the_first_has_left_because_of_it(monkeypatch: pytest.MonkeyPatch):
+    abort = StreamWire.abort
+    monkeypatch.setattr(StreamWire, "abort", lambda wire: (abort(wire), time.sleep(0.5)))
+    store, died = dist.HashStore(), "w2 died before it had joined"
+    with ThreadPoolExecutor(3) as threads:
+        waiting = [threads.submit(StreamWire, store, rank, 4, WAIT_S, HOST, forming=Forming(store)) for rank in (1, 2)]
+        assert all(wait_key(store, f"entrance/{rank}", WAIT_S) for rank in (1, 2))
+        first = threads.submit(StreamWire, store, 0, 4, WAIT_S, HOST, forming=Forming(store, lambda: died))
+        assert all(died in str(each.exception(WAIT_S)) for each in (first, *waiting))
+
+
 def test_a_stranger_takes_nobodys_place(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stream_wire, "_STRANGER_S", SHORT_S)
     monkeypatch.setattr(stream_wire, "_connect_near", lambda name: None)  # it comes by the same way, after them

@@ -31,18 +31,19 @@ class Forming:
 
     Args:
         store: of all groups of the epoch.
-        watch: of the publisher: raises RuntimeError if a member has died.
+        watch: of the publisher: says that a member has died, or nothing.
     """
 
-    def __init__(self, store: dist.Store, watch: Callable[[], None] | None = None) -> None:
+    def __init__(self, store: dist.Store, watch: Callable[[], str] | None = None) -> None:
         self._store, self._watch = store, watch
 
     def look(self) -> None:
         """Raise the reason why this epoch does not form, if there is one: ApartError if a member has no connection,
         else RuntimeError."""
         self._look_at_the_reason()
-        if self._watch is not None:
-            self._watch()
+        if self._watch is not None and (why := self._watch()):
+            self.give_up(why)  # before this end is closed: else whoever is connected to it says first that it has left
+            raise RuntimeError(why)
 
     def _look_at_the_reason(self) -> None:
         if self._store.check([_OVER]):

@@ -77,7 +77,7 @@ class WeightGroup:
     then on.
 
     Args:
-        watch: of the publisher: called while the group forms; raises RuntimeError if a member has died.
+        watch: of the publisher: called while the group forms; says that a member has died, or nothing.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class WeightGroup:
         rank: int,
         world: int,
         name: str = "0",
-        watch: Callable[[], None] | None = None,
+        watch: Callable[[], str] | None = None,
     ) -> None:
         self.epoch, self.rank, self.world = epoch, rank, world
         self.timeout_s = link.timeout_s

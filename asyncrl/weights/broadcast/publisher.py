@@ -282,10 +282,10 @@ class BroadcastSender:
             self._store, self._link, epoch=self._epoch, rank=0, world=world, name=name, watch=self._watch
         )
 
-    def _watch(self) -> None:
-        """Raise RuntimeError if a member has died while the epoch forms: in its place nobody would come."""
-        if gone := sorted(worker for worker, _ in set(self._seats) - set(self._door.live())):
-            raise RuntimeError(f"{gone[0]} died before it had joined")
+    def _watch(self) -> str:
+        """Say who has died while the epoch forms, if anyone: in its place nobody would come."""
+        gone = sorted(worker for worker, _ in set(self._seats) - set(self._door.live()))
+        return f"{gone[0]} died before it had joined" if gone else ""
 
     def _flows(self, snapshot: Snapshot, hellos: Mapping[Peer, Mapping[str, Any]]) -> Flows | None:
         wanted = [each for hello in hellos.values() for each in wanted_of(hello)]
