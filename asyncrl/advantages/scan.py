@@ -89,14 +89,18 @@ BLOCK = 32
 
 
 def scan(terms: Float[Tensor, " N"], factors: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
-    """x_t = terms_t + factors_t x_{t+1}, with x = 0 after the last token; a factor of 0 ends a sequence.
+    """x_t = terms_t + factors_t x_{t+1}, with x = 0 after the last token; a factor of 0 ends a sequence, also for a NaN
+    or an infinity of the next one."""
+    x = _in_blocks(terms, factors)
+    # 0 times NaN is NaN: without this, one bad sequence would look as if all before it were bad, too.
+    return x if bool(x.sum().isfinite()) else _one_by_one(terms, factors)
 
-    With tokens across blocks contiguous in memory, one step of Python takes one token of every block: first only for
+
+def _in_blocks(terms: Float[Tensor, " N"], factors: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+    """With tokens across blocks contiguous in memory, one step of Python takes one token of every block: first only for
     what each block begins with if nothing follows it and for the product of its factors. Their scan, the same one size
     smaller, says what follows each block, which is then scanned token by token. Factors are only multiplied, never
-    divided, so zero or tiny factors lose no precision. A NaN or an infinity reaches the sequences before it, since
-    0 times it is NaN.
-    """
+    divided, so zero or tiny factors lose no precision."""
     if len(terms) <= 4 * BLOCK:
         return _one_by_one(terms, factors)
     blocks = -(-len(terms) // BLOCK)
@@ -106,7 +110,7 @@ def scan(terms: Float[Tensor, " N"], factors: Float[Tensor, " N"]) -> Float[Tens
     for k in range(BLOCK - 2, -1, -1):
         torch.addcmul(x[k], f[k], first, out=first)
         reach.mul_(f[k])
-    x[-1][:-1].addcmul_(f[-1][:-1], scan(first, reach)[1:])
+    x[-1][:-1].addcmul_(f[-1][:-1], _in_blocks(first, reach)[1:])
     for k in range(BLOCK - 2, -1, -1):
         x[k].addcmul_(f[k], x[k + 1])
     return table.t().clone(memory_format=torch.contiguous_format).view(-1)[: len(terms)]
@@ -115,7 +119,7 @@ def scan(terms: Float[Tensor, " N"], factors: Float[Tensor, " N"]) -> Float[Tens
 def _one_by_one(terms: Float[Tensor, " N"], factors: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
     x, ahead = terms.tolist(), 0.0
     for t, factor in reversed(list(enumerate(factors.tolist()))):
-        ahead = x[t] = x[t] + factor * ahead
+        ahead = x[t] = x[t] + factor * ahead if factor else x[t]
     return terms.new_tensor(x)
 
 

@@ -73,6 +73,23 @@ def test_results_have_the_dtype_of_the_values_and_do_not_change_what_is_given(dt
     assert all(map(torch.equal, (rewards, values, log_ratio), before))
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("length", [20, 300])
+def test_what_is_not_finite_stays_in_its_sequence(bad: float, length: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    rewards, values, log_ratio = torch.randn(3, 4, length, generator=generator, dtype=torch.float64)
+    mask = torch.ones(4, length, dtype=torch.bool)
+    broken = values.clone()
+    broken[2, 1] = bad
+    others = [0, 1, 3]
+    for estimate in (vtrace, retrace):
+        found = estimate(rewards, broken, log_ratio, mask, 0.9, 0.8)
+        right = estimate(rewards, values, log_ratio, mask, 0.9, 0.8)
+        for got, expected in zip(found, right, strict=True):
+            torch.testing.assert_close(got[others], expected[others], rtol=1e-12, atol=1e-12)
+            assert not got[2].isfinite().all()
+
+
 def test_tables_of_many_rows_are_cut_and_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     r, v, log_ratio = (torch.randn(7, 40, generator=generator, dtype=torch.float64) for _ in range(3))
