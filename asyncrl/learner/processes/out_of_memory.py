@@ -29,7 +29,7 @@ from asyncrl.storage.objects import read_object
 log = logging.getLogger(__name__)
 
 NOTE_FILE = "out_of_memory.json"
-TOLD = ("out of memory", "ALLOC_FAILED")
+TOLD = ("out of memory", "ALLOC_FAILED", "DEVICE_ALLOCATION_FAILED")
 """In the messages of the driver, cuBLAS, cuDNN, nccl and Triton, which take GPU memory beside torch's allocator: their
 errors are no `torch.OutOfMemoryError`."""
 
@@ -85,7 +85,7 @@ def one_more_try(config: Config, run_dir: Path, rank: int) -> Iterator[None]:
         if not ran_out(error):
             raise
         budget, note = config.learner.max_tokens_per_microbatch, _note(run_dir)
-        why = str(error).splitlines()[0].split(". ")[0]
+        why = str(error).partition("\n")[0].split(". ")[0]
         # Other ranks may have run out of memory in the same step: their note has the same budget.
         if _noted(note, config) > budget:
             raise ConfigError(

@@ -67,6 +67,7 @@ def test_the_micro_batch_is_halved_once_and_then_the_run_ends_with_the_setting_t
     "told",
     [
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
         "CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.",
         "Triton Error [CUDA]: out of memory",
     ],
