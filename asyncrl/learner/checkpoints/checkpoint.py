@@ -170,6 +170,8 @@ class Checkpoints:
         checkpoints that were kept for them."""
         if self._rank == 0:
             self._errands.finish(min(within_s, self._within_s))
+            if origin_of(self._folder.parent) != self._run:  # after `overwrite=true`, they are another run's
+                return
             with contextlib.suppress(OSError):  # the next save deletes them, if a run goes on from here
                 self._remove_old()
 

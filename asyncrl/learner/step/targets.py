@@ -46,7 +46,7 @@ from asyncrl.schema import AdvantageConfig
 from asyncrl.types import GREEDY_REWARD, StepPlan, TrajectoryHeader, members_of
 
 Table = Float[Tensor, "B L"]
-"""float64 on the CPU: a scan over tokens is thousands of tiny operations, which are slower on a GPU."""
+"""float64 on the CPU: a scan over tokens is hundreds of tiny operations, which are slower on a GPU."""
 
 
 NUMBERS = ("current_logprobs", "ref_logprobs", "values", "behavior_logprobs", "position_ids")

@@ -122,6 +122,19 @@ def test_a_checkpoint_kept_for_an_errand_is_deleted_once_that_is_done(tmp_path: 
     assert newest.is_dir() and not path.exists()
 
 
+def test_a_run_whose_folder_was_taken_over_deletes_nothing_there_at_its_end(tmp_path: Path):
+    folder, said = tmp_path / "run" / "ckpt", tmp_path / "run" / "run.json"
+    said.parent.mkdir()
+    said.write_text('{"run_id": "first", "origin": "first"}')
+    mine = Checkpoints(folder, rank=0, keep=1)
+    saved = mine.save(state(1), learner(0, updates=1), {})
+    said.write_text('{"run_id": "other", "origin": "other"}')
+    under_way = folder / "step_9.tmp"
+    under_way.mkdir()
+    mine.finish_errands()
+    assert saved.is_dir() and under_way.is_dir()
+
+
 def test_exports_that_a_resume_makes_up_for_are_all_made(tmp_path: Path):
     errands = quick()
     each = Errand(kind="exports", what="one", checkpoint=tmp_path / "step_1", arguments=("-S", "-c", ""))
