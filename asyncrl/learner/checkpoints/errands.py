@@ -84,6 +84,7 @@ class Errands:
         self._open: list[Errand] = []
         self._lock = threading.Condition()
         self._counts: dict[str, float] = {}
+        self._exports_left_out = 0
         self._thread: threading.Thread | None = None
 
     def begin(self, run: str) -> None:
@@ -147,7 +148,8 @@ class Errands:
                 self._counts[f"checkpoint/{kind}_failed"] += 1
                 text = f"{older.what} is skipped: a newer one is due, and {self._open[0].what} is still running"
                 log.error("%s", text)
-                if kind == "exports" and is_power_of_ten(int(self._counts["checkpoint/exports_failed"])):
+                self._exports_left_out += kind == "exports"
+                if kind == "exports" and is_power_of_ten(self._exports_left_out):
                     post(self._board, f"{text}. A larger learner.export_every leaves time for each")
 
     def _turn_of(self, errand: Errand) -> int:

@@ -85,15 +85,18 @@ def test_exports_slower_than_saves_keep_few_checkpoints_and_those_left_out_are_s
     make_board(board)
 
     def export(checkpoint: Path, steps: int) -> Errand:
-        code = f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
+        code = f"import os, time\nif not {steps}: raise SystemExit('no')\n"
+        code += f"while not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
         code += f"open({str(done)!r}, 'a').write('{steps} ')"
         return Errand(kind="exports", what=f"export {steps}", checkpoint=checkpoint, arguments=("-S", "-c", code))
 
     monkeypatch.setattr("asyncrl.learner.checkpoints.errands._export", export)
     errands = quick(export_every=1, board=board)
+    errands.saved(tmp_path / "step_0", 0)  # fails, which is counted as well
+    errands.finish(120.0)
     for steps in range(1, 4):
         errands.saved(tmp_path / f"step_{steps}", steps)
-    assert not caplog.text and errands.needed() == {"step_1", "step_2", "step_3"}
+    assert "is skipped" not in caplog.text and errands.needed() == {"step_1", "step_2", "step_3"}
     errands.saved(tmp_path / "step_4", 4)
     assert "export 2 is skipped" in caplog.text
     assert "export 2 is skipped: a newer one is due, and export 1 is still" in read_board(board)
@@ -104,7 +107,7 @@ def test_exports_slower_than_saves_keep_few_checkpoints_and_those_left_out_are_s
     go.write_text("")
     errands.finish(120.0)
     assert done.read_text().split() == ["1", "7", "8"], "the last one is made in any case"
-    assert errands.counts() == {"checkpoint/exports": 3.0, "checkpoint/exports_failed": 5.0}
+    assert errands.counts() == {"checkpoint/exports": 3.0, "checkpoint/exports_failed": 6.0}
     assert read_board(board).startswith("the end of the run waits for export 1; export 7; export 8, at most 120 s")
 
 
