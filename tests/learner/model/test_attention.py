@@ -166,7 +166,7 @@ def test_scores_far_apart_overflow_nowhere(dtype: torch.dtype):
         q, k, _ = tensors
         width = q.shape[-1]
         score = float(q.norm(dim=-1).max() * k.norm(dim=-1).max()) / width**0.5
-        # Both round a score, by width + 1 halves of eps, and with it a probability: by as much, and once more by the sum.
+        # Both round a score, by width + 1 halves of eps, and so a probability: by as much, and once more by the sum.
         apart_by = 2 * (width + 1) * torch.finfo(dtype).eps * score
         for mine, theirs in zip(apart, whole, strict=True):
             torch.testing.assert_close(mine, theirs, atol=apart_by * float(theirs.abs().max()), rtol=0)
