@@ -98,16 +98,14 @@ class BroadcastSubscriber(Subscriber):
             if self._board["publisher"] != self._proven_publisher:
                 # A new publisher counts epochs from the start: one may have the number of the last verified epoch.
                 self._proven_publisher, self._proven_epoch = self._board["publisher"], -1
-            refusal = other_version("this worker", "the learner", self._board.get("protocol"))
-            if refusal:
-                raise OtherVersionError(refusal)
-            if self._board.get("machine") and self._board["machine"] != machine():
-                raise ConfigError(
-                    f"this worker is not on the learner's machine, or in another container: {OTHER_MACHINE}"
-                )
             try:
                 store = connect_store(self._board["host"], int(self._board["port"]), self._timeout_s)
-                self._attend(store)
+                # Only of a learner that is there: the replay server restores the board from its journal, so that a
+                # resumed run begins with what the learner before it announced, of another version or before a reboot.
+                if (refusal := self._refusal()) is not None and not self._look(wait_s=_LOOK_S):
+                    raise refusal
+                if refusal is None:
+                    self._attend(store)
             except (ModelMismatchError, OtherVersionError):
                 raise
             except (WeightsError, dist.DistError) as error:
@@ -116,6 +114,14 @@ class BroadcastSubscriber(Subscriber):
                     self._stats["lost_publisher"] += 1
                     log.warning("weights: publisher lost (%s); still serving version %d", error, self._policy_version)
             self._closed.wait(0.2)
+
+    def _refusal(self) -> OtherVersionError | ConfigError | None:
+        """Return why this worker cannot follow the learner on the board, if it cannot."""
+        if said := other_version("this worker", "the learner", self._board.get("protocol")):
+            return OtherVersionError(said)
+        if self._board.get("machine") and self._board["machine"] != machine():
+            return ConfigError(f"this worker is not on the learner's machine, or in another container: {OTHER_MACHINE}")
+        return None
 
     def _look(self, wait_s: float) -> bool:
         """Read the board; returns whether the publisher on it has changed."""
