@@ -259,6 +259,9 @@ def test_a_shared_gpu_is_told_to_both_sides(monkeypatch: pytest.MonkeyPatch) -> 
     among_themselves = roles("0,1", monkeypatch, "engine=vllm", "rollout.workers=2", "ray.gpus_per_worker=0.5")
     assert among_themselves["rollout"].arguments == ("engine.vllm.gpu_memory_utilization=0.45",)
     assert among_themselves["learner"].arguments == ("placement.mode=dedicated", "weights.backend=sockets")
+    shared = ("engine=vllm", "rollout.workers=2", "ray.gpus_per_worker=0.5", "weights=files")
+    assert roles("0,1", monkeypatch, *shared)["learner"].arguments == ("placement.mode=dedicated",)
+    load_config([*REQUIRED, *shared, *roles("0,1", monkeypatch, *shared)["learner"].arguments])
     plain = roles("0,1", monkeypatch, "rollout.host=process", "rollout.workers=2", "ray.gpus_per_worker=0.5")
     assert (plain["learner"].gpus, plain["rollout"].gpus) == ("0", "1")
 

@@ -100,7 +100,8 @@ def with_gpus(commands: Sequence[Command], config: Config, visible: Sequence[str
     told = {"learner": [], "rollout": []}
     if placement.learner and placement.engines:  # `weights.backend=auto` depends on it
         told["learner"].append(f"placement.mode={'colocated' if placement.shared else 'dedicated'}")
-    if config.weights.backend == "auto" and not placement.shared and met_twice(config, placement):
+    chosen = config.weights.transport == "broadcast" and config.weights.backend == "auto"  # else refused as idle
+    if chosen and not placement.shared and met_twice(config, placement):
         told["learner"].append("weights.backend=sockets")
     crowded = placement.engine_memory < WHOLE_SHARE  # it shares a GPU with a rank or another engine
     if config.engine.name == "vllm" and crowded and "gpu_memory_utilization" not in config.engine.vllm:
