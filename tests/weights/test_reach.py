@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from asyncrl.weights.broadcast.group import connect_store, host_store
-from asyncrl.weights.broadcast.reach import Round, left_out, unreached
+from asyncrl.weights.broadcast.reach import Round, chosen_by_nccl, left_out, unreached
 from asyncrl.weights.broadcast.wires import Link
 
 HOST, WAIT_S = "127.0.0.1", 60.0
@@ -72,6 +72,27 @@ def test_connections_are_tried_at_once_and_each_failure_has_its_reason() -> None
         assert unreached(places, WAIT_S) == {"gone": f"{HOST}:{refusing.getsockname()[1]}: Connection refused"}
 
 
+def test_a_place_that_cannot_be_tried_is_a_failure_with_its_reason_and_no_error() -> None:
+    """An error here would end the learner, or the worker: the address is another member's."""
+    with socket.create_server((HOST, 0)) as there:
+        places = {"nowhere": ("fe80::1%none", 9), "there": there.getsockname()[:2]}
+        (failed,) = unreached(places, WAIT_S).items()
+    assert failed[0] == "nowhere" and failed[1].startswith("fe80::1%none:9: ")
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen"),
+    [
+        ("", "ib0"), ("eth", "eth0"), ("=eth1,ib0", "eth1"), ("^eth,docker,lo", "ib0"), ("^=lo,docker0,eth0", "eth1"),
+        ("wlan", ""), ("lo", "lo"), ("=eth", ""),
+    ],
+)  # fmt: skip
+def test_nccl_uses_the_interface_that_its_variable_names_by_prefix_or_whole(given: str, chosen: str) -> None:
+    names = ["lo", "docker0", "eth0", "eth1", "ib0"]
+    assert chosen_by_nccl(names, given) == chosen
+    assert [chosen_by_nccl(names[:count], "") for count in (1, 2, 4)] == ["lo", "docker0", "eth0"]
+
+
 def test_a_place_that_does_not_answer_is_told_after_the_time_given() -> None:
     with socket.create_server((HOST, 0), backlog=0) as full:
         where, held = full.getsockname()[:2], []
@@ -85,10 +106,13 @@ def test_a_place_that_does_not_answer_is_told_after_the_time_given() -> None:
             each.close()
 
 
-@pytest.mark.parametrize("members", [1, 4])
-def test_a_round_in_which_all_reach_each_other_leaves_nobody_out(members: int) -> None:
+@pytest.mark.parametrize(
+    ("members", "backend", "interface"), [(1, "gloo", ""), (4, "gloo", ""), (2, "nccl", ""), (2, "nccl", "^none")]
+)
+def test_a_round_in_which_all_reach_each_other_leaves_nobody_out(members: int, backend: str, interface: str) -> None:
     names = ["learner/p", *(f"w{number}/1" for number in range(members))]
-    link, ranks = Link(host=HOST, timeout_s=WAIT_S, backend="gloo"), dict.fromkeys(names[1:], (0, 1))
+    link = Link(host=HOST, timeout_s=WAIT_S, backend=backend, interface=interface)
+    ranks = dict.fromkeys(names[1:], (0, 1))
     with ThreadPoolExecutor(members) as threads:
         store, port = host_store(HOST, WAIT_S)
         rounds = [Round(connect_store(HOST, port, WAIT_S), 3, names) for _ in names[1:]]

@@ -231,11 +231,11 @@ class BroadcastSender:
             hellos = {peer: fetch(self._store, hello_key(*peer)) for peer in peers}
             flows, world = self._flows(snapshot, hellos), 1 + sum(int(hello["width"]) for hello in hellos.values())
             names = [] if tried else self._doubts.names(peers)
-            tried = bool(names)
             plan: dict[str, Any] = {"manifest": snapshot.whole.to_wire()} | ({"reach": names} if names else {})
             plan |= {"flows": flows.to_wire()} if flows is not None else {}
             accepted = self._invite(hellos, plan, world)
             together = accepted == peers
+            tried = together and bool(names)
             if together and not names:
                 self._others.form(self._epoch, flows)
             post(self._store, f"{self._epoch}/go", together)

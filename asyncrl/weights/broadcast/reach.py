@@ -9,20 +9,23 @@ breaks the group for all. So after an epoch that broke, all try, and as few as p
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import selectors
 import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch.distributed as dist
 
-from asyncrl.checks.addresses import address_of
+from asyncrl.checks.addresses import address_of, own_address
 from asyncrl.weights.broadcast.protocol import Peer, fetch, post, pushed, wait_key
 from asyncrl.weights.broadcast.wires import Link, places_to_listen
+
+log = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
 """Seconds that a connection may take, enough for two lost packets."""
@@ -61,7 +64,7 @@ class Round:
         """Try to reach all others, and be there for them until all have tried.
 
         Raises:
-            ConfigError: `weights.interface` cannot be used here.
+            ConfigError: `weights.interface` cannot be used here (gloo).
         """
         with self._try(name, link):
             pushed(self._store, "over", _OVER_S, stop)
@@ -76,20 +79,51 @@ class Round:
             post(self._store, "over", True)
         return left_out(found, may_leave)
 
-    def _try(self, name: str, link: Link) -> socket.socket:
-        """Tell whom this member does not reach; returns where it listens itself."""
+    @contextmanager
+    def _try(self, name: str, link: Link) -> Iterator[None]:
+        """Tell whom this member does not reach; the others reach it within the context."""
+        with ExitStack() as kept:
+            try:
+                post(self._store, f"place/{name}", _listen(link, kept))
+            except OSError as error:  # nobody tries to reach it then, and the group says whether that is so
+                log.warning("weights: the others cannot try to connect here: %s", error)
+            deadline, places = time.monotonic() + _PLACES_S, {}
+            for other in self._names:
+                key = f"place/{other}"
+                if other != name and wait_key(self._store, key, max(deadline - time.monotonic(), 0.0)):
+                    places[other] = fetch(self._store, key)
+            post(self._store, f"found/{name}", unreached(places, min(CONNECT_S, link.timeout_s / 2)))
+            yield
+
+
+def _listen(link: Link, kept: ExitStack) -> tuple[str, int]:
+    """Listen in the network that the backend uses, until `kept` ends; nobody takes what connects. Returns where."""
+    if link.backend == "nccl":
+        names = [name for _, name in socket.if_nameindex() if address_of(name)]
+        chosen = chosen_by_nccl(names, os.environ.get("NCCL_SOCKET_IFNAME") or link.interface)
+        address = address_of(chosen) if chosen else own_address(link.host)
+    else:
         where = places_to_listen(link.interface, link.host, os.environ)[0]
         address = where.get("hostname") or address_of(where["interface"])
-        (family, *_), *_ = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
-        listener = socket.create_server((address, 0), family=family, backlog=1024)  # nobody takes what connects
-        post(self._store, f"place/{name}", [address, listener.getsockname()[1]])
-        deadline, places = time.monotonic() + _PLACES_S, {}
-        for other in self._names:
-            key = f"place/{other}"
-            if other != name and wait_key(self._store, key, max(deadline - time.monotonic(), 0.0)):
-                places[other] = fetch(self._store, key)
-        post(self._store, f"found/{name}", unreached(places, min(CONNECT_S, link.timeout_s / 2)))
-        return listener
+    (family, *_), *_ = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
+    listener = kept.enter_context(socket.create_server((address, 0), family=family, backlog=1024))
+    return address, listener.getsockname()[1]
+
+
+def chosen_by_nccl(names: Sequence[str], given: str) -> str:
+    """Return the first interface that nccl uses of these; empty if it uses none. It may be in another network than
+    `weights.host`, whose firewall says nothing about nccl.
+
+    Args:
+        given: NCCL_SOCKET_IFNAME: prefixes by commas; after `=` whole names, after `^` those that it does not use.
+    """
+    for rule in (given,) if given else ("ib", "^docker,lo,virbr", "docker", "lo", "virbr"):
+        listed = rule.lstrip("^=").split(",")
+        exact, wanted = "=" in rule[:2], not rule.startswith("^")
+        for name in names:
+            if any(name == one if exact else one and name.startswith(one) for one in listed) == wanted:
+                return name
+    return ""
 
 
 def unreached(places: Mapping[str, tuple[str, int]], within_s: float) -> dict[str, str]:
@@ -98,10 +132,14 @@ def unreached(places: Mapping[str, tuple[str, int]], within_s: float) -> dict[st
     with ExitStack() as kept:
         selector = kept.enter_context(selectors.DefaultSelector())
         for name, (host, port) in places.items():
-            (family, *_), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            end = kept.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            end.setblocking(False)
-            code = end.connect_ex((host, port))
+            try:
+                (family, *_), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                end = kept.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                end.setblocking(False)
+                code = end.connect_ex((host, port))
+            except OSError as error:  # an address of a kind that this machine does not have, or no descriptors left
+                failed[name] = f"{host}:{port}: {error.strerror}"
+                continue
             if code in (0, errno.EINPROGRESS):
                 selector.register(end, selectors.EVENT_WRITE, name)
             else:
