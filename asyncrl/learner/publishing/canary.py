@@ -168,17 +168,24 @@ def layers_of(model: PolicyModel) -> list[torch.nn.Module]:
 
 
 def exchanging(model: PolicyModel, pairs: int) -> Iterator[str]:
-    """The names of the last so many pairs of adjacent layers. While one is looked at, its layers are exchanged."""
+    """The names of the last so many pairs of adjacent layers with equal shapes. While one is looked at, its layers are
+    exchanged."""
     known = set(layers_of(model))
     stacks = (each for each in model.hf.modules() if isinstance(each, torch.nn.ModuleList) and known & set(each))
     for stack in stacks:
-        for one in range(max(len(stack) - 1 - pairs, 0), len(stack) - 1):
+        # Others no loader can exchange, and a layer of another kind may fail on the inputs of this one (MiniMax).
+        alike = [one for one in range(len(stack) - 1) if _shapes(stack[one]) == _shapes(stack[one + 1])]
+        for one in alike[max(len(alike) - pairs, 0) :]:
             first, second = stack[one], stack[one + 1]
             stack[one], stack[one + 1] = second, first
             try:
                 yield f"layers {one} and {one + 1} exchanged"
             finally:
                 stack[one], stack[one + 1] = first, second
+
+
+def _shapes(layer: torch.nn.Module) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in layer.named_parameters()}
 
 
 def _disturb(number: int, layer: Any, given: Any, out: Any) -> Any:

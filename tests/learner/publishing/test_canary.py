@@ -26,6 +26,7 @@ from asyncrl.learner.publishing.probes import Probes, probes_of, probes_of_run
 from asyncrl.schema import Config, DataConfig, ModelConfig, RunConfig
 from asyncrl.weights.base import Publisher
 from asyncrl.weights.canary import ROUTED, Canary, compare, serves
+from tests.learner.families import build
 from tests.learner.feed import tiny_checkpoint, tiny_model
 
 CPU = torch.device("cpu")
@@ -144,6 +145,14 @@ def test_rivals_are_the_last_pairs_of_layers_and_leave_the_model_as_it_was(backe
             raise RuntimeError
     assert layers_of(policy) == before
     assert len(list(exchanging(policy, 8))) == 3
+
+
+@pytest.mark.parametrize(("family", "names"), [("MiniMax", []), ("Qwen3-Next", ["0 and 1", "1 and 2"])])
+def test_layers_of_two_kinds_are_not_exchanged(family: str, names: list[str], tmp_path: Path):
+    """A linear layer of MiniMax fails on the mask of its neighbour: the run ended before its first version."""
+    policy = build(family, tmp_path)
+    canary = canary_of(policy, probes_of(policy, 0), CPU, "float32", "bfloat16", rivals=RIVALS)
+    assert [rival.name for rival in canary.rivals] == [f"layers {name} exchanged" for name in names]
 
 
 @pytest.mark.parametrize(("dtype", "pairs"), [("bfloat16", 1), ("float32", 0)])
