@@ -13,7 +13,8 @@ import torch
 
 from asyncrl.weights.boxes import Box, whole
 from asyncrl.weights.broadcast import staging
-from asyncrl.weights.broadcast.group import WeightGroup
+from asyncrl.weights.broadcast.forming import ApartError, Forming
+from asyncrl.weights.broadcast.group import WeightGroup, store_of_epoch
 from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.staging import Staging
 from asyncrl.weights.broadcast.stream_wire import StreamWire
@@ -283,3 +284,25 @@ def test_a_damaged_part_is_noticed_by_its_own_fingerprint(monkeypatch):
             engine.wait(0)
         assert sum(engine.subscriber.stats()["weights/nacks"] for engine in members) == 1
         assert settled(publisher, 0)["weights/resends"] >= 1
+
+
+class ApartFromTheSecondSender(WeightGroup):
+    """A subscriber's end: the second one has no connection to the second sender."""
+
+    def __init__(self, store: Any, link: Link, *, epoch: int, name: str, **settings: Any) -> None:
+        if name.startswith("1") and link.seat == 2:
+            Forming(store_of_epoch(store, epoch)).give_up("no connection to the learner", 2)
+            raise ApartError(2, "no connection to the learner")
+        super().__init__(store, link, epoch=epoch, name=name, **settings)
+
+
+def test_one_without_a_connection_to_another_sender_is_left_out_and_the_others_get_each_version(monkeypatch, caplog):
+    """Before, it was invited to every epoch, and broke it for all."""
+    monkeypatch.setattr(staging, "WeightGroup", ApartFromTheSecondSender)
+    board = Board()
+    with engines(board, None, None) as members, publishers(board, senders=2) as ends:
+        time.sleep(0.5)  # so that both are in the first epoch
+        for publisher in ends:
+            publisher.publish(0, list(weights(0).items()))
+        members[0].wait(0)
+        assert "is left out for 2 s: it has no connection to the learner" in caplog.text

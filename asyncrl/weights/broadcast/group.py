@@ -64,6 +64,11 @@ def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
         raise WeightsError(f"{said}. If a learner is running, this machine cannot reach it at weights.host") from error
 
 
+def store_of_epoch(store: dist.Store, epoch: int) -> dist.Store:
+    """Store of all groups of an epoch."""
+    return dist.PrefixStore(f"group/{epoch}", store)
+
+
 STRETCH = 64 << 20
 """Bytes of a buffer that share one timeout: a single tensor may be much larger than a bucket should be."""
 
@@ -95,7 +100,7 @@ class WeightGroup:
         self.timeout_s = link.timeout_s
         self._deadline = 0.0
         """Deadline of the present stretch, by `time.monotonic()`."""
-        of_epoch = dist.PrefixStore(f"group/{epoch}", store)
+        of_epoch = store_of_epoch(store, epoch)
         prefixed = dist.PrefixStore(name, of_epoch)
         prefixed.set_timeout(timedelta(seconds=link.timeout_s))
         forming = Forming(of_epoch, watch)

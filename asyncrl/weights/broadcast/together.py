@@ -22,7 +22,8 @@ import torch.distributed as dist
 import xxhash
 
 from asyncrl.errors import WeightsError, WeightsGoneError
-from asyncrl.weights.broadcast.group import WeightGroup, connect_store
+from asyncrl.weights.broadcast.forming import Forming
+from asyncrl.weights.broadcast.group import WeightGroup, connect_store, store_of_epoch
 from asyncrl.weights.broadcast.protocol import Peer, answer, beat, collect, introduce, post, pushed, wait_key
 from asyncrl.weights.broadcast.reach import Round, name_of
 from asyncrl.weights.broadcast.sending import Lanes, send
@@ -115,9 +116,15 @@ class OtherSenders:
 
     def formed(self, epoch: int, snapshot: Snapshot) -> None:
         """Wait until all groups are formed. Raises RuntimeError if one is not, or a rank has another plan of who sends
-        what."""
+        what; ApartError if a subscriber has no connection in one."""
         own = _digest(snapshot) if self._peers else ""
-        for (name, _), digest in zip(self._peers, self._collect(epoch, 0), strict=True):
+        try:
+            digests = self._collect(epoch, 0)
+        except RuntimeError:
+            # Which subscriber it was, or that one would be invited to each further epoch, and break it for all.
+            Forming(store_of_epoch(self._store, epoch)).look()
+            raise
+        for (name, _), digest in zip(self._peers, digests, strict=True):
             if digest != own:
                 raise RuntimeError(f"{name} has a different plan of which rank sends what. {RANK0}")
 
