@@ -364,10 +364,16 @@ def test_gpus_that_are_named_and_that_cuda_does_not_see_are_told(
     assert not list(missing_devices(config, "replay"))
 
 
-@pytest.mark.parametrize(("files", "seen"), [(0, 4), (1, 1), (4, 4), (6, 4)])
-def test_of_the_gpus_that_the_driver_lists_only_those_with_device_files_count(
-    files: int, seen: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("files", "kind", "seen"), [(0, "tmpfs", 4), (1, "tmpfs", 1), (4, "tmpfs", 4), (6, "tmpfs", 4), (1, "devtmpfs", 4)]
+)
+def test_in_a_container_only_those_gpus_that_have_device_files_count_of_those_that_the_driver_lists(
+    files: int, kind: str, seen: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    (tmp_path / "mounts").write_text(
+        f"proc /proc proc rw 0 0\n{kind} /dev {kind} rw 0 0\ntmpfs /dev/shm tmpfs rw 0 0\n"
+    )
+    monkeypatch.setattr("asyncrl.checks.placement.MOUNTS", tmp_path / "mounts")
     for folder, names in {
         "driver": [f"0000:0{number}:00.0" for number in range(4)],
         "dev": ["nvidiactl", "nvidia-uvm", *(f"nvidia{number}" for number in range(files))],

@@ -17,7 +17,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.placement import Demand, Placement, blocks, engine_share, place
 from asyncrl.schema import Config
 
-NVIDIA, AMD, DEVICES = Path("/proc/driver/nvidia/gpus"), Path("/dev/kfd"), Path("/dev")
+NVIDIA, AMD = Path("/proc/driver/nvidia/gpus"), Path("/dev/kfd")
+DEVICES, MOUNTS = Path("/dev"), Path("/proc/mounts")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 KINDS = (r"\d+", r"GPU-.+", r"MIG-.+")
 """Kinds of names in CUDA_VISIBLE_DEVICES; all names in a list must be of the first one's kind."""
@@ -39,10 +40,17 @@ def visible_gpus() -> tuple[str, ...] | None:
 
 def _here() -> int:
     """Number of NVIDIA GPUs of this machine. In a container the driver may list those of the whole machine, and then
-    only the device files of its own are there; outside, files are made when they are first needed."""
+    only the device files of its own are there. Outside, files are made when they are first needed, some before others,
+    so that a machine of eight GPUs may have one after its start."""
     listed = len(list(NVIDIA.iterdir())) if NVIDIA.is_dir() else 0
     files = sum(re.fullmatch(r"nvidia\d+", file.name) is not None for file in DEVICES.iterdir())
-    return min(listed, files) if files else listed
+    return min(listed, files) if files and _has_own_devices() else listed
+
+
+def _has_own_devices() -> bool:
+    """Whether /dev is not the kernel's own (devtmpfs), as in a container."""
+    kinds = [line.split()[2] for line in MOUNTS.read_text().splitlines() if line.split()[1] == "/dev"]
+    return kinds[-1:] != ["devtmpfs"]
 
 
 def _exported() -> list[str] | None:
