@@ -45,7 +45,7 @@ checkpoint/save_s | s | lower | time until the newest checkpoint was complete
 checkpoint/wait_s | s | lower | time for which training stood still for the checkpoint
 checkpoint/copy_wait_s | s | lower | part of `checkpoint/wait_s` spent on the copy of what is saved
 checkpoint/<errand> | checkpoints | total | checkpoints copied (`copies`, `learner.copy_to`) or exported (`exports`)
-checkpoint/<errand>_failed | checkpoints | lower, total | checkpoints that could not be copied or exported, or were left out for a newer one
+checkpoint/<errand>_failed | checkpoints | lower, total | not copied or exported: it failed, or a newer one came
 """)
 
 _REPLAY = metrics("""
