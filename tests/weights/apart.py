@@ -80,7 +80,6 @@ def worker_process(board: Any, name: str, network: int) -> None:
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name} %(message)s", force=True)
     enter(network)
     torch.set_num_threads(1)
-    board.join(name, "1")
     subscriber = BroadcastSubscriber(
         WorkerRendezvous(board, name), lambda *_: None, worker=name, incarnation="1", timeout_s=TIMEOUT_S
     )
@@ -99,6 +98,7 @@ def main(backend: str, seconds: float, way: str) -> int:
     with ExitStack() as kept:
         board = kept.enter_context(BoardManager()).Board()  # pyright: ignore[reportAttributeAccessIssue]
         for number, network in enumerate(networks):
+            board.join(f"w{number}", "1")  # here, for the order: the two that do not reach each other are neighbours
             process = get_context("fork").Process(
                 target=worker_process, args=(board, f"w{number}", network), daemon=True
             )
