@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -28,7 +27,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from asyncrl.background import in_background
-from asyncrl.checks.addresses import address_of
 from asyncrl.checks.servers import connected_at
 from asyncrl.engines.server.answers import ServerGoneError
 from asyncrl.engines.server.sglang_link import FILE, SglangLink
@@ -37,7 +35,7 @@ from asyncrl.errors import AsyncRLError, GenerationError
 from asyncrl.loops import together
 from asyncrl.schema import Config
 from asyncrl.weights.broadcast.group import STRETCH, host_store
-from asyncrl.weights.broadcast.wires import GlooWire, Link, places_to_listen
+from asyncrl.weights.broadcast.wires import GlooWire, Link, address_to_listen
 
 Result = TypeVar("Result")
 NAME = "asyncrl"
@@ -112,8 +110,7 @@ class SglangSender:
     async def _form(self) -> GlooWire:
         """waits for: the server's processes, which connect to a store here; unblocked by: them, the server's refusal,
         or the timeout."""
-        where = places_to_listen(self._end.interface, self._end.host, os.environ)[0]
-        host = where.get("hostname") or address_of(where["interface"])
+        host = address_to_listen(self._end)
         self._store, port = host_store(host, self._timeout_s)
         asked = {
             "master_address": host,

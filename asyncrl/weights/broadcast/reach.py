@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from asyncrl.checks.addresses import address_of, own_address
 from asyncrl.weights.broadcast.protocol import Peer, fetch, post, pushed, wait_key
-from asyncrl.weights.broadcast.wires import Link, places_to_listen
+from asyncrl.weights.broadcast.wires import Link, address_to_listen
 
 log = logging.getLogger(__name__)
 
@@ -103,8 +103,7 @@ def _listen(link: Link, kept: ExitStack) -> tuple[str, int]:
         chosen = chosen_by_nccl(names, os.environ.get("NCCL_SOCKET_IFNAME") or link.interface)
         address = address_of(chosen) if chosen else own_address(link.host)
     else:
-        where = places_to_listen(link.interface, link.host, os.environ)[0]
-        address = where.get("hostname") or address_of(where["interface"])
+        address = address_to_listen(link)
     (family, *_), *_ = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
     listener = kept.enter_context(socket.create_server((address, 0), family=family, backlog=1024))
     return address, listener.getsockname()[1]

@@ -115,8 +115,7 @@ def open_wire(store: dist.Store, forming: Forming, link: Link, rank: int, world:
     if link.backend == "ipc":
         return LocalWire(store, rank, world, link.timeout_s, forming)
     if link.backend == "sockets":
-        where = places_to_listen(link.interface, link.host, os.environ)[0]
-        listen = where.get("hostname") or address_of(where["interface"])
+        listen = address_to_listen(link)
         return StreamWire(
             store, rank, world, link.timeout_s, listen, forming=forming, seat=link.seat, avoided=link.avoided
         )
@@ -151,7 +150,6 @@ def _all_formed(store: dist.Store, rank: int, world: int, deadline: float, formi
 
 def places_to_listen(interface: str, host: str, environment: Mapping[str, str]) -> list[dict[str, str]]:
     """Return where gloo listens: on the named interfaces, otherwise on the one that leads to `host`, and on no other.
-    With `sockets` it is the first of them.
 
     GLOO_SOCKET_IFNAME is ignored where it cannot be meant: with a publisher on loopback it would expose traffic that
     stays on this machine to the network; and the value set for the learner's own ranks is not the user's choice.
@@ -180,6 +178,12 @@ def places_to_listen(interface: str, host: str, environment: Mapping[str, str]) 
             "empty"
         )
     return [{"hostname": towards} if name == of_host else {"interface": name} for name in names]
+
+
+def address_to_listen(link: Link) -> str:
+    """Return the address of the first of `places_to_listen`, for those with one socket. Raises as that does."""
+    where = places_to_listen(link.interface, link.host, os.environ)[0]
+    return where.get("hostname") or address_of(where["interface"])
 
 
 class GlooWire:
