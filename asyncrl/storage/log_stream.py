@@ -60,12 +60,33 @@ def take_pipes() -> tuple[int, int]:
     """Move standard input and output off the descriptors 0 and 1, and return their new descriptors, so that a `print`
     in user code goes to the log and not into the answer. It does not fail on a full disk (`keep_logging`)."""
     taken = os.dup(0), os.dup(1)
-    os.dup2(2, 1)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    keep_logging()
+    redirect_streams(2)
     return taken
+
+
+def redirect_streams(target: int) -> None:
+    """Point standard output and error, of this process and of what it starts, at the descriptor `target`.
+
+    The Python streams are opened anew: one that was opened on a file asks for its position later, which a terminal or a
+    pipe on the same descriptor refuses ("Illegal seek").
+    """
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        if stream is not None:  # a process started without it
+            stream.flush()
+        if target != descriptor:
+            os.dup2(target, descriptor)
+        fresh = io.TextIOWrapper(
+            open(descriptor, "wb", buffering=0, closefd=False),  # noqa: SIM115
+            encoding="utf-8",
+            errors="backslashreplace",
+            write_through=True,
+        )
+        setattr(sys, name, PlainStream(fresh) if isinstance(stream, PlainStream) else fresh)
+    keep_logging()
 
 
 def keep_logging() -> None:

@@ -36,7 +36,7 @@ from asyncrl.rollout.worker.wiring import run_worker
 from asyncrl.schema import Config
 from asyncrl.standstill import watched_supervisors
 from asyncrl.storage.full_disk import FULL
-from asyncrl.storage.log_stream import keep_logging
+from asyncrl.storage.log_stream import keep_logging, redirect_streams
 from asyncrl.storage.occupancy import lived_in
 
 REFUSALS = (
@@ -108,16 +108,13 @@ async def _run_until_signal(config: Config, spec: WorkerSpec, ending: EndWatch) 
 def redirect_output(path: Path) -> None:
     """Append the standard output and error of this process, including C libraries and children, to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError as error:
         if error.errno not in FULL:
             raise
         print(f"{path}: {error.strerror}; this worker logs here", flush=True)  # rather than not at all
+        keep_logging()
     else:
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
+        redirect_streams(descriptor)
         os.close(descriptor)
-    keep_logging()
