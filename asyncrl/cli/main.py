@@ -161,7 +161,6 @@ WAYS: dict[str, Callable[[argparse.Namespace], int]] = {
     "eval": lambda given: load("asyncrl.cli.eval").main(given.path, given.overrides, dry_run=given.dry_run),
     "export": lambda given: load("asyncrl.cli.export").main(given.run, given.step, given.to, average=given.average),
     "retriever": lambda given: load("asyncrl.environments.search.server").serve(given.corpus, given.host, given.port),
-    "migrate": lambda given: load("asyncrl.cli.migrate.command").main(given.framework, given.arguments),
     "settings": lambda given: load("asyncrl.cli.settings").main(given.words, markdown=given.markdown, sft=given.sft),
     "compare": lambda given: load("asyncrl.cli.compare").main(given.runs, as_json=given.json),
     "trace": lambda given: load("asyncrl.cli.trace").main(

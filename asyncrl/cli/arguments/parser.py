@@ -29,7 +29,6 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "doctor": "check this machine for what would make a run fail",
         "data": "check rows, prompts and rewards as a run would use them",
         "plan": "simulate how to divide GPUs between learner and rollouts",
-        "migrate": "translate settings of verl or TRL",
         "retriever": "serve a small search engine for environment=search",
     },
     "Look at runs": {
@@ -81,8 +80,6 @@ DESCRIPTIONS = {
     "reward recognises each row's own answer (exit code 1 if not).",
     "plan": "Simulate runs to find how to divide GPUs between learner and rollouts, how far rollouts should run ahead, "
     "and what to expect. Starts nothing.",
-    "migrate": "Translate settings of verl or TRL, and print a settings file for asyncrl. What has no equivalent is "
-    "named in it, with the reason.",
     "retriever": "Serve BM25 search over a file of passages, for environment=search.",
     "watch": "Show a run in progress: steps, evaluations, its processes, who waits for whom since when, alarms, "
     "samples. Of a run that has ended it shows how it ended.",
@@ -116,8 +113,6 @@ EXAMPLES = {
     "asyncrl plan experiment=NAME model.path=DIR data.path=FILE.jsonl gpus=64 \\\n"
     "    cost.tokens_per_s=1:60,32:1500,256:6000 cost.length_mean=900 cost.train_tokens_per_s=20000 cost.sync_s=3\n"
     "docs/planning.md explains each cost.",
-    "migrate": "asyncrl migrate verl algorithm.adv_estimator=grpo data.train_files=train.parquet > my.yaml\n"
-    "asyncrl migrate trl args.yaml > my.yaml",
     "watch": "asyncrl watch runs/first\nasyncrl watch tcp://10.0.0.5:5577 --keys keys",
     "eval": "asyncrl eval runs/first eval.samples=8 eval.temperature=1\n"
     "asyncrl eval MODEL data.path=heldout.jsonl reward.function=my_reward.py:score",
@@ -196,10 +191,6 @@ def _add_preparing(commands: Any) -> None:
     retriever.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1); any other lets the "
                            "network read the corpus")  # fmt: skip
     retriever.add_argument("--port", type=int, default=8000, help="port to listen on (8000); 0 takes any that is free")
-    migrate = _add(commands, "migrate")
-    migrate.add_argument("framework", choices=("verl", "trl"), help="the framework of the settings")
-    migrate.add_argument("arguments", nargs=argparse.REMAINDER, metavar="key=value|FILE.yaml",
-                         help="its settings, as you would give them to it")  # fmt: skip
 
 
 def _add_looking(commands: Any) -> None:
