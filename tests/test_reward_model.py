@@ -96,6 +96,8 @@ def test_a_plain_text_gets_the_special_tokens_of_the_model_s_tokenizer(tmp_path:
         ]
     got = RewardModel(path)([prompt for prompt, _ in TEXTS], [answer for _, answer in TEXTS])
     assert got == pytest.approx(alone, abs=1e-5)
+    rendered = RewardModel(path)([f"<|pad|>{prompt}" for prompt, _ in TEXTS], [answer for _, answer in TEXTS])
+    assert rendered == pytest.approx(alone, abs=1e-5), "a text that begins with the special token has it once"
 
 
 @pytest.mark.parametrize("where", ["pad", "text"])

@@ -120,19 +120,34 @@ class PromptRenderer(Protocol):
         ...
 
 
+def encode_text(tokenizer: PromptRenderer, text: str) -> list[int]:
+    """Token ids of a text, with what the tokenizer adds to every text, such as the BOS, there once: a text that was
+    rendered beforehand begins with the BOS already, and may end with the EOS."""
+    behind = list(added_tokens(tokenizer)[1])
+    ids = ids_to_go_on_from(tokenizer, text)
+    while behind and ids[-len(behind) :] == behind:
+        ids = ids[: -len(behind)]
+    return [*ids, *behind]
+
+
 def ids_to_go_on_from(tokenizer: PromptRenderer, text: str) -> list[int]:
-    """Token ids of a text that a completion follows, without the end tokens that some tokenizers append to every text
-    (T5's, and any with `add_eos_token` set)."""
+    """Token ids of a text that a completion follows: with one BOS, also if the text begins with it, and without the end
+    tokens that some tokenizers append to every text (T5's, and any with `add_eos_token` set)."""
+    before, behind = added_tokens(tokenizer)
     ids = tokenizer.encode(text)
-    return ids[: len(ids) - _tokens_behind(tokenizer)]
+    ids = ids[: len(ids) - len(behind)]
+    while before and ids[len(before) : 2 * len(before)] == list(before):
+        ids = ids[len(before) :]
+    return ids
 
 
 @lru_cache(maxsize=4)
-def _tokens_behind(tokenizer: PromptRenderer) -> int:
-    """Number of tokens that the tokenizer appends to a text."""
+def added_tokens(tokenizer: PromptRenderer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tokens that the tokenizer puts before, and behind, every text."""
     around, bare = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
-    ends = (place + len(bare) for place in range(len(around)) if bare and around[place : place + len(bare)] == bare)
-    return len(around) - next(ends, len(around))
+    starts = (place for place in range(len(around)) if bare and around[place : place + len(bare)] == bare)
+    start = next(starts, None)
+    return ((), ()) if start is None else (tuple(around[:start]), tuple(around[start + len(bare) :]))
 
 
 class Chat(PromptRenderer, Protocol):

@@ -27,7 +27,7 @@ from asyncrl.chat.library import ParsedToolCall, Renderer, ToolCallParseStatus, 
 from asyncrl.chat.names import DEFAULT, Abilities, tells_of_tools
 from asyncrl.chat.remembering import Remembering
 from asyncrl.chat.seam import Seam
-from asyncrl.chat.supervised import Supervised, by_renderer, by_template
+from asyncrl.chat.supervised import ASSISTANT, Supervised, by_renderer, by_template
 from asyncrl.chat.template import extension_text, special_tokens
 from asyncrl.errors import ConfigError
 
@@ -118,6 +118,7 @@ class RendererChat:
             ChatError: the conversation cannot be rendered, or the tokens that would be sampled cannot be determined.
         """
         self._refuse(tools)
+        messages = [self._without_end(each) for each in messages]
         try:
             if self.name == DEFAULT:
                 return by_template(self._tokenizer, self.seam, messages, tools, learned, self._template_options)
@@ -127,6 +128,16 @@ class RendererChat:
         except Exception as error:  # as in `render`
             what = "the tokenizer's chat template" if self.name == DEFAULT else f"renderer {self.name}"
             raise unrenderable(what, error) from error
+
+    def _without_end(self, message: Message) -> Message:
+        """Leave out the end of the turn that an assistant's text already has: the template writes one."""
+        text, content = message.get("content"), message.get("content")
+        if message.get("role") != ASSISTANT or not isinstance(content, str):
+            return message
+        for end in filter(None, (self.decode([token]) for token in self._turn_ends())):
+            while content.rstrip().endswith(end):
+                content = content.rstrip().removesuffix(end)
+        return message if content == text else {**message, "content": content}
 
     def parse(
         self, completion: Sequence[int], *, prompt: Sequence[int], tools: Sequence[ToolSpec] = (), finish_reason: str
@@ -214,6 +225,10 @@ class RendererChat:
             raise no_template()
         if self.name == DEFAULT and tools and not tells_of_tools(str(template)):
             raise no_place_for_tools()
+
+    def _turn_ends(self) -> set[int]:
+        eos = self._tokenizer.eos_token_id
+        return {*self.stop_token_ids, *([] if eos is None else [int(eos)])}
 
     def _ends(self) -> set[int]:
         return {*self.stop_token_ids, *special_tokens(self._tokenizer)}

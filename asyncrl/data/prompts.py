@@ -112,7 +112,7 @@ def render(
     tokenizer: PromptRenderer, columns: Row, where: str, vocabulary: int | None = None
 ) -> tuple[str, NDArray[np.int32]]:
     """Return the text and token ids [P] of a row's prompt: messages are rendered, with the row's `tools`; text is
-    encoded by the tokenizer alone.
+    encoded by the tokenizer alone. The text is that of the ids, which the policy reads, with special tokens.
 
     Args:
         vocabulary: exclusive upper bound of the token ids; None if the model is not in a local folder.
@@ -122,13 +122,12 @@ def render(
     """
     prompt = columns["prompt"]
     if isinstance(prompt, str):
-        text, ids = prompt, ids_to_go_on_from(tokenizer, prompt)
+        ids = ids_to_go_on_from(tokenizer, prompt)
     else:
         try:
             ids = tokenizer.render(prompt, tools_of(columns, where))
         except ChatError as error:
             raise DataError(f"{where}: `prompt` is a list of messages, and {error}") from error
-        text = tokenizer.decode(ids)
     if not ids:
         raise DataError(f"{where}: the prompt has no tokens. Remove the row")
     if vocabulary is not None and max(ids) >= vocabulary:
@@ -136,4 +135,4 @@ def render(
             f"{where}: the rendered prompt has token id {max(ids)}, but the model has {vocabulary} tokens: a token was "
             "added to the tokenizer only. Resize the model's embeddings too"
         )
-    return text, np.asarray(ids, dtype=np.int32)
+    return tokenizer.decode(ids), np.asarray(ids, dtype=np.int32)

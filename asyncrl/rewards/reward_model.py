@@ -19,6 +19,7 @@ from transformers import (
     PretrainedConfig,
 )
 
+from asyncrl.chat.base import encode_text
 from asyncrl.checks.rewards import not_one_number
 from asyncrl.errors import ConfigError, RewardError
 
@@ -81,7 +82,8 @@ class RewardModel:
     def _token_ids(self, prompt: Text, completion: Text) -> list[int]:
         text = self._join(prompt, completion)
         # A chat template writes the special tokens itself: adding them would double the BOS.
-        ids = self._tokenizer(text, add_special_tokens=isinstance(prompt, str)).input_ids
+        is_text = isinstance(prompt, str)
+        ids = encode_text(self._tokenizer, text) if is_text else self._tokenizer.encode(text, add_special_tokens=False)
         if not text or not ids:
             raise RewardError("prompt and completion are empty: there is nothing to score")
         if max(ids) >= self._vocabulary:

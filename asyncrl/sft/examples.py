@@ -114,8 +114,18 @@ class Encoder:
             raise ChatError("the tokenizer has no EOS, so nothing would teach the model to stop. Give it an eos_token")
         # Encoded separately, as in a rollout: the completion is sampled after the prompt's own ids.
         before = ids_to_go_on_from(self.chat, form.prompt)
-        after = [*self.chat.seam.encode(form.completion, behind=form.prompt), int(end)]
+        after = self._with_one_end(form, int(end))
         return Supervised(token_ids=(*before, *after), loss_mask=(*([False] * len(before)), *([True] * len(after))))
+
+    def _with_one_end(self, form: Texts, eos: int) -> list[int]:
+        """Token ids of the completion and its end: the EOS, unless the text ends with it or with another stop token."""
+        ends = {eos, *self.chat.stop_token_ids}
+        bare = form.completion.rstrip()
+        written = any(bare.endswith(self.chat.decode([end])) for end in ends)
+        ids = self.chat.seam.encode(bare if written else form.completion, behind=form.prompt)
+        while len(ids) > 1 and ids[-1] == ids[-2] and ids[-1] in ends:
+            ids.pop()
+        return ids if ids and ids[-1] in ends else [*ids, eos]
 
 
 def open_encoder(given: SftConfig) -> Encoder:

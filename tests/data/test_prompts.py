@@ -147,7 +147,7 @@ def test_an_end_that_the_tokenizer_writes_behind_every_text_is_no_part_of_a_prom
     spaced.tokenizer(kind, True).save_pretrained(tmp_path)
     local = load_local_tokenizer(tmp_path)
     assert local is not None and ends.encode("ab>") == [*plain.encode("ab>"), 2] == local.encode("ab>")
-    for text in ("ab>", "ab</s>", "4 </s>", " ", "<s>"):
+    for text in ("ab>", "ab</s>", "4 </s>", " "):
         assert render(ends, {"prompt": text}, "row")[1].tolist() == plain.encode(text)
         assert render(local, {"prompt": text}, "row")[1].tolist() == plain.encode(text)
 
@@ -210,6 +210,34 @@ def test_what_a_tokenizer_writes_behind_texts_is_looked_at_once_and_each_text_is
             encoded.append(text)
             return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
+        def decode(self, token_ids: list[int]) -> str:
+            return tokenizer.decode(token_ids)
+
     prompts = source(tmp_path, Counting(), [{"prompt": f"{letter}>"} for letter in "abc"])
     assert sorted(prompts[index].text for index in range(3)) == ["a>", "b>", "c>"]
     assert sorted(encoded) == ["a", "a", "a>", "b>", "c>"]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("kind", spaced.KINDS)
+def test_a_text_prompt_has_one_bos_and_is_shown_as_the_policy_reads_it(kind, ends):
+    tokenizer = spaced.tokenizer(kind, ends)
+    chat = RendererChat(tokenizer, DEFAULT, {}, chosen=True)
+    for text in ("[INST]ab[/INST]", "<s>[INST]ab[/INST]", "<s><s>[INST]ab[/INST]"):
+        shown, ids = render(chat, {"prompt": text}, "row")
+        tokens = tokenizer.convert_ids_to_tokens(ids.tolist())
+        assert tokens[0] == "<s>" and tokens.count("<s>") == 1 and "</s>" not in tokens
+        assert shown == tokenizer.decode(ids) and shown.count("<s>") == 1 and shown.startswith("<s>")
+
+
+@pytest.mark.parametrize("flags", [{}, {"add_bos_token": True}, {"add_eos_token": True}, {"add_bos_token": False}])
+def test_a_check_before_the_start_adds_the_bos_that_transformers_adds(tmp_path, flags):
+    spaced.tokenizer("today").save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | flags))
+    theirs = AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=False)
+    own = load_local_tokenizer(tmp_path)
+    assert own is not None and own.encode("ab") == theirs.encode("ab")
+    chat = RendererChat(theirs, DEFAULT, {}, chosen=True)
+    mine, ids = render(own, {"prompt": "<s>ab"}, "row"), render(chat, {"prompt": "<s>ab"}, "row")
+    assert mine[0] == ids[0] and mine[1].tolist() == ids[1].tolist() and mine[1].tolist().count(1) == 1

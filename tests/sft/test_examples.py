@@ -14,7 +14,7 @@ from asyncrl.errors import DataError, OverlongError
 from asyncrl.sft.examples import Encoder, Examples, open_encoder
 from asyncrl.sft.rows import Conversation, Texts
 from asyncrl.sft.settings import SftDataConfig
-from tests.chat import spaced
+from tests.chat import markers, spaced
 from tests.sft.given import rows_of, settings
 
 TALK = Conversation(
@@ -88,3 +88,34 @@ def test_a_row_is_rendered_once_as_far_as_there_is_room(tmp_path: Path) -> None:
     assert kept.example(0, 0) is kept.example(0, 0)
     late = kept.example(0, 11)
     assert kept.example(0, 11) is not late and np.array_equal(kept.example(0, 11).token_ids, late.token_ids)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("kind", spaced.KINDS)
+def test_rendered_texts_have_one_bos_and_one_eos(kind: str, ends: bool) -> None:
+    tokenizer = spaced.tokenizer(kind, ends)
+    of = Encoder(tokenizer, RendererChat(tokenizer, DEFAULT, {}, chosen=True), SftDataConfig(), 1000)
+    for end in ("", "</s>", "</s>\n", "</s></s>"):
+        found = of.example(Texts(prompt="<s>[INST]ab[/INST]", completion=f"hello{end}"), "row")
+        tokens = tokenizer.convert_ids_to_tokens(found.token_ids.tolist())
+        assert tokens[0] == "<s>" and tokens.count("<s>") == 1 and tokens[-1] == "</s>" and tokens.count("</s>") == 1
+        assert of.decode(found.token_ids[found.loss_mask].tolist(), begins=False) == "hello</s>"
+
+
+def test_a_completion_that_ends_a_turn_gets_no_eos_behind_it() -> None:
+    """Rendered beforehand with a template whose end of a turn is not the EOS."""
+    tokenizer = markers.tokenizer("<|eos|>")
+    chat = RendererChat(tokenizer, DEFAULT, {}, chosen=True)
+    chat.stop_token_ids = (*chat.stop_token_ids, tokenizer.convert_tokens_to_ids("<|im_end|>"))
+    of = Encoder(tokenizer, chat, SftDataConfig(), 1000)
+    found = of.example(Texts(prompt="<|im_start|>assistant\n", completion="yes<|im_end|>\n"), "row")
+    assert of.decode(found.token_ids[found.loss_mask].tolist()) == "yes<|im_end|>"
+
+
+def test_an_answer_that_already_ends_its_turn_has_one_end(tmp_path: Path) -> None:
+    of = encoder(tmp_path)
+    talk = Conversation(
+        messages=({"role": "user", "content": "q"}, {"role": "assistant", "content": "abc<|eos|>"}),
+        learned=(False, True),
+    )
+    assert of.example(talk, "row").token_ids.tolist() == of.example(TALK, "row").token_ids.tolist()
