@@ -18,7 +18,6 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
-from tokenizers.processors import TemplateProcessing
 
 from asyncrl.chat.base import (
     ChatError,
@@ -108,21 +107,7 @@ def load_local_tokenizer(folder: Path) -> LocalTokenizer | None:
     tokenizer.no_truncation()
     settings = _json(folder / "tokenizer_config.json")
     special = {name: _text(settings[name]) for name in SPECIAL if settings.get(name)}
-    if tokenizer.post_processor is None or not {"add_bos_token", "add_eos_token"}.isdisjoint(settings):
-        tokenizer.post_processor = _post_processor(tokenizer, settings, special)
     return LocalTokenizer(tokenizer, _chat_templates(folder, settings), special)
-
-
-def _post_processor(tokenizer: Tokenizer, settings: dict[str, Any], special: dict[str, str]) -> TemplateProcessing:
-    """What transformers makes of `add_bos_token` and `add_eos_token`, which overrule the `tokenizer.json`."""
-    begin, end = (
-        special.get(f"{name}_token") if settings.get(f"add_{name}_token") else None for name in ("bos", "eos")
-    )
-    added = [(token, tokenizer.token_to_id(token)) for token in (begin, end) if token]
-    return TemplateProcessing(
-        single=[*([begin] if begin else []), "$A", *([end] if end else [])],
-        special_tokens=[(token, number) for token, number in added if number is not None],
-    )
 
 
 def own_tokenizer(model_path: str) -> LocalTokenizer | None:
