@@ -49,6 +49,10 @@ class FilterError(AsyncRLError, RuntimeError):
     """A function of `rollout.filters` raised, gave no answer that is one, timed out or killed its process."""
 
 
+class HopelessRunError(AsyncRLError, RuntimeError):
+    """Every group is dropped, so no step will ever be trained. A restart cannot help."""
+
+
 class OwnCodeError(AsyncRLError, RuntimeError):
     """A loss, an advantage or a hook of the user raised, or gave what is none. A restart cannot help."""
 

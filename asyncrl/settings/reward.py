@@ -27,7 +27,8 @@ class RewardConfig:
     process is killed (an async call is cancelled), and the completion has no reward."""
     max_failure_share: float = 0.5
     """The run stops, with the reason and the row, when more than this share of a worker's last 200 completions got no
-    reward (or failed in one of `rollout.filters`). 1: never."""
+    reward, or lack what the learner needs (or failed in one of `rollout.filters`); or when not one of 1,000 groups in a
+    row could be trained on. 1: never."""
     workers: int = 1
     """Reward processes per rollout worker, or of the one service with `reward.host=ray`."""
     concurrency: int = 0

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -126,7 +127,8 @@ class EpisodeRunner:
     ) -> Episodes:
         """Those that fail are made again alone, once any sibling has come to its end. Of `failures` the last one is
         returned, where members are missing."""
-        made = await self._run_watched(prompt, shape.size, sampling, name=name, seed=seed)
+        run = partial(self._run_watched, check=self.parts.check)
+        made = await run(prompt, shape.size, sampling, name=name, seed=seed)
         failures: list[AsyncRLError] = list(made.failures)
         for again in range(1, shape.tries):
             missing = shape.size - len(made.members)
@@ -134,7 +136,7 @@ class EpisodeRunner:
                 break
             fresh = (seed + again * NEXT_TRY) % 2**63
             try:
-                more = await self._run_watched(prompt, missing, sampling, name=f"{name}.again{again}", seed=fresh)
+                more = await run(prompt, missing, sampling, name=f"{name}.again{again}", seed=fresh)
             except FAILURES as error:  # counted as one of the tries
                 failures.append(error)
                 continue
@@ -211,10 +213,18 @@ class EpisodeRunner:
         return not self.accuracy or trajectory.reward in (0.0, 1.0)
 
     async def _run_watched(
-        self, prompt: Prompt, size: int, sampling: SamplingParams, *, name: str, seed: int
+        self,
+        prompt: Prompt,
+        size: int,
+        sampling: SamplingParams,
+        *,
+        name: str,
+        seed: int,
+        check: Callable[[Sequence[Trajectory]], None] = lambda trajectories: None,
     ) -> Episodes:
         try:
             made = await self._run(prompt, size, sampling, name=name, seed=seed)
+            check(made.trajectories)
         except (RewardError, EpisodeError) as error:
             self.watch.saw(prompt.row, 0, [error] * size)
             raise

@@ -6,27 +6,20 @@ sampling as in DAPO). The user's own filters (`rollout.filters`) run after the b
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from asyncrl.errors import FilterError, HopelessFilterError
-from asyncrl.log_rate import is_power_of_ten
 from asyncrl.rewards.filter_pool import FilterPool
 from asyncrl.rewards.filters import FinishedGroup, Verdict
 from asyncrl.rollout.rewards.failure_share import FailureShare
 from asyncrl.schema import RolloutConfig
 from asyncrl.types import DropReason, Prompt, TrajectoryGroup, members_of
 
-log = logging.getLogger(__name__)
-
 SHOWN = 400
 """Limit on the characters shown of the last failure."""
-NONE_KEPT = 100
-"""A power of ten. Warn after this many groups were dropped in a row, then after ten times as many, and so on."""
 GroupFilter = Callable[[TrajectoryGroup], bool]
 """Returns True if the group is to be dropped."""
 
@@ -55,30 +48,6 @@ class Unwanted:
     """Which filter, and its reason."""
 
 
-@dataclass(slots=True)
-class Dropped:
-    """Counts the groups dropped since the last one that was kept. While every group is dropped no step is trained, and
-    nothing else says why: workers are busy, and the learner waits."""
-
-    _by: Counter[str] = field(default_factory=Counter[str])
-
-    def add(self, unwanted: Unwanted | None) -> None:
-        if unwanted is None:
-            self._by.clear()
-            return
-        self._by[unwanted.detail.partition(":")[0]] += 1
-        dropped = self._by.total()
-        if dropped >= NONE_KEPT and is_power_of_ten(dropped):
-            most = ", ".join(f"{count} {detail:.80}" for detail, count in self._by.most_common(3))
-            log.warning(
-                "the filters dropped each of the last %d groups (%s), and of dropped groups no step is trained. Look "
-                "at the rewards (`asyncrl data check`); take easier or harder rows, a larger rollout.group_size, or "
-                "other filters",
-                dropped,
-                most,
-            )
-
-
 @dataclass(frozen=True, slots=True)
 class Filters:
     """The filters, in the order in which they are applied."""
@@ -92,7 +61,6 @@ class Filters:
     """File and line of a row."""
     _shares: dict[int, FailureShare] = field(default_factory=dict)
     """By position in `own`: failures of one filter say nothing about another."""
-    _dropped: Dropped = field(default_factory=Dropped)
 
     async def why_dropped(self, group: TrajectoryGroup, prompt: Prompt) -> Unwanted | None:
         """The result of the first filter that wants to drop the group.
@@ -101,11 +69,6 @@ class Filters:
             FilterError: one of the user's filters failed, so the group is neither kept nor dropped by it.
             HopelessFilterError: a filter fails so often that the run cannot make progress.
         """
-        found = await self._first(group, prompt)
-        self._dropped.add(found)
-        return found
-
-    async def _first(self, group: TrajectoryGroup, prompt: Prompt) -> Unwanted | None:
         for reason, unwanted in self.built_in:
             if unwanted(group):
                 return Unwanted(reason, "by rollout.drop_*")

@@ -79,8 +79,8 @@ class RewardParts:
         )
         return [(fault_of, why) for is_asked, fault_of, why in known if is_asked]
 
-    def complete(self, trajectories: Sequence[Trajectory], greedy: Episodes | None) -> tuple[Trajectory, ...]:
-        """Check the trajectories, and add the greedy completion's reward to their components.
+    def check(self, trajectories: Sequence[Trajectory]) -> None:
+        """Check that the trajectories have what the learner needs.
 
         Raises:
             RewardError: the reward function omitted a component, or returned one with the name of the baseline.
@@ -95,16 +95,20 @@ class RewardParts:
             if lacking:
                 raise RewardError(
                     f"the reward function did not return {', '.join(lacking)}, which advantage.components names (it "
-                    f"returned: score, {', '.join(trajectory.rewards)}). Return every component each time"
+                    f"returned: score, {', '.join(trajectory.rewards)}). Return every component each time",
+                    "no_number",
                 )
+            if self.greedy is not None and GREEDY_REWARD in trajectory.rewards:
+                raise RewardError(
+                    f"the reward function returned {GREEDY_REWARD!r}, a name reserved for the baseline. Rename it"
+                )
+
+    def complete(self, trajectories: Sequence[Trajectory], greedy: Episodes | None) -> tuple[Trajectory, ...]:
+        """Add rewards of turns, and the greedy completion's reward, to trajectories that `check` has passed."""
         if self.turns:
             trajectories = [_with_turns(trajectory) for trajectory in trajectories]
         if greedy is None:
             return tuple(trajectories)
-        if any(GREEDY_REWARD in trajectory.rewards for trajectory in trajectories):
-            raise RewardError(
-                f"the reward function returned {GREEDY_REWARD!r}, a name reserved for the baseline. Rename it"
-            )
         baseline = {GREEDY_REWARD: greedy.trajectories[0].reward}
         return tuple(replace(trajectory, rewards=trajectory.rewards | baseline) for trajectory in trajectories)
 

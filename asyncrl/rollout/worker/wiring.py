@@ -29,6 +29,7 @@ from asyncrl.rewards.filter_pool import FilterPool
 from asyncrl.rollout.groups.episode import EpisodeRunner, GroupShape
 from asyncrl.rollout.groups.evaluated import EvaluatedSet, told_apart
 from asyncrl.rollout.groups.filters import Filters, built_in_filters
+from asyncrl.rollout.groups.outcomes import GroupOutcomes
 from asyncrl.rollout.rewards.factory import Rewards, make_rewards
 from asyncrl.rollout.rewards.parts import RewardParts
 from asyncrl.rollout.rewards.watch import RewardWatch
@@ -118,6 +119,9 @@ async def run_worker(config: Config, name: str, digest: str, ending: EndWatch) -
             wait_timeout_s=config.replay.wait_timeout_s / 2,
             report=report,
             rows=texts.prompts.rows_by_source if config.data.curriculum else (),
+            outcomes=GroupOutcomes(
+                config.reward.max_failure_share, workers=config.rollout.workers, where=texts.prompts.where
+            ),
         )
         report.start_clocks()
         log.info("the engine is ready")  # `asyncrl local` says so

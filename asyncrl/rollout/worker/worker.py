@@ -30,7 +30,9 @@ from asyncrl.errors import (
     IncompleteGroupError,
     NoProgress,
     OverlongError,
+    RequestError,
     RewardError,
+    WireError,
 )
 from asyncrl.evaluation.orders import EvalAssignment, EvalResult
 from asyncrl.replay.core.live.workers import INSERTED, LOST
@@ -38,6 +40,7 @@ from asyncrl.replay.protocol import Acquired, RolloutReplay
 from asyncrl.rollout.groups.dropped import DroppedSamples, reason_of
 from asyncrl.rollout.groups.episode import EpisodeRunner, GroupShape, evaluation_name, order_name, traced
 from asyncrl.rollout.groups.filters import Filters
+from asyncrl.rollout.groups.outcomes import LATE, GroupOutcomes
 from asyncrl.rollout.worker.report import WorkerReport
 from asyncrl.spans import span
 from asyncrl.types import Assignment, DropReason, Prompt, SamplingParams, TrajectoryGroup
@@ -51,6 +54,9 @@ CANCEL_S = 30.0
 """Longest wait for groups that were cancelled."""
 MAX_GENERATION_FAILURES = 8
 """Failed generations in a row after which the engine, not the prompts, is taken for broken."""
+
+UNTRAINED = {"rejected": DropReason.REJECTED, "fenced": LATE}
+"""Answer of the server to a group -> how it counts in `GroupOutcomes`."""
 
 Result = TypeVar("Result")
 Evaluate = Callable[[EvalAssignment], Awaitable[EvalResult]]
@@ -67,6 +73,7 @@ class RolloutWorker:
         filters: what drops finished groups; see `filters.py`.
         slots: orders worked on at once: groups, or members with `replay.admission=sample`.
         rows: of each source of `prompts`, where the server chooses by what was measured; else empty.
+        outcomes: names what drops every group, and ends the run for it; the default never ends it.
         wait_timeout_s: longest time with work at hand and no progress.
     """
 
@@ -87,6 +94,7 @@ class RolloutWorker:
         wait_timeout_s: float,
         report: WorkerReport,
         rows: Sequence[int] = (),
+        outcomes: GroupOutcomes | None = None,
     ) -> None:
         self._name = name
         self._rows = tuple(rows)
@@ -111,6 +119,7 @@ class RolloutWorker:
         self._failures_in_row = 0
         self._progress = (-1.0, time.monotonic())
         self._dropped = DroppedSamples()
+        self._outcomes = outcomes or GroupOutcomes()
         self._looked_at = 0.0
         self._telling = 0
         """Groups and evaluations that are made and wait for the server alone."""
@@ -156,6 +165,7 @@ class RolloutWorker:
             prompt = self._prompts[assignment.prompt_index]
         except OverlongError as error:
             await self._replay.fail(assignment, DropReason.OVER_LENGTH, str(error))
+            self._outcomes.dropped(DropReason.OVER_LENGTH, str(error), size=self._shape.size)
             return
         try:
             shape = replace(self._shape, size=1, fewest=1) if assignment.single else self._shape
@@ -167,7 +177,7 @@ class RolloutWorker:
             await self._failed(assignment, DropReason.INCOMPLETE, error, prompt)
             return
         except GenerationError as error:
-            self._failures_in_row += 1
+            self._failures_in_row += not isinstance(error, RequestError)  # no engine could serve that
             await self._failed(assignment, DropReason.FAILED_GENERATION, error, prompt)
             if self._failures_in_row >= MAX_GENERATION_FAILURES:
                 raise
@@ -183,16 +193,24 @@ class RolloutWorker:
         if not assignment.single and not await self._passes(assignment, prompt, group):
             return
         lost = self._dropped.of_member(assignment, prompt, group, shape.size)
-        with span("insert", **order):
-            reply = await self._told(self._replay.insert(group, lost))
+        try:
+            with span("insert", **order):
+                reply = await self._told(self._replay.insert(group, lost))
+        except WireError as error:  # NaN log-probs, rewards of turns that do not fit, extras that are too large
+            await self._failed(assignment, DropReason.FAILED_ENVIRONMENT, error, prompt)
+            return
         made.also(status=reply.status)
         self._report.count(f"groups_{reply.status}")
         accepted = reply.status == "accepted"
         kept = sum(int(np.count_nonzero(each.loss_mask)) for each in group.trajectories) if accepted else 0
         self._report.count(INSERTED, kept)
         self._lost(order_name(assignment), "left_out" if accepted else "refused", kept)
-        if reply.status == "rejected":
-            log.warning("group %d was rejected: %s", assignment.group_id, reply.reason)
+        if accepted:
+            self._outcomes.trained()
+        elif reply.status in UNTRAINED:
+            if reply.status == "rejected":
+                log.warning("group %d was rejected: %s", assignment.group_id, reply.reason)
+            self._outcomes.dropped(UNTRAINED[reply.status], reply.reason, size=len(group.trajectories), row=prompt.row)
 
     async def _failed(
         self,
@@ -206,6 +224,8 @@ class RolloutWorker:
         self._lost(order_name(assignment), reason.value)
         sample = self._dropped.of(assignment, prompt, reason.value, str(error), group)
         await self._told(self._replay.fail(assignment, reason, str(error), sample=sample))
+        size = 1 if assignment.single else self._shape.size
+        self._outcomes.dropped(reason, str(error), size=size, row=prompt.row)
 
     def _lost(self, order: str, fate: str, kept: int = 0) -> None:
         """What became of the tokens that were sampled for an order, but for those that the server has now."""
@@ -234,6 +254,7 @@ class RolloutWorker:
             why = unwanted.reason, unwanted.detail
             sample = self._dropped.of(assignment, prompt, why[0].value, why[1], group)
             await self._told(self._replay.fail(assignment, *why, rewards, sample))
+            self._outcomes.dropped(*why, size=len(rewards), row=prompt.row)
         return unwanted is None
 
     async def _evaluate(self, assignment: EvalAssignment) -> None:

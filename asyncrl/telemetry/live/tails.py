@@ -16,8 +16,8 @@ PIECE_BYTES = 1 << 16
 MARK = "pool: "
 REWARD_WARNING = "WARNING asyncrl.rewards.pool: "
 EPISODE_WARNING = "WARNING asyncrl.rollout.rewards.watch: "
-FILTER_WARNING = "WARNING asyncrl.rollout.groups.filters: "
-TOLD = (REWARD_WARNING, EPISODE_WARNING, FILTER_WARNING)
+OUTCOME_WARNING = "WARNING asyncrl.rollout.groups.outcomes: "
+TOLD = (REWARD_WARNING, EPISODE_WARNING, OUTCOME_WARNING)
 MAX_WARNINGS = 10
 
 
@@ -80,8 +80,8 @@ def lines_after(path: Path, offset: int) -> tuple[list[str], int]:
 
 
 class RewardWarnings:
-    """Reads warnings that rollout workers log from now on about failing rewards and episodes, and about filters that
-    keep nothing: without them a run may stall silently."""
+    """Reads warnings that rollout workers log from now on about failing rewards and episodes, and about groups that
+    are all dropped: without them a run may stall silently."""
 
     def __init__(self, log_dir: Path) -> None:
         self._lines = LogLines(log_dir)

@@ -19,7 +19,6 @@ from asyncrl.rollout.groups.filters import Filters, built_in_filters
 from asyncrl.rollout.worker.process import REFUSALS
 from asyncrl.rollout.worker.report import WorkerReport
 from asyncrl.schema import RolloutConfig
-from asyncrl.telemetry.live.tails import RewardWarnings
 from asyncrl.types import DropReason, Prompt, Trajectory
 from tests.replay.core.batches.test_order import ORDER
 from tests.replay.helpers import group as replay_group
@@ -54,24 +53,6 @@ def test_each_filter_drops_what_it_says(wanted, reasons):
     filters = Filters(built_in_filters(RolloutConfig(**wanted)))
     said = [asyncio.run(filters.why_dropped(group, PROMPT)) for group in (FLAT, MIXED, CUT)]
     assert [unwanted and unwanted.reason for unwanted in said] == reasons
-
-
-def test_filters_that_keep_nothing_are_told_of_on_the_screen(tmp_path, caplog):
-    async def judge(filters, groups):
-        for group in groups:
-            await filters.why_dropped(group, PROMPT)
-
-    filters = Filters(built_in_filters(RolloutConfig(drop_zero_variance=True, drop_truncated="all")))
-    asyncio.run(judge(filters, [FLAT] * 99 + [MIXED] + [FLAT] * 99))
-    assert not caplog.records, "one was kept now and then"
-    asyncio.run(judge(filters, [FLAT] * 901 + [MIXED] + [CUT] * 100))
-    said = [record.getMessage() for record in caplog.records]
-    assert [text.partition(" groups")[0].rpartition(" ")[2] for text in said] == ["100", "1000", "100"]
-    assert "(100 by rollout.drop_*)" in said[0]
-    view = RewardWarnings(tmp_path)
-    lines = (f"1 {each.levelname} {each.name}: {each.getMessage()}\n" for each in caplog.records)
-    (tmp_path / "rollout-0.log").write_text("".join(lines))
-    assert view.read() == [f"rollout-0: {text}" for text in said]
 
 
 @pytest.mark.timeout(400)
