@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -319,7 +319,8 @@ def export(config: Config, parts: Parts) -> None:
     roles, rank = parts.roles, parts.rank
     export_hf(roles.policy, config.model, parts.run_dir / EXPORT_DIR, rank, patience, trained=steps)
     if roles.critic is not None:
-        export_critic(roles.critic.model, config.model, parts.run_dir / "critic", rank, patience)
+        source = replace(config.model, path=config.critic.path or config.model.path)
+        export_critic(roles.critic.model, source, parts.run_dir / "critic", rank, patience)
     parts.checkpoints.finish()
     commit_saved(parts)
 

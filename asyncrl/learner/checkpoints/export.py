@@ -1,4 +1,9 @@
-"""Exports trained models as plain Hugging Face folders: config, safetensors, tokenizer, generation settings."""
+"""Exports trained models as plain Hugging Face folders: the folder that the model came from, with other weights.
+
+Its other files are copied as they are. What transformers would write instead differs from them: `config.json` and
+`tokenizer_config.json` name its own version, by which it chooses how to tokenize, and names of settings that older
+programs do not read; `generation_config.json` is refused if `temperature` stands there without `do_sample`.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +12,14 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig, PreTrainedModel
 
+from asyncrl.chat.hub import described_in
 from asyncrl.errors import CheckpointError, DiskFullError
 from asyncrl.learner.model.building import compute_dtype
 from asyncrl.learner.model.critic import CriticModel
@@ -23,10 +30,17 @@ from asyncrl.learner.model.policy import WRAPPER_PREFIX, PolicyModel
 from asyncrl.schema import ModelConfig
 from asyncrl.storage.checkpoints import EXPORT_DIR, EXPORTED_FILE
 from asyncrl.storage.full_disk import Patience
-from asyncrl.storage.sealed import replacing
+from asyncrl.storage.sealed import MANIFEST, replacing
 
-COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
-"""Files of the source folder that belong to the tokenizer; they are copied unchanged."""
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+TEMPLATES_DIR = "additional_chat_templates"
+"""The only subfolder of a model in which transformers looks for something: chat templates other than the default."""
+WEIGHTS = (
+    *(".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx"),
+    *(".onnx_data", ".npz"),
+)
+"""Endings of files that hold weights or the state of an optimizer; they are of the model before training."""
 
 
 def export_hf(
@@ -55,8 +69,7 @@ def export_hf(
         whole = merged(whole, model.adapters)
     plain = refilled(AutoModelForCausalLM, model.hf, whole, compute_dtype(config.dtype, model.device))
     plain.tie_weights()
-    plain.generation_config = model.hf.generation_config
-    written(target, lambda aside: write(plain, config.path, aside, trained), nbytes_of(plain.state_dict()), patience)
+    save(plain, config.path, target, patience, trained)
 
 
 def adapter_of(target: Path) -> Path:
@@ -67,11 +80,15 @@ def adapter_of(target: Path) -> Path:
 def export_critic(
     model: CriticModel, config: ModelConfig, target: Path, rank: int, patience: Patience | None = None
 ) -> None:
-    """Write the critic with its value head to `target`, so that `critic.path=target` starts from it. Collective."""
+    """Write the critic with its value head to `target`, so that `critic.path=target` starts from it. Collective.
+
+    Args:
+        config: with the path that the critic was loaded from.
+    """
     whole = gathered(model)
     if rank == 0:
         plain = refilled(AutoModelForTokenClassification, model.hf, whole, compute_dtype(config.dtype, model.device))
-        written(target, lambda aside: write(plain, config.path, aside), nbytes_of(plain.state_dict()), patience)
+        save(plain, config.path, target, patience)
 
 
 def gathered(model: PackedModel) -> dict[str, torch.Tensor]:
@@ -126,22 +143,103 @@ def written(target: Path, fill: Callable[[Path], None], nbytes: int, patience: P
         ) from error
 
 
-def write(plain: PreTrainedModel, tokenizer: str, folder: Path, trained: int | None = None) -> None:
-    """Write model, tokenizer and step count to `folder`. Raises OSError, SafetensorError."""
+def save(
+    plain: PreTrainedModel, source: str, target: Path, patience: Patience | None, trained: int | None = None
+) -> None:
+    """Write `target` as the folder of `source` with the weights of `plain`. Raises as `source_of` and `written`.
+
+    Args:
+        source: folder or hub name that the model was loaded from.
+        trained: see `export_hf`.
+    """
+    folder = source_of(source, target)
+    companions = companions_in(folder)
+    nbytes = nbytes_of(plain.state_dict()) + sum(file.stat().st_size for file in companions)
+
+    def fill(aside: Path) -> None:
+        write_weights(plain, aside)
+        for file in companions:
+            copy_to = aside / file.relative_to(folder)
+            copy_to.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy_to)  # not its mode: a read-only file could not be changed by the user
+        settings = config_like(read_settings(folder / CONFIG_FILE), read_settings(aside / CONFIG_FILE))
+        (aside / CONFIG_FILE).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+        if trained is not None:
+            (aside / EXPORTED_FILE).write_text(json.dumps({"trained_steps": trained}) + "\n")
+
+    written(target, fill, nbytes, patience)
+
+
+def source_of(source: str, target: Path) -> Path:
+    """The folder with everything but the weights of `source`. Raises CheckpointError: it cannot be read any more."""
+    folder = described_in(source)
+    if folder is None or not (folder / CONFIG_FILE).is_file():
+        raise CheckpointError(
+            f"cannot write the trained model to {target}: its tokenizer and settings are copied from {source}, which "
+            "cannot be read any more. The checkpoint is whole: put that model back, then resume=auto or asyncrl export "
+            "writes the trained one"
+        )
+    return folder
+
+
+def companions_in(folder: Path) -> list[Path]:
+    """Files of a model's folder that an export copies: all but weights, `config.json` and what an export writes."""
+    templates = folder / TEMPLATES_DIR
+    found = [*folder.iterdir(), *(templates.iterdir() if templates.is_dir() else ())]
+    written_here = (CONFIG_FILE, MANIFEST, EXPORTED_FILE)
+    return sorted(
+        path
+        for path in found
+        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(WEIGHTS)
+        if path.name not in written_here
+    )
+
+
+def write_weights(plain: PreTrainedModel, folder: Path) -> None:
+    """Write the weights to `folder`, and what transformers makes of the config. Raises OSError, SafetensorError."""
+    # transformers refuses to save what it loads: generation settings in config.json, and those that contradict each
+    # other in generation_config.json.
+    for name in plain.config._get_generation_parameters():
+        delattr(plain.config, name)
+    plain.generation_config = GenerationConfig()
     plain.save_pretrained(folder)
-    save_tokenizer(tokenizer, folder)
+    (folder / GENERATION_FILE).unlink(missing_ok=True)
     for file in folder.glob("*.safetensors"):
         file.chmod(0o644)  # safetensors makes them readable for the owner only, unlike config.json
-    if trained is not None:
-        (folder / EXPORTED_FILE).write_text(json.dumps({"trained_steps": trained}) + "\n")
 
 
-def save_tokenizer(source: str, target: Path) -> None:
-    """Copy the tokenizer's files, or download and save it if `source` is a hub name."""
-    if not Path(source).is_dir():
-        AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(target)
-        return
-    for pattern in COMPANIONS:
-        for path in Path(source).glob(pattern):
-            if path.is_file():
-                shutil.copy2(path, target / path.name)
+def read_settings(file: Path) -> dict[str, Any]:
+    """Content of a JSON object. Raises OSError."""
+    try:
+        settings = json.loads(file.read_text())
+    except ValueError as error:
+        raise OSError(f"{file} is not valid JSON any more ({error})") from error
+    return settings if isinstance(settings, dict) else {}
+
+
+LABELS = ("architectures", "id2label", "label2id", "num_labels")
+"""Keys of `config.json` that say which class has the weights, and what a classifier's outputs are."""
+
+
+def config_like(source: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:
+    """`config.json` of an export: that of `source`, with the dtype and the class of `made`, by transformers.
+
+    A text model that was taken out of a larger one has a config of its own, so `made` as a whole.
+    """
+    if source.get("model_type") != made.get("model_type"):
+        return made
+    kept = {name: value for name, value in source.items() if name not in (*LABELS, "quantization_config")}
+    labels = {name: made[name] for name in LABELS if name in made}
+    return labels | {"dtype": made["dtype"]} | with_dtype(kept, made["dtype"])
+
+
+def with_dtype(settings: Any, dtype: str) -> Any:
+    """The same settings with another dtype, in those of each part of the model as well."""
+    if isinstance(settings, list):
+        return [with_dtype(each, dtype) for each in settings]
+    if not isinstance(settings, dict):
+        return settings
+    return {
+        name: dtype if name in ("dtype", "torch_dtype") and isinstance(value, str) else with_dtype(value, dtype)
+        for name, value in settings.items()
+    }
