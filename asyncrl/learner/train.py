@@ -45,12 +45,14 @@ from asyncrl.schema import Config
 from asyncrl.spans import span
 from asyncrl.storage.best import BestCheckpoint
 from asyncrl.storage.checkpoints import EXPORT_DIR
+from asyncrl.telemetry.live.tails import SAVING
 from asyncrl.telemetry.metrics.log import MetricsLog
 from asyncrl.types import StepPlan
 from asyncrl.weights.base import Publisher, PublishStats
 
 log = logging.getLogger(__name__)
 
+ASKED = "asked to stop"
 STOP_WITHIN_S = 60.0
 """Seconds that copies and exports of checkpoints may still take after a run was asked to stop."""
 
@@ -100,7 +102,7 @@ def train(config: Config, parts: Training, asked: Asked = never) -> int:
         The last published policy_version.
 
     Raises:
-        NoProgress: no batch arrived in time.
+        NoProgress: no batch arrived in time; what was trained is saved.
         NonFiniteError, CheckpointError, WeightsError.
     """
     return _Loop(config, parts, asked).run()
@@ -135,8 +137,8 @@ class _Loop:
         for step in range(parts.start.step, steps):
             begun = None if self.early is None else self.begin_early(self.early, step)
             lease = self.batch(step)
-            if lease is None:
-                save_before_end(self.config, parts, step, self.version, skipped=self.guard.skipped)
+            if isinstance(lease, Stopped):
+                save_before_end(self.config, parts, step, self.version, lease, skipped=self.guard.skipped)
                 return self.version
             measured = self.step(step, lease, begun)
             reply, sent = self.publish(step, measured, len(lease.plan.groups))
@@ -177,10 +179,10 @@ class _Loop:
         with one_more_try(self.config, self.parts.run_dir, self.parts.rank):
             return early.begin(step, self.asked, self.clock.lap)
 
-    def batch(self, step: int) -> Lease | None:
-        """Wait for the batch of `step` and request the next one. None if the run was asked to stop."""
+    def batch(self, step: int) -> Lease | Stopped:
+        """Wait for the batch of `step` and request the next one."""
         lease = leased(self.leases, step, self.config.learner.steps, self.asked, self.parts.device)
-        if lease is None:
+        if isinstance(lease, Stopped):
             self.profile.end(step, last=True)
         else:
             self.clock.lap("wait_batch")
@@ -266,12 +268,20 @@ def guard_of(config: Config, parts: Parts) -> NonFiniteGuard:
     return made
 
 
-def leased(leases: LeasePrefetch, step: int, steps: int, asked: Asked, device: torch.device) -> Lease | None:
-    """Wait for the batch of `step`, and request the next one of the run's `steps`. None if the ranks were asked to
-    stop. Collective."""
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """Why no further step is trained, the same on all ranks."""
+
+    lost: str = ""
+    """Why there is no batch; empty if the run was asked to stop."""
+
+
+def leased(leases: LeasePrefetch, step: int, steps: int, asked: Asked, device: torch.device) -> Lease | Stopped:
+    """Wait for the batch of `step`, and request the next one of the run's `steps`. Collective."""
     leases.wait(step, asked)
-    if agreed(asked(), device):
-        return None
+    lost = leases.lost()
+    if why := agreed(ASKED if asked() else str(lost or ""), device):
+        return Stopped() if why == ASKED else Stopped(why)
     lease = leases.take(step)
     if step + 1 < steps:
         leases.ask(step + 1)
@@ -302,15 +312,21 @@ def commit_saved(parts: Parts) -> None:
             parts.source.commit(step=step)
 
 
-def save_before_end(config: Config, parts: Parts, step: int, version: int, *, skipped: int) -> None:
-    """Save the steps that are not saved yet, when the learner stops before `step`. Collective."""
+def save_before_end(config: Config, parts: Parts, step: int, version: int, why: Stopped, *, skipped: int) -> None:
+    """Save the steps that are not saved yet, when the learner stops before `step`. Collective.
+
+    Raises:
+        NoProgress: that is why it stops; everything is saved.
+    """
+    if parts.rank == 0:
+        log.info("%s: %s %d", why.lost or ASKED, SAVING, step)
     if step > parts.start.step and not due(step, config.learner.save_every, last=False):
         begin_save(parts, step - 1, version, skipped=skipped)
     parts.checkpoints.finish()
     commit_saved(parts)
     parts.checkpoints.finish_errands(STOP_WITHIN_S)
-    if parts.rank == 0:
-        log.info("asked to stop: the run ends after step %d and saves it", step)
+    if why.lost:
+        raise NoProgress(why.lost)
 
 
 def export(config: Config, parts: Parts) -> None:

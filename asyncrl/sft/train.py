@@ -17,7 +17,17 @@ from asyncrl.learner.reporting.step_row import tell_best
 from asyncrl.learner.roles import Roles
 from asyncrl.learner.step.metrics import Measured, over_ranks
 from asyncrl.learner.step.step import TRAINED_TOKENS
-from asyncrl.learner.train import Parts, begin_save, commit_saved, due, export, guard_of, leased, save_before_end
+from asyncrl.learner.train import (
+    Parts,
+    Stopped,
+    begin_save,
+    commit_saved,
+    due,
+    export,
+    guard_of,
+    leased,
+    save_before_end,
+)
 from asyncrl.schema import Config
 from asyncrl.sft.batches import Drawn, RowBatches
 from asyncrl.sft.examples import Example
@@ -79,8 +89,8 @@ def train_rows(parts: SftTraining, asked: Asked = never) -> None:
     for step in range(start.step, steps):
         trained, last = step + 1, step + 1 == steps
         lease = leased(leases, step, steps, asked, parts.device)
-        if lease is None:
-            save_before_end(config, parts, step, step, skipped=guard.skipped)
+        if isinstance(lease, Stopped):
+            save_before_end(config, parts, step, step, lease, skipped=guard.skipped)
             return
         clock.lap("wait_batch")
         drawn = parts.source.told(step)

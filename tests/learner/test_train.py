@@ -282,6 +282,19 @@ def test_a_replay_that_runs_dry_ends_the_run(tmp_path: Path):
         run(make_config(tmp_path), FedReplay(steps=2))
 
 
+def test_a_learner_whose_workers_are_gone_saves_what_it_trained(tmp_path: Path):
+    replay = FedReplay(steps=3)
+    with pytest.raises(NoProgress, match="waited for rollout workers"):
+        run(make_config(tmp_path), replay)
+    assert replay.named("trained")[-1][0] == 2
+    assert replay.named("commit") == [1, 2], "step 2 was due, step 3 is saved because the run ends"
+    assert not replay.named("finish")
+    again = FedReplay()
+    again.next_version = 4
+    run(make_config(tmp_path), again, resume=True, asked=lambda: len(again.named("trained")) >= 1)
+    assert again.named("trained") == [(3, 5)]
+
+
 def test_a_full_disk_ends_the_run_with_the_path(tmp_path: Path):
     config = make_config(tmp_path)
     Path(config.run.dir).mkdir(parents=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.checks.hints import nearest
@@ -25,6 +25,8 @@ class Ended:
     """Whether, after a signal, the learner saved what it had trained."""
     hurried: bool = False
     """Whether a second signal arrived: nothing that takes seconds may follow."""
+    trained: int = field(default=0, compare=False)
+    """The last step that was shown as trained."""
 
 
 def best_line(metric: str, folder: Path, rows: Sequence[Row]) -> str:
@@ -35,6 +37,11 @@ def best_line(metric: str, folder: Path, rows: Sequence[Row]) -> str:
     known = {name for row in rows for name in row}
     hint = "" if metric in known else nearest(metric, known)
     return f"learner.keep_best={metric}: no checkpoint has a value of this metric.{hint}"
+
+
+def named_steps(after: int, last: int) -> str:
+    """Return `step 7 is`, or `steps 7 to 9 are`, of those that follow `after`."""
+    return f"step {last} is" if last <= after + 1 else f"steps {after + 1} to {last} are"
 
 
 def resumed_from(step: int) -> str:
@@ -48,6 +55,8 @@ def how_to_go_on(folder: Path, typed: Sequence[str], ended: Ended) -> str:
     try:
         step = trained_steps(chosen(folder, "auto"))
         saved = f"the newest checkpoint is that of step {step}" if step else "no checkpoint was saved"
+        if ended.trained > step:
+            saved += f"; {named_steps(step, ended.trained)} lost"
         named = [text for text in typed if text.startswith("resume=") and text not in ("resume=never", resume)]
         if named and not step:  # a fork, which with `auto` would start at step 0 from the base model
             resume = shlex.quote(named[-1])

@@ -5,13 +5,13 @@ waits for:    the learner, whose end is the end of the run
 unblocked by: the learner's end, the failure of any role, Ctrl-C, SIGTERM or SIGHUP
 
 A replay server or shard that was killed is restarted at the same address: its state is in its journal, and the other
-processes wait. A killed rollout pool or torchrun is restarted as well: the workers return, the learner resumes. If this
+processes wait. A killed rollout pool or torchrun is restarted as well: the workers return, the learner resumes. If the
+pool ends for good, the learner saves what it has trained before the run ends, as after Ctrl-C (`saving`). If this
 process is killed, the kernel kills the roles, so that none of them can remain in the folder of another run.
 """
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,24 +20,21 @@ from rich.console import Console
 
 from asyncrl.cli.processes.commands import RESTARTED, Command
 from asyncrl.cli.processes.ending import Ended
+from asyncrl.cli.processes.saving import TURN_S, Notices, reason_to_save, save_first, watch
 from asyncrl.cli.processes.supervisor import Role, Supervisor
 from asyncrl.config import LOG_DIR
 from asyncrl.restarts import Restarts
 from asyncrl.schema import TelemetryConfig
-from asyncrl.storage.full_disk import BOARD_FILE, read_board
 from asyncrl.telemetry.folder.run_folder import STOP_FILE
 from asyncrl.telemetry.live.console import say
 from asyncrl.telemetry.live.progress import RunView
 from asyncrl.telemetry.live.starting import StartWatch
 from asyncrl.telemetry.live.tails import PoolWords
 
-TURN_S = 0.2
 EXIT_REFUSED = 2
 """Exit code of a replay server for which a restart is useless: a refused setting, a damaged journal."""
 FINISH_S = 30.0
 """Seconds that the rollout pool has to end by itself once the learner has finished."""
-SAVE_S = 600.0
-"""Seconds that the learner has, after Ctrl-C, to end its step and save a checkpoint."""
 RESTARTS = 10
 """Limit on the restarts of pool and torchrun together in an hour, after a kill."""
 
@@ -55,7 +52,7 @@ def supervise(
     """Start `commands`, show the run until the role `learner` ends, then stop the rest."""
     telemetry = telemetry or TelemetryConfig()
     left = {True: Restarts(replay_restarts), False: Restarts(RESTARTS)}
-    notices = Notices(folder / LOG_DIR / BOARD_FILE, console)
+    notices = Notices(folder / LOG_DIR, console)
     with (
         Supervisor(folder / LOG_DIR) as supervisor,
         RunView(folder, steps, console, resumed, telemetry.ignore_alarms) as view,
@@ -75,7 +72,9 @@ def supervise(
                 (folder / LOG_DIR / STOP_FILE).touch()
             time.sleep(TURN_S)
         supervisor.note_end()
-        saved = view.trained and save_first(supervisor, folder, view, notices) if supervisor.signal else True
+        saved = True
+        if view.trained and supervisor.roles["learner"].code is None and (why := reason_to_save(supervisor)):
+            saved = save_first(supervisor, folder, view, notices, why)
         view.refresh("finishing")
         if supervisor.roles["learner"].code == 0 and not supervisor.signal and "rollout" in supervisor.roles:
             supervisor.wait_for("rollout", FINISH_S)
@@ -90,54 +89,7 @@ def supervise(
         show_failure(role, console)
     stopped = view.alarmed and telemetry.on_alarm == "stop" and view.unfinished
     code = 128 + signalled if signalled else 1 if failed or stopped else 0
-    return Ended(code=code, saved=saved, hurried=supervisor.impatient)
-
-
-class Notices:
-    """Shows the roles' notices of a full disk, which they cannot write to their logs."""
-
-    def __init__(self, board: Path, console: Console) -> None:
-        self._board, self._console = board, console
-        self._shown = read_board(board)
-
-    def show(self) -> None:
-        """Print a new notice."""
-        text = read_board(self._board)
-        if text != self._shown:
-            self._shown = text
-            say(self._console, text)
-
-
-def watch(supervisor: Supervisor, view: RunView, notices: Notices) -> None:
-    notices.show()
-    for said in supervisor.observe():
-        view.say(said)
-
-
-def save_first(supervisor: Supervisor, folder: Path, view: RunView, notices: Notices) -> bool:
-    """Have the learner save a checkpoint and end. Returns False if it did not, or a second signal arrived first.
-
-    waits for: the learner's step and its checkpoint, `SAVE_S` at most; unblocked by: its end, the failure of another
-    role, a second signal
-    """
-    learner = supervisor.roles["learner"]
-    if learner.code is not None:
-        return learner.code == 0
-    name = signal.Signals(supervisor.signal).name
-    view.say(f"{name}: the learner ends its step and saves a checkpoint. Press Ctrl-C again to end the run at once")
-    try:
-        (folder / LOG_DIR / STOP_FILE).touch()
-    except OSError as error:
-        view.say(f"the learner cannot be asked for a checkpoint: {error}")
-        return False
-    deadline = time.monotonic() + SAVE_S
-    while learner.code is None and not supervisor.impatient and time.monotonic() < deadline:
-        if supervisor.failed():
-            break
-        watch(supervisor, view, notices)
-        view.refresh("saving a checkpoint")
-        time.sleep(TURN_S)
-    return learner.code == 0
+    return Ended(code=code, saved=saved, hurried=supervisor.impatient, trained=view.last_step)
 
 
 def restarted(

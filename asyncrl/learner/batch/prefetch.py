@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from asyncrl.background import in_background
+from asyncrl.errors import NoProgress
 from asyncrl.replay.protocol import Lease
 from asyncrl.spans import span
 
@@ -53,6 +54,13 @@ class LeasePrefetch:
         """Wait until the lease of `step` has arrived or failed, or until `asked` returns true."""
         while not asked() and not self.is_there(step, LOOK_S):
             pass
+
+    def lost(self) -> NoProgress | None:
+        """Why there will be no batch; None if it arrived, is still awaited, or was not requested."""
+        if self._pending is None or not self._pending[1].done():
+            return None
+        error = self._pending[1].exception()
+        return error if isinstance(error, NoProgress) else None
 
     def take(self, step: int) -> Lease:
         """The lease of `step`. Requests it if that was not done yet.

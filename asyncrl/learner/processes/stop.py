@@ -43,6 +43,6 @@ class StopRequest:
         return self._interrupted or self._file.exists()
 
 
-def agreed(asked: bool, device: torch.device) -> bool:
-    """Rank 0's argument, on every rank. Collective."""
-    return bool(text_of_rank_zero("stop" if asked else "", device))
+def agreed(why: str, device: torch.device) -> str:
+    """Why rank 0 stops, on every rank; empty if it goes on. Collective."""
+    return text_of_rank_zero(why, device)

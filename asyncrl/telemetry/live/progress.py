@@ -111,6 +111,16 @@ class RunView(LiveView):
             self._live.update(self._render(), refresh=True)
 
     @property
+    def last_step(self) -> int:
+        """The last trained step that was shown; before any, that of the resume."""
+        return int(self._latest.get("step", self._resumed))
+
+    @property
+    def last_step_s(self) -> float:
+        """Seconds that the last step took; 0 if none did."""
+        return self._recent[-1] if self._recent else 0.0
+
+    @property
     def unfinished(self) -> bool:
         """Whether the last step is not trained yet."""
         return self._latest.get("step", 0) < self._steps

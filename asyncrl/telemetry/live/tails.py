@@ -19,6 +19,8 @@ EPISODE_WARNING = "WARNING asyncrl.rollout.rewards.watch: "
 OUTCOME_WARNING = "WARNING asyncrl.rollout.groups.outcomes: "
 TOLD = (REWARD_WARNING, EPISODE_WARNING, OUTCOME_WARNING)
 MAX_WARNINGS = 10
+SAVING = "the run ends here, and the learner saves step"
+"""Begins the line of the learner's log that says so."""
 
 
 class MetricsTail:

@@ -18,6 +18,9 @@ def test_an_ended_run_says_from_where_and_how_it_goes_on(tmp_path: Path) -> None
         "stopped; the newest checkpoint is that of step 20. Continue with:\n"
         "  asyncrl local 'model.path=a b' resume=auto"
     )
+    lost = how_to_go_on(tmp_path, typed, Ended(code=143, saved=False, trained=23))
+    assert lost.startswith("ended; the newest checkpoint is that of step 20; steps 21 to 23 are lost. Continue")
+    assert "; step 21 is lost." in how_to_go_on(tmp_path, typed, Ended(code=1, trained=21))
     said = nothing_to_do(tmp_path, "20 steps are trained", [*typed, "learner.steps=20"], "learner.steps=40")
     assert said.startswith("nothing to do: 20 steps are trained. ")
     assert said.endswith("learner.steps=40 resume=auto")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -14,10 +15,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from asyncrl.cli.processes import supervision
+from asyncrl.cli.processes import saving, supervision
 from asyncrl.cli.processes.commands import Command
 from asyncrl.cli.processes.ending import Ended
 from asyncrl.cli.processes.supervision import supervise
+from asyncrl.telemetry.live import tails
 from asyncrl.telemetry.live.progress import RunView
 from tests.cli.fake_roles import FINE, FOREVER, roles, run
 from tests.waiting import until
@@ -182,6 +184,84 @@ def test_the_first_ctrl_c_lets_the_learner_save_and_the_second_ends_the_run_at_o
     assert ended == Ended(code=130, saved=patient, hurried=not patient)
     assert (tmp_path / "saved").exists() == patient
     assert "SIGINT: the learner ends its step and saves a checkpoint" in out.getvalue()
+
+
+FAILING = """
+import pathlib, time
+while not pathlib.Path({shown!r}).exists(): time.sleep(0.02)
+exit(1)
+"""
+
+
+def watched_rows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set, and a file made, once a row was shown."""
+    shown, take = threading.Event(), RunView._take
+
+    def notes(view: RunView, row: dict[str, Any]) -> None:
+        take(view, row)
+        (folder / "shown").touch()
+        shown.set()
+
+    monkeypatch.setattr(RunView, "_take", notes)
+    return shown
+
+
+def test_a_pool_that_ends_for_good_lets_the_learner_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched_rows(tmp_path, monkeypatch)
+    learner = SAVING.format(stop=str(tmp_path / "logs" / "stop"), folder=str(tmp_path), takes=0.5)
+    pool = FAILING.format(shown=str(tmp_path / "shown"))
+    code, out = run(roles(replay=FOREVER, rollout=pool, learner=learner), tmp_path)
+    assert code == 1
+    assert (tmp_path / "saved").exists(), "the learner was ended before it had saved"
+    assert "rollout failed: the learner ends its step and saves a checkpoint" in out
+    assert "rollout failed with exit code 1" in out and "learner failed" not in out
+
+
+def test_a_server_that_ends_for_good_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched_rows(tmp_path, monkeypatch)
+    learner = SAVING.format(stop=str(tmp_path / "logs" / "stop"), folder=str(tmp_path), takes=0.5)
+    server = FAILING.format(shown=str(tmp_path / "shown"))
+    code, _ = run(roles(replay=server, rollout=FOREVER, learner=learner), tmp_path)
+    assert code == 1 and not (tmp_path / "asked").exists(), "it holds what a checkpoint needs"
+
+
+LONG_STEP = """
+import pathlib, time
+stop, folder = pathlib.Path({stop!r}), pathlib.Path({folder!r})
+row = '{{"step": %d, "policy_version": 1, "time/step": 42.0}}' + chr(10)
+(folder / "metrics.jsonl").write_text(row % 1 + row % 2)
+while not stop.exists(): time.sleep(0.02)
+time.sleep(2)
+print({saving!r} + " 2", flush=True)
+time.sleep(2)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_wait_for_a_long_step_and_its_checkpoint_is_told(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = watched_rows(tmp_path, monkeypatch)
+    monkeypatch.setattr(saving, "SAY_S", 0.5)
+    monkeypatch.setattr(saving, "KILL_S", 1.0)
+    learner = LONG_STEP.format(stop=str(tmp_path / "logs" / "stop"), folder=str(tmp_path), saving=tails.SAVING)
+
+    def interrupt() -> None:
+        assert shown.wait(60)
+        os.kill(os.getpid(), number)
+
+    caller = threading.Thread(target=interrupt)
+    caller.start()
+    code, out = run(roles(replay=FOREVER, rollout=FOREVER, learner=learner), tmp_path)
+    caller.join()
+    name = signal.Signals(number).name
+    assert code == 128 + number
+    said = " ".join(out.split())
+    assert re.search(rf"{name}: waiting for the learner for \d s; it ends step 3 \(the last step took 42 s\)", said)
+    assert re.search(rf"{name}: waiting for the learner for \d s; it saves the checkpoint of step 2", said)
+    lost = re.search(r"after \d s steps 1 to 2 are not saved, because it ends step 3", said)
+    assert bool(lost) == (number == signal.SIGTERM)
+    assert ("continues from the start" in said) == (number == signal.SIGTERM)
 
 
 @pytest.mark.parametrize("role", ["rollout", "learner"])
