@@ -163,9 +163,6 @@ class EngineConfig:
     key_env: str = ""
     """Environment variable with the key that the servers of `engine=server` or `sglang` were started with
     (`--api-key`). Empty: no key."""
-    weights: str = "auto"
-    """How a worker passes weights on to servers of `engine=sglang`: they read a file in the run folder (`disk`), or are
-    sent them over gloo (`distributed`). `auto`: by file where a server sees the folder, else over gloo."""
     device: str = "auto"
     """Where the engine runs; `auto` takes a GPU if there is one."""
     dtype: str = "auto"

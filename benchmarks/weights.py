@@ -5,8 +5,7 @@
     python -m benchmarks.weights --parameters --members 1 8 64 512
 
 One learner process sends to receivers in processes of their own, on loopback. Every round measures, one after another:
-the bare broadcast, in pieces, by gloo and (`bare_sockets`) over the sockets that the updates use; the copy into a
-snapshot alone; AdamW's step alone; updates of an idle learner, two with fingerprints and two without, in symmetric
+the bare broadcast, in pieces, over the sockets that the updates use; the copy into a snapshot alone; AdamW's step alone; updates of an idle learner, two with fingerprints and two without, in symmetric
 order; two updates while the learner has nothing to compute and steps at once (`stepping_`: AdamW takes cores from the
 update); and one update while the learner computes forward and backward as the loop does, for at least `--compute` times
 the copy, before its step (`busy_`). An update sends what is copied already while the rest is being copied;
@@ -40,7 +39,7 @@ import torch
 from asyncrl.engines.parameters import ParameterTable
 from asyncrl.learner.publishing.holding import hold_back
 from asyncrl.settings.weights import WeightsConfig
-from asyncrl.weights.broadcast import sending, staging
+from asyncrl.weights.broadcast import receive, sending
 from asyncrl.weights.broadcast.group import WeightGroup, connect_store, host_store
 from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
@@ -71,7 +70,7 @@ def switch_by(on: Any) -> None:
     def made() -> Fingerprint:
         return Fingerprint() if on.value else Silent()
 
-    gather.Fingerprint = staging.Fingerprint = sending.Fingerprint = made
+    gather.Fingerprint = receive.Fingerprint = sending.Fingerprint = made
 
 
 class Table(torch.nn.Module):
@@ -109,7 +108,7 @@ def receiver(board: Any, on: Any, worker: str, parameters: int) -> None:
     subscriber.close()
 
 
-BARE = {"bare_broadcast": "gloo", "bare_sockets": "sockets"}  # name -> backend
+BARE = {"bare_broadcast": "sockets"}  # name -> backend
 
 
 def bare_groups(store: Any, rank: int, world: int) -> dict[str, WeightGroup]:
@@ -325,7 +324,6 @@ def one_round(learner: Learner, bare: BareBroadcast, on: Any, compute: float) ->
     return row | {
         "cpu_over_bare": row["cpu_s"] / row["bare_broadcast_cpu_s"],
         "update_over_bare": row["update_s"] / row["bare_broadcast_s"],
-        "update_over_bare_sockets": row["update_s"] / row["bare_sockets_s"],
         "beyond_gather_over_bare": (row["update_s"] - alone) / row["bare_broadcast_s"],
         "engine_stall_over_update": idle["engine_stall_s"] / idle["update_s"],
         "learner_stall_over_update": busy["learner_stall_s"] / busy["update_s"],

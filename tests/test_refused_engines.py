@@ -48,10 +48,6 @@ REFUSED: Refused = [
     ),
     ([*SERVER, "engine.key_env=NO_SUCH_KEY_HERE"], ["engine.key_env=NO_SUCH_KEY_HERE", "not set. Export it"]),
     ([*SERVER, "weights=files"], ["weights.transport=files is not supported with engine=server", "weights=broadcast"]),
-    (
-        [*SERVER, "weights.senders=all"],
-        ["weights.senders=all was never tried with engine=server", "weights.senders=rank0"],
-    ),
     ([*SERVER, "model=lora"], ["model.lora_rank=16 is not supported with engine=server", "engine=vllm"]),
     ([*SERVER, "engine.record_topk=4"], ["engine.record_topk=4 needs engine=transformers or engine=vllm"]),
     (
@@ -68,11 +64,6 @@ REFUSED: Refused = [
     (
         [*SERVER, "engine=sglang", "model=lora"],
         ["model.lora_rank=16 is not supported with engine=sglang", "engine=vllm"],
-    ),
-    ([*SERVER, "engine.weights=disk"], ["engine.weights=disk does nothing with engine=server", "engine=sglang"]),
-    (
-        [*SERVER, "engine=sglang", "engine.weights=nccl"],
-        ["engine.weights must be one of auto, disk, distributed; got 'nccl'"],
     ),
     ([*SERVER, "engine=sglang", "rollout.top_k=4"], ["before anything was left out"]),
     (["weights.on_update=recomputed"], ["weights.on_update must be one of keep, recompute", "`recompute`"]),
@@ -96,12 +87,9 @@ REFUSED: Refused = [
     ),
     (["weights=pull", "weights.url=ftp://me:word@h/x"], ["weights.url contains a password", "environment"]),
     (["weights=pull", "weights.host=0.0.0.0"], ["would serve the weights on every network", "Name one"]),
-    (["weights.senders=rank1"], ["weights.senders must be one of rank0, all", "`rank0`"]),
-    (["weights.senders=all", "weights=files"], ["weights.senders=all does nothing", "Use weights=broadcast"]),
-    (["weights.senders=all", "weights.delta=auto"], ["sends no deltas", "weights.senders=rank0"]),
+    (["weights.delta=auto"], ["weights.delta=auto does nothing with weights.transport=broadcast", "weights=files"]),
     (["weights.copies=none", "weights=files"], ["files are written from a copy", "weights.copies=two"]),
-    (["weights.copies=none", "weights.delta=auto"], ["no copy", "weights.copies=two"]),
-    (["weights.copies=none", "learner.ranks=2"], ["rank 0 would have to gather", "weights.senders=all"]),
+    (["weights.copies=none", "learner.ranks=2"], ["rank 0 would have to gather", "weights.copies=two"]),
     (["weights.copies=one"], ["weights.copies must be one of two, none"]),
     (["weights.verify_every=-1"], ["weights.verify_every must be at least 0", "-1"]),
     (

@@ -171,12 +171,12 @@ def impossible_placement(config: Config, seen: int) -> Iterator[str]:
 
 
 def met_twice(config: Config, placement: Placement) -> list[int]:
-    """Return the GPUs that would have two members of the weights' group: learner ranks that send, and engines."""
+    """Return the GPUs that would have two members of the weights' group: learner rank 0, which sends, and engines."""
     ranks = placement.learner_gpus or _numbered(config.learner.device)
     engines = [gpu for engine in placement.engines for gpu in engine.gpus]
     if not engines and not config.ray.address:
         engines = [*_numbered(config.engine.device)] * config.rollout.workers
-    members = [*(ranks if config.weights.senders == "all" else ranks[:1]), *engines]
+    members = [*ranks[:1], *engines]
     return sorted({gpu for gpu in members if members.count(gpu) > 1})
 
 
@@ -189,14 +189,14 @@ def out_of_sight(config: Config, placement: Placement) -> Iterator[str]:
     """Report engines that cannot open the learner's memory: a process opens only memory of GPUs that it sees."""
     if config.weights.backend != "ipc" or not placement.learner or not placement.engines:
         return
-    senders = placement.learner_gpus if config.weights.senders == "all" else placement.learner_gpus[:1]
+    sender = placement.learner_gpus[0]
     # Ray chooses among the GPUs of the pool.
     narrow = config.rollout.host == "ray" and len(placement.rollout_gpus) > len(placement.engines[0].gpus)
     for engine in placement.engines:
-        if narrow or not set(senders) <= set(engine.gpus):
+        if narrow or sender not in engine.gpus:
             yield (
                 f"weights.backend=ipc: {engine.name} copies the weights out of the memory of GPU "
-                f"{', '.join(map(str, senders))}, and sees only {'one of' if narrow else 'GPU'} "
+                f"{sender}, and sees only {'one of' if narrow else 'GPU'} "
                 f"{', '.join(map(str, placement.rollout_gpus if narrow else engine.gpus))}. Leave weights.backend out "
                 "(nccl between GPUs of their own, else sockets), or use one GPU for all"
             )

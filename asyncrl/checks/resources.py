@@ -107,7 +107,7 @@ def taken_addresses(config: Config, role: str) -> Iterator[str]:
 def missing_interfaces(config: Config, role: str) -> Iterator[str]:
     """Report interfaces that a learner's machine lacks; workers check those of their own machines."""
     weights = config.weights
-    sends = os.environ.get("RANK", "0") == "0" or weights.senders == "all"
+    sends = os.environ.get("RANK", "0") == "0"
     if role not in ("local", "learner") or weights.transport != "broadcast" or not sends:
         return
     nccl = weights.backend == "nccl" or (weights.backend == "auto" and bool(visible_gpus()))

@@ -109,12 +109,7 @@ def _wrong(url: str) -> Iterator[str]:
 
 def on_to_servers(engine: EngineConfig) -> str:
     """Return how a worker passes weights on to its servers, for a line about the weights; empty where it does not."""
-    ways = {
-        "auto": "by a file in run.dir where it sees that, else over gloo",
-        "disk": "by a file in run.dir",
-        "distributed": "over gloo",
-    }
-    return f", then to each server {ways[engine.weights]}" if engine.name == "sglang" else ""
+    return ", then to each server by a file in run.dir" if engine.name == "sglang" else ""
 
 
 def connected_at(url: str) -> str:

@@ -133,9 +133,8 @@ def assembled(
 
 def choices(config: Config, place: Place, layout: str) -> str:
     """One log line with what each `auto` became on this machine."""
-    weights, beside = config.weights, place.world == 1 or place.device.type == "cpu" or config.weights.senders == "all"
+    weights, beside = config.weights, place.world == 1 or place.device.type == "cpu"
     over = f" over {backend_of(config, place.device)}" if weights.transport == "broadcast" else ""
-    over += f" from {place.world} ranks" if weights.senders == "all" and place.world > 1 else ""
     copied = f"copied {'beside training' if beside else 'between steps'}" if weights.copies == "two" else "not copied"
     return (
         f"computes on {place.device} in {config.model.dtype}, sequences {layout}; weights by {weights.transport}{over} "

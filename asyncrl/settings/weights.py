@@ -20,29 +20,22 @@ class WeightsConfig:
     """Port of the weight store or server; 0 takes any that is free. With a firewall between learner and workers, set
     one that it lets through, and use `weights=pull`: the bytes of a broadcast take other ports."""
     backend: str = "auto"
-    """Backend of the broadcast: `sockets` or `gloo` (anything), `nccl` (GPUs on both sides, none of them shared), `ipc`
+    """Backend of the broadcast: `sockets` (anything), `nccl` (GPUs on both sides, none of them shared), `ipc`
     (engines on the learner's machine copy from its memory), or `auto`: nccl where learner and engines have GPUs of
     their own, else sockets."""
     interface: str = ""
-    """Network interface for the weights (`eth1`; with gloo several, by commas). Empty: that of `GLOO_SOCKET_IFNAME` or
+    """Network interface for the weights (`eth1`). Empty: that of `GLOO_SOCKET_IFNAME` or
     `NCCL_SOCKET_IFNAME`, else (without nccl) the one that leads to `weights.host`."""
     wire_dtype: str = "auto"
     """Dtype in which weights are sent; `auto` is bfloat16 if the learner computes in it on a GPU, else float32."""
     bucket_mb: int = 64
     """Weights travel in buckets of at most this many MiB."""
-    senders: str = "rank0"
-    """Of the broadcast: `rank0` gathers all weights and sends them; with `all`, each learner rank sends what it holds
-    and rank 0 needs no memory for the rest."""
     copies: str = "two"
     """Copies of its weights that the learner keeps for sending: `two`, so that training goes on while one is sent; or
     `none` (broadcast only), which saves their memory, and the optimizer waits until the weights are sent."""
-    slices: str = "auto"
-    """Of the broadcast to an engine of several processes (tensor parallelism): `auto` sends each process only the part
-    that vLLM keeps there, `never` the whole model."""
     delta: str = "never"
-    """Send only what changed since the previous version, without loss: `never`, `always`, or `auto`, while that is
-    faster (`files` and `pull`: while it halves the bytes). Worth it for bfloat16 on slow links; in float32 nearly every
-    bit changes."""
+    """Of `files` and `pull`: write only what changed since the previous version, without loss: `never`, `always`, or
+    `auto`, while it halves the bytes. Worth it for bfloat16 on slow links; in float32 nearly every bit changes."""
     url: str = ""
     """Of `pull`: URL of any file system that fsspec knows (`s3://bucket/run`), where the learner writes and workers
     read. Empty: the learner serves its run folder over HTTP at `weights.host`."""

@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 Box = tuple[tuple[int, int], ...]
 """[start, stop) in every dimension of a tensor; () is the whole of a tensor without dimensions."""
 
@@ -32,6 +34,10 @@ def sizes(box: Box) -> tuple[int, ...]:
 def volume(box: Box) -> int:
     """Number of elements in the box."""
     return math.prod(max(stop - start, 0) for start, stop in box)
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
 
 
 def box_of(shape: Sequence[int], splits: Iterable[Split]) -> Box:
@@ -124,3 +130,29 @@ def regions(shape: Sequence[int], needed: Sequence[Sequence[Box]]) -> Iterator[t
         receivers = tuple(i for i, boxes in enumerate(wanted) if any(contains(box, cell) for box in boxes))
         if receivers:
             yield cell, receivers
+
+
+def flat_parts(tensor: torch.Tensor, start: int, count: int) -> Iterator[torch.Tensor]:
+    """Yield the views that together are `tensor.flatten()[start : start + count]`; the tensor need not be
+    contiguous."""
+    if tensor.is_contiguous():
+        yield tensor.view(-1)[start : start + count]
+        return
+    row = math.prod(tensor.shape[1:])
+    while count:
+        number, inside = divmod(start, row)
+        rows = count // row if inside == 0 else 0
+        take = rows * row if rows else min(row - inside, count)
+        if rows:
+            yield tensor[number : number + rows]
+        else:
+            yield from flat_parts(tensor[number], inside, take)
+        start, count = start + take, count - take
+
+
+def write_flat(target: torch.Tensor, start: int, values: torch.Tensor) -> None:
+    """`target.flatten()[start:start + len(values)] = values` for a `target` that need not be contiguous."""
+    done = 0
+    for part in flat_parts(target, start, len(values)):
+        part.copy_(values[done : done + part.numel()].view(part.shape))
+        done += part.numel()

@@ -18,7 +18,6 @@ from asyncrl.weights.base import LoadWeights, Publisher, PublisherRendezvous, Su
 from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.staging import Receiver, Staging
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
-from asyncrl.weights.broadcast.together import ShareSender, agree
 from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.canary import Proof, Score
 from asyncrl.weights.files.sender import FilesSender
@@ -37,12 +36,11 @@ _PHASES = 10
 def make_publisher(
     config: Config, rendezvous: PublisherRendezvous, run_dir: Path, rank: int, device: torch.device, world: int = 1
 ) -> Publisher:
-    """Build the learner's end, collectively over its `world` ranks. Only rank 0 sends, unless `weights.senders=all`;
-    other ranks do not use `rendezvous` and `run_dir`.
+    """Build the learner's end, collectively over its `world` ranks. Only rank 0 sends; other ranks do not use
+    `rendezvous` and `run_dir`.
 
     Raises:
         ConfigError: unknown transport or wire dtype; a gather without copies.
-        WeightsError: this rank cannot reach rank 0's store.
     """
     weights = with_dtypes(config, learner=device.type).weights
     if weights.wire_dtype not in _DTYPES:
@@ -57,11 +55,8 @@ def make_publisher(
     )
     sender: Sender | None = None
     wait_s = _PHASES * weights.timeout_s + (config.run.disk_patience_s if weights.transport != "broadcast" else 0)
-    shared = weights.senders == "all" and world > 1
     if rank == 0 and weights.transport == "broadcast":
-        sender = BroadcastSender(
-            rendezvous, link, port=weights.port, delta=weights.delta, senders=world if shared else 1
-        )
+        sender = BroadcastSender(rendezvous, link, port=weights.port)
     elif rank == 0 and weights.transport in FILES:
         folder = Path(run_dir) / "weights"
         sender = FilesSender(
@@ -73,15 +68,11 @@ def make_publisher(
         )
     elif weights.transport not in ("broadcast", *FILES):
         raise _unknown(weights.transport)
-    if weights.copies == "none" and world > 1 and not shared:
+    if weights.copies == "none" and world > 1:
         raise ConfigError(
             f"weights.copies=none with {world} learner ranks: rank 0 would have to gather a copy. Set "
-            "weights.senders=all"
+            "weights.copies=two"
         )
-    if shared:
-        meeting = agree(sender.meeting if isinstance(sender, BroadcastSender) else None, device)
-        if rank > 0:
-            sender = ShareSender(meeting, rank, link)
     return BackgroundPublisher(
         sender,
         wire_dtype=_DTYPES[weights.wire_dtype],
@@ -89,7 +80,6 @@ def make_publisher(
         wait_s=wait_s,
         device=link.place if weights.transport == "broadcast" else "cpu",
         shared=backend == "ipc",
-        ranks=(rank, world) if shared else None,
         copied=weights.copies == "two",
     )
 

@@ -132,7 +132,7 @@ class SlicedTensor(torch.Tensor):
                 return values.as_strided(outline.shape, strides, values.storage_offset() + offset)
         raise NotTheSameError(
             f"vLLM's loader reads {box} of {source.name!r} {source.shape}, but only {sorted(source.held)} when its "
-            "share was recorded. Set weights.slices=never"
+            "part was recorded. This is a defect of asyncrl or of this version of vLLM: report it with the model's name"
         )
 
 
@@ -145,7 +145,8 @@ def _whole(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
             if source.held is not None:
                 raise NotTheSameError(
                     f"vLLM's loader calls {getattr(func, '__name__', func)} with {source.name!r}, which it did not "
-                    "when its share was recorded. Set weights.slices=never"
+                    "when its part was recorded. This is a defect of asyncrl or of this version of vLLM: report it "
+                    "with the model's name"
                 )
             source.read(whole(source.shape))
             return value._outline

@@ -30,7 +30,7 @@ def asyncrl(*arguments: str) -> subprocess.CompletedProcess[str]:
     "settings",
     [
         ["replay=sync"],
-        ["replay=sync", "learner.ranks=2", "weights.senders=all"],
+        ["replay=sync", "learner.ranks=2"],
         ["rollout.temperature=0.8", "rollout.top_p=0.9"],
     ],
     ids=["sync", "ranks", "async"],

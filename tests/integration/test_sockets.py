@@ -30,11 +30,9 @@ def assert_all_on_loopback(found: set[Listener], expected: list[str]) -> None:
     assert not beyond, beyond
 
 
-@pytest.mark.parametrize("backend", ["sockets", "gloo"])
-def test_nothing_of_a_local_run_listens_beyond_loopback(backend: str, start_local: StartLocal) -> None:
+def test_nothing_of_a_local_run_listens_beyond_loopback(start_local: StartLocal) -> None:
     """Of plain processes; those of Ray and of vLLM are looked at in test_vllm.py."""
     settings = {"learner.steps": 200, "learner.ranks": 2, "rollout.workers": 2, "eval.every": 2, "eval.rows": 16}
-    run = start_local(settings | {"rollout.host": "process", "replay.shards": 1, "weights.backend": backend})
+    run = start_local(settings | {"rollout.host": "process", "replay.shards": 1})
     roles = ["-m asyncrl.replay ", "-m asyncrl.replay.shards", "-m asyncrl.learner.torchrun", "-m asyncrl.learner "]
-    # With sockets a worker listens for the moment in which the group forms, with gloo as long as it is a member.
-    assert_all_on_loopback(watched(run, step=4), [*roles, *(["--worker"] if backend == "gloo" else [])])
+    assert_all_on_loopback(watched(run, step=4), roles)

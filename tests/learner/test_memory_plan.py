@@ -307,7 +307,6 @@ def test_the_copies_that_a_sender_holds_are_those_of_the_plan(delta: str, kept: 
     assert sum(map(local_bytes, (buffer for held in publisher._free for buffer in held))) == kept * manifest.nbytes
     planned = copies_bytes(config, model)
     assert planned == kept * 2 * hf.num_parameters() and planned == pytest.approx(kept * manifest.nbytes, rel=0.02)
-    assert copies_bytes(replace(config, weights=replace(weights, senders="all")), model) == planned / 2
     assert copies_bytes(replace(config, weights=replace(weights, copies="none")), model) == 0
 
 
@@ -318,7 +317,6 @@ def test_the_copies_that_a_sender_holds_are_those_of_the_plan(delta: str, kept: 
         ({}, 1, False),
         ({"backend": "ipc"}, 1, True),
         ({}, 2, True),
-        ({"backend": "gloo"}, 2, False),
         ({"backend": "sockets"}, 2, False),
         ({"transport": "files"}, 2, False),
     ],

@@ -97,13 +97,10 @@ def test_vllm_never_chooses_its_executor_by_itself(tmp_path, processes, executor
     assert vllm_settings.engine_args(config).distributed_executor_backend == executor
 
 
-@pytest.mark.parametrize("slices", ["auto", "never"])
-def test_with_weights_slices_never_its_processes_are_asked_for_no_parts(tmp_path, monkeypatch, slices):
+def test_processes_of_an_engine_are_asked_for_their_parts(tmp_path, monkeypatch):
     monkeypatch.setattr("asyncrl.engines.vllm.engine.VllmClient", lambda *_: None)
-    config = engine_config(tmp_path, "qwen3_tied", tensor_parallel=2)
-    config.weights.slices = slices
-    engine = make_engine(config)
-    assert bool(engine.receiver()._tensors) == (slices == "auto")  # pyright: ignore[reportAttributeAccessIssue]
+    engine = make_engine(engine_config(tmp_path, "qwen3_tied", tensor_parallel=2))
+    assert engine.receiver()._tensors  # pyright: ignore[reportAttributeAccessIssue]
     engine._loop.close()  # pyright: ignore[reportAttributeAccessIssue]
 
 

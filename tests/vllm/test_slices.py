@@ -106,14 +106,3 @@ def test_a_learner_that_dies_amid_the_parts_leaves_the_old_version_exact_and_the
     exact(live, version + 1, models[version + 1])
     whole = sum(p.nbytes for p in models[version].parameters())
     assert max(live.engine.call_workers("asyncrl_staged")) < 0.56 * whole
-
-
-@pytest.mark.long
-def test_with_weights_slices_never_both_processes_stage_the_whole_model(tmp_path):
-    config = engine_config(tmp_path, TIED, tensor_parallel=2)
-    config.weights.slices = "never"
-    with live_engine(config) as live:
-        model = make_model(TIED, 1)
-        live.update(1, model)
-        exact(live, 1, model)
-        assert min(live.engine.call_workers("asyncrl_staged")) >= sum(p.nbytes for p in model.parameters())

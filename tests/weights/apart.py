@@ -1,8 +1,8 @@
 """Workers whose machines reach the learner's but not each other's, each in a network namespace of its own.
 
-unshare -rn python -m tests.weights.apart BACKEND SECONDS WAY     prints as JSON which version each worker served when
+unshare -rn python -m tests.weights.apart SECONDS WAY     prints as JSON which version each worker served when
 
-WAY: `drop` (packets between them vanish), `refuse` (no route between them), `heal` (as `drop`, for half of SECONDS)
+WAY: `drop` (packets between them vanish), `refuse` (no route between them)
 """
 
 from __future__ import annotations
@@ -70,11 +70,6 @@ def part(networks: list[int], way: str) -> None:
         ip(f"rule add iif here{number} to 10.77.{other}.0/24 priority 100 blackhole")
 
 
-def join() -> None:
-    for number, other in ((1, 2), (2, 1)):
-        ip(f"rule del iif here{number} to 10.77.{other}.0/24 priority 100 blackhole")
-
-
 def worker_process(board: Any, name: str, network: int) -> None:
     end_with_tests()
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name} %(message)s", force=True)
@@ -88,7 +83,7 @@ def worker_process(board: Any, name: str, network: int) -> None:
         time.sleep(0.1)
 
 
-def main(backend: str, seconds: float, way: str) -> int:
+def main(seconds: float, way: str) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s learner %(message)s")
     torch.set_num_threads(1)
     ip("link set lo up")
@@ -104,16 +99,13 @@ def main(backend: str, seconds: float, way: str) -> int:
             )
             process.start()
             kept.callback(process.kill)
-        sender = BroadcastSender(board, Link(host=HOST, timeout_s=TIMEOUT_S, backend=backend), poll_members_s=0.2)
+        sender = BroadcastSender(board, Link(host=HOST, timeout_s=TIMEOUT_S), poll_members_s=0.2)
         publisher = BackgroundPublisher(sender, wire_dtype=torch.float32, bucket_bytes=1 << 20, wait_s=600.0)
-        began, healed, version = time.monotonic(), way != "heal", 0
+        began, version = time.monotonic(), 0
         while time.monotonic() - began < seconds:
             publisher.publish(version, [("w", torch.full((1 << 20,), float(version)))])
             version += 1
             time.sleep(EVERY_S)
-            if not healed and time.monotonic() - began > seconds / 2:
-                healed = True
-                join()
         served: dict[str, list[tuple[int, float]]] = {}
         first = time.time() - (time.monotonic() - began)
         for name, number, _, when in board.served():
@@ -125,4 +117,4 @@ def main(backend: str, seconds: float, way: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], float(sys.argv[2]), sys.argv[3]))
+    sys.exit(main(float(sys.argv[1]), sys.argv[2]))

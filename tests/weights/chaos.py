@@ -25,43 +25,30 @@ from typing import Any
 from tests.forked import forked_from
 from tests.waiting import until
 from tests.weights.board import BoardManager
-from tests.weights.chaos_processes import SHARED_TIMEOUT_S, TIMEOUT_S, learner_process, worker_process
+from tests.weights.chaos_processes import TIMEOUT_S, learner_process, worker_process
 from tests.weights.trap import Injection
 
 LIMIT_S = 3 * TIMEOUT_S + 2 * 2.0
 """Limit in seconds on the recovery: one timeout each for the broadcast with the silent peer, for its acknowledgement
 and for a group formed without it, and twice the publisher's grace."""
-SHARED_LIMIT_S = 3 * SHARED_TIMEOUT_S + 2 * 2.0
 STEADY = ("a", "b")
 WORKER_PHASES = (
     "before hello", "after hello", "before accept", "after accept", "bucket 0", "bucket 3", "fingerprint",
     "before load", "mid load", "after load", "before ack", "after ack",
 )  # fmt: skip
 LEARNER_PHASES = ("after invite", "before go", "after event", "bucket 0", "bucket 3", "after prints")
-SENDER_PHASES = ("before sender", "after sender", "bucket 1")
 INJECTIONS = (
     *(Injection("kill", "worker", phase) for phase in WORKER_PHASES),
     *(Injection("stop", "worker", phase) for phase in WORKER_PHASES if not phase.startswith("after a")),
     *(Injection("kill", "learner", phase) for phase in LEARNER_PHASES),
-    Injection("kill", "worker", "bucket 3", delta=True),
-    Injection("kill", "learner", "bucket 3", delta=True),
-    *(Injection(action, "sender", phase, shared=True) for action in ("kill", "stop") for phase in SENDER_PHASES),
-    Injection("kill", "learner", "bucket 1", shared=True),
-    Injection("kill", "learner", "before prints", shared=True),
-    Injection("kill", "worker", "bucket 3", shared=True),
-    Injection("stop", "worker", "bucket 3", shared=True),
     *(
         Injection("kill", "worker", phase, ipc=True)
         for phase in ("after accept", "bucket 3", "fingerprint", "mid load")
     ),
     Injection("stop", "worker", "bucket 3", ipc=True),
     *(Injection("kill", "learner", phase, ipc=True) for phase in ("after event", "bucket 3", "after prints")),
-    Injection("kill", "sender", "bucket 1", shared=True, ipc=True),
-    Injection("kill", "worker", "bucket 3", shared=True, ipc=True),
     *(Injection(action, "worker", "bucket 3", in_place=True) for action in ("kill", "stop")),
     *(Injection("kill", "learner", phase, in_place=True) for phase in ("after event", "bucket 3", "after prints")),
-    *(Injection(action, "worker", "bucket 3", shared=True, in_place=True) for action in ("kill", "stop")),
-    Injection("kill", "sender", "bucket 1", shared=True, in_place=True),
     Injection("kill", "worker", "bucket 3", ipc=True, in_place=True),
     *(Injection("kill", "worker", phase, pull=True) for phase in ("block 3", "mid load")),
     Injection("stop", "worker", "block 3", pull=True),
@@ -71,8 +58,8 @@ INJECTIONS = (
 )
 _SHORT_NAMES = (
     "kill@worker: before accept", "kill@worker: mid load", "stop@worker: bucket 3", "kill@learner: bucket 3",
-    "kill@worker: bucket 3 (delta)", "kill@sender: bucket 1 (two senders)",
-    "kill@worker: bucket 3 (ipc)", "kill@learner: bucket 3 (ipc)", "kill@worker: bucket 3 (two senders) (in place)",
+    
+    "kill@worker: bucket 3 (ipc)", "kill@learner: bucket 3 (ipc)", "kill@worker: bucket 3 (in place)",
     "kill@worker: block 3 (pull)", "kill@learner: mid file (pull)",
 )  # fmt: skip
 SHORT = tuple(injection for injection in INJECTIONS if injection.name in _SHORT_NAMES)
@@ -83,18 +70,17 @@ class Kind:
     """A kind of transfer. Injections of the same kind share a cluster."""
 
     delta: bool
-    shared: bool
     ipc: bool
     in_place: bool
     pull: bool
 
     @classmethod
     def of(cls, injection: Injection) -> Kind:
-        return cls(injection.delta, injection.shared, injection.ipc, injection.in_place, injection.pull)
+        return cls(injection.delta, injection.ipc, injection.in_place, injection.pull)
 
     @property
     def name(self) -> str:
-        kind = "delta" if self.delta else "shares" if self.shared else "full"
+        kind = "delta" if self.delta else "full"
         return (
             kind
             + (" by ipc" if self.ipc else "")
@@ -113,7 +99,7 @@ class Cluster:
     def __init__(self, board: Any, kind: Kind, limit_s: float, device: str = "cpu") -> None:
         self.board, self._limit_s, self._device = board, limit_s, device
         self._delta, self._backend = "always" if kind.delta else "never", "ipc" if kind.ipc else "sockets"
-        self._in_place, self._ranks = kind.in_place, 2 if kind.shared else 1
+        self._in_place = kind.in_place
         self._folder = tempfile.mkdtemp() if kind.pull else ""
         self._context = context_of(device, "tests.weights.chaos_processes")
         self.processes: list[Any] = []
@@ -124,19 +110,14 @@ class Cluster:
     def start_worker(self, name: str, incarnation: str, injection: Injection | None) -> Any:
         return self._start(worker_process, self.board, name, incarnation, injection, self._device, bool(self._folder))
 
-    def start_learner(self, injection: Injection | None) -> list[Any]:
-        """Start all ranks of a learner. The ranks of the previous one are killed, as torchrun does when one ends."""
-        for process in getattr(self, "learner", []):
-            process.kill()
-            process.join(30)
+    def start_learner(self, injection: Injection | None) -> Any:
+        """Start a learner, after the end of the one before it."""
+        if (before := getattr(self, "learner", None)) is not None:
+            before.kill()
+            before.join(30)
         first = max(self.board.notes("published"), default=-1) + 3  # a version in transfer is not noted yet
-        self.learner = []
-        for rank in range(self._ranks):
-            met = len(self.board.notes("meeting"))
-            how = (self._delta, self._backend, self._in_place, rank, self._ranks, self._device, self._folder)
-            self.learner.append(self._start(learner_process, self.board, first, injection, *how))
-            if rank == 0:
-                self.wait(lambda met=met: len(self.board.notes("meeting")) > met, 120.0, "rank 0 has a store")
+        how = (self._delta, self._backend, self._in_place, self._device, self._folder)
+        self.learner = self._start(learner_process, self.board, first, injection, *how)
         return self.learner
 
     def _start(self, target: Callable[..., None], *arguments: Any) -> Any:
@@ -174,9 +155,6 @@ class Cluster:
         self.wait(lambda: len(self.board.notes("fired")) > before, 120.0, f"{injection.name} came to pass")
         fired = self.board.notes("fired")[-1]
         if victim is None:
-            if injection.who == "sender":  # nothing tells rank 0, which cannot go on without it
-                self.learner[0].join(self._limit_s)
-                assert self.board.notes("ended/0"), f"{injection.name}: rank 0 waits for ever"
             self.start_learner(None)
             return self.wait_newer(STEADY, fired, self._limit_s)
         took = self.wait_newer(STEADY, fired, self._limit_s)
@@ -243,7 +221,6 @@ def run(
         AssertionError: an injection did not recover within `limit_s`.
     """
     for kind in dict.fromkeys(Kind.of(injection) for injection in injections):
-        limit_s = max(limit_s, SHARED_LIMIT_S if kind.shared else 0.0)
         with cluster(kind, limit_s, device) as running:
             for number, injection in enumerate(each for each in injections if Kind.of(each) == kind):
                 took = running.inject(injection, number)

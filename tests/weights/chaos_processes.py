@@ -11,12 +11,11 @@ import numpy as np
 import torch
 
 from asyncrl.errors import WeightsError
-from asyncrl.weights.broadcast import door, protocol, staging, together
+from asyncrl.weights.broadcast import door, protocol, staging
 from asyncrl.weights.broadcast import publisher as broadcast_publisher
 from asyncrl.weights.broadcast import subscriber as broadcast_subscriber
 from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
-from asyncrl.weights.broadcast.together import Meeting, ShareSender
 from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.canary import Canary, Proof, random_probes
 from asyncrl.weights.files.sender import FilesSender
@@ -29,14 +28,10 @@ from tests.weights.board import WorkerRendezvous, end_with_tests
 from tests.weights.trap import Injection, Trap
 
 TIMEOUT_S = 3.0
-SHARED_TIMEOUT_S = 12.0
-"""Timeout in seconds for learner ranks that send together. Rank 0 ends when another rank is silent for that long; it
-must be long enough that a busy machine does not cause this."""
 PAUSE_S = 0.05
 LAYERS = 6
-RANK_OF = {"learner": 0, "sender": 1}
 PROBES = random_probes(1000, seed=0)
-_OF_A_JOIN = ("hello", "accept", "invite", "go", "sender")
+_OF_A_JOIN = ("hello", "accept", "invite", "go")
 
 
 def weights(version: int, device: str = "cpu") -> dict[str, torch.Tensor]:
@@ -150,39 +145,14 @@ def worker_process(
     subscriber.close()
 
 
-def sender_of(board: Any, rank: int, ranks: int, delta: str, backend: str, trap: Trap, folder: str) -> Sender:
+def sender_of(board: Any, delta: str, backend: str, trap: Trap, folder: str) -> Sender:
     if folder:
         trap.files()
         shelf = FolderShelf(Path(folder), FilesServer(Path(folder), "127.0.0.1"))
-        board.note("meeting", folder)
         return FilesSender(board, Path(folder), delta=delta, shelf=shelf)
-    if rank == 0:
-        broadcast_publisher.post = door.post = trap.post
-        broadcast_publisher.WeightGroup = trap.group()
-        sender = BroadcastSender(
-            board,
-            Link(host="127.0.0.1", timeout_s=TIMEOUT_S if ranks == 1 else SHARED_TIMEOUT_S, backend=backend),
-            poll_members_s=0.2,
-            delta=delta,
-            senders=ranks,
-        )
-        board.note("meeting", (sender.meeting.host, sender.meeting.port, sender.meeting.publisher))
-        return sender
-    together.post = trap.post
-    together.WeightGroup = trap.group()
-    send = together.send
-
-    def send_share(*arguments: Any) -> tuple[int, list[str]]:
-        trap.bucket = 0
-        return send(*arguments)
-
-    together.send = send_share
-    host, port, publisher = board.notes("meeting")[-1]
-    return ShareSender(
-        Meeting(host=host, port=port, publisher=publisher),
-        rank,
-        Link(host="127.0.0.1", timeout_s=SHARED_TIMEOUT_S, backend=backend),
-    )
+    broadcast_publisher.post = door.post = trap.post
+    broadcast_publisher.WeightGroup = trap.group()
+    return BroadcastSender(board, Link(host="127.0.0.1", timeout_s=TIMEOUT_S, backend=backend), poll_members_s=0.2)
 
 
 def learner_process(
@@ -192,12 +162,10 @@ def learner_process(
     delta: str,
     backend: str,
     in_place: bool,
-    rank: int,
-    ranks: int,
     device: str = "cpu",
     folder: str = "",
 ) -> None:
-    """Run a rank of the learner. With several ranks, each holds all weights and sends its part of them.
+    """Run a learner.
 
     Args:
         in_place: keep the weights once and write each version over the one before.
@@ -206,16 +174,15 @@ def learner_process(
     end_with_tests()
     torch.set_num_threads(1)
     trap = Trap()
-    armed = ArmedWhen(board, trap, injection if injection is not None and rank == RANK_OF[injection.who] else None)
+    armed = ArmedWhen(board, trap, injection)
     publisher = BackgroundPublisher(
-        sender_of(board, rank, ranks, delta, backend, trap, folder),
+        sender_of(board, delta, backend, trap, folder),
         wire_dtype=torch.float32,
         bucket_bytes=1 << 12,
         wait_s=60 * TIMEOUT_S,
         idle_s=0.005,
         device=device,
         shared=backend == "ipc",
-        ranks=(rank, ranks) if ranks > 1 else None,
         copied=not in_place,
     )
     version, own = first, weights(first, device)
@@ -229,10 +196,9 @@ def learner_process(
         try:
             publisher.publish(version, tensors.items(), canary)
         except WeightsError as error:
-            board.note(f"ended/{rank}", str(error))
+            board.note("ended/0", str(error))
             raise
-        if rank == 0:
-            board.note("published", version)
+        board.note("published", version)
         armed.update(version >= first + 3)
         version += 1
         time.sleep(PAUSE_S)

@@ -90,8 +90,8 @@ class AwayStaging(staging.Staging):
         return int(bool(self._board.notes("back")))
 
 
-def make_publisher(board, delta: str = "never", timeout_s: float = TIMEOUT_S) -> BackgroundPublisher:
-    sender = BroadcastSender(board, Link(host="127.0.0.1", timeout_s=timeout_s), poll_members_s=0.2, delta=delta)
+def make_publisher(board, timeout_s: float = TIMEOUT_S) -> BackgroundPublisher:
+    sender = BroadcastSender(board, Link(host="127.0.0.1", timeout_s=timeout_s), poll_members_s=0.2)
     return BackgroundPublisher(sender, wire_dtype=torch.float32, bucket_bytes=BUCKET, wait_s=120.0)
 
 
@@ -192,8 +192,8 @@ def members(board) -> list[list[str]]:
 
 
 @contextlib.contextmanager
-def publishing(board, delta: str = "never", timeout_s: float = TIMEOUT_S) -> Iterator[BackgroundPublisher]:
-    publisher = make_publisher(board, delta, timeout_s)
+def publishing(board, timeout_s: float = TIMEOUT_S) -> Iterator[BackgroundPublisher]:
+    publisher = make_publisher(board, timeout_s)
     try:
         yield publisher
     finally:
@@ -346,34 +346,6 @@ def test_an_engine_without_any_process_is_not_waited_for_and_joins_when_it_has_o
         cluster.board.note("back", True)
         cluster.wait_served("b", 1)
         assert cluster.bytes_of("b", 1) == [fingerprint_of(weights(1))]
-
-
-def changed(tensors: dict[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
-    """The next version: a few numbers of some tensors are others."""
-    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    tensors["layers.1.w"][version % 40, 3] = float(version)
-    tensors["layers.4.w"][:, version % 25] = -float(version)
-    return tensors
-
-
-def test_a_delta_is_the_same_bytes_and_a_newcomer_and_a_damaged_member_get_the_whole(cluster):
-    cluster.worker("a")
-    tensors = weights(0)
-    with publishing(cluster.board, delta="always") as publisher:
-        for version in range(1, 8):
-            tensors = changed(tensors, version)
-            if version == 4:
-                cluster.worker("b", group="corrupt")
-                cluster.wait_served("b", 3)
-                wait_stats(publisher, sent_version=3, engines=2)  # in one group: a new one has nothing to start from
-            publisher.publish(version, tensors.items())
-            for name in ("a", "b") if version >= 4 else ("a",):
-                cluster.wait_served(name, version)
-                assert cluster.bytes_of(name, version) == [fingerprint_of(tensors)]
-            stats = wait_stats(publisher, sent_version=version)
-            sent, whole = stats["wire_bytes"], stats["bytes"]
-            assert sent == whole if version == 1 else sent < whole / 10
-        assert wait_stats(publisher)["resends"] == 1
 
 
 def test_a_copy_that_breaks_off_while_it_is_sent_is_loaded_by_nobody(cluster, monkeypatch):

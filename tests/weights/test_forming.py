@@ -114,9 +114,7 @@ class Dies(Receives):
         raise RuntimeError("the end of the test")
 
 
-@pytest.mark.parametrize(
-    ("backend", "dying"), [("sockets", 0), ("sockets", 1), ("sockets", 2), ("gloo", 1), ("ipc", 1)]
-)
+@pytest.mark.parametrize(("backend", "dying"), [("sockets", 0), ("sockets", 1), ("sockets", 2), ("ipc", 1)])
 def test_a_member_that_dies_before_it_joins_is_waited_for_only_until_the_replay_server_notices(
     backend: str, dying: int, caplog: pytest.LogCaptureFixture
 ) -> None:

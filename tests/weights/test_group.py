@@ -42,7 +42,7 @@ def make(monkeypatch: pytest.MonkeyPatch, seconds: float, rank: int = 0) -> tupl
     monkeypatch.setattr(group, "time", clock)
     monkeypatch.setattr(group, "STRETCH", 30)
     store = dist.HashStore()
-    made = WeightGroup(store, Link(backend="gloo", host="127.0.0.1", timeout_s=10.0), epoch=3, rank=0, world=1)
+    made = WeightGroup(store, Link(host="127.0.0.1", timeout_s=10.0), epoch=3, rank=0, world=1)
     made.rank, made.world = rank, 3
     made._wire = network = SlowNetwork(clock, seconds)
     return made, network

@@ -68,15 +68,13 @@ def weights(version: int, dtype: torch.dtype, place: torch.device | str) -> dict
     [
         {},
         {"bucket": 512},
-        {"delta": "always"},
-        {"delta": "always", "dtype": torch.bfloat16},
+        {"dtype": torch.bfloat16},
         {"copied": False},
         {"keeps": HALF},
         {"keeps": HALF, "copied": False},
         {"place": "cpu"},
         {"backend": "sockets"},
         {"backend": "sockets", "copied": False},
-        {"backend": "gloo"},
     ],
     ids=lambda case: ",".join(f"{name}" for name in case) or "plain",
 )
@@ -97,7 +95,6 @@ def test_weights_pass_from_gpu_to_gpu_and_no_piece_waits_for_training_or_generat
             board,  # pyright: ignore[reportArgumentType]
             link := Link(host="127.0.0.1", timeout_s=TIMEOUT_S, backend=backend, device=LEARNER),
             poll_members_s=0.1,
-            delta=case.get("delta", "never"),
         )
         publisher = BackgroundPublisher(
             sender, wire_dtype=torch.bfloat16, bucket_bytes=case.get("bucket", 4096), wait_s=TIMEOUT_S,
@@ -125,9 +122,8 @@ def test_weights_pass_from_gpu_to_gpu_and_no_piece_waits_for_training_or_generat
         subscriber.close()
         assert sum(pinned) == staging.nbytes, "or the engine would be paused for longer"
     assert {device for device, _ in Communicator.took} == ({LEARNER, ENGINE} if backend == "nccl" else set())
-    if not case.get("delta"):
-        assert DEFAULT not in {stream for _, stream in Communicator.took} | set(hashed)
-        assert bool(hashed) == (backend == "nccl")
+    assert DEFAULT not in {stream for _, stream in Communicator.took} | set(hashed)
+    assert bool(hashed) == (backend == "nccl")
 
 
 def _copies(found: Any, keeps: Wanted | None) -> dict[str, torch.Tensor]:

@@ -8,16 +8,35 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from asyncrl.errors import WeightsError, WeightsGoneError
-from asyncrl.weights.broadcast.sending import Lanes, send
+from asyncrl.weights.broadcast.sending import SendGroups, send
+from asyncrl.weights.plan import SendPlan
 from asyncrl.weights.publishing.filling import Filling
 from asyncrl.weights.publishing.gather import gather_into, plan
 from asyncrl.weights.publishing.reading import Reading, Rooms
-from asyncrl.weights.publishing.sharding import OwnShare
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher, Snapshot
-from tests.weights.test_sharding import Counting
 from tests.weights.test_snapshot import until
+
+
+class Counting(TorchDispatchMode):
+    """Bytes of memory that operations in it take, whether they give it back or not: no less than their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes, self._known = 0, {0}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        self._known |= {each.untyped_storage().data_ptr() for each in given}
+        out = func(*args, **(kwargs or {}))
+        for each in tree_leaves(out):
+            if isinstance(each, torch.Tensor) and each.untyped_storage().data_ptr() not in self._known:
+                self._known.add(each.untyped_storage().data_ptr())
+                self.nbytes += each.untyped_storage().nbytes()
+        return out
 
 
 class KeepingGroup:
@@ -40,9 +59,10 @@ class KeepingGroup:
 
 
 def sent_to(group: KeepingGroup, snapshot: Snapshot) -> tuple[int, list[str]]:
-    lanes = Lanes.form(lambda *_: group, 0, None, snapshot, 2)  # pyright: ignore[reportArgumentType]
+    plan = SendPlan.everything(snapshot.manifest, 2)
+    groups = SendGroups.form(lambda *_: group, plan)  # pyright: ignore[reportArgumentType]
     with snapshot.open():
-        return send(lanes, snapshot, Rooms("cpu", shared=False))
+        return send(groups, snapshot, Rooms("cpu", shared=False))
 
 
 def reading_of(named: list[tuple[str, torch.Tensor]], wait_s: float = 60.0) -> Reading:
@@ -74,12 +94,12 @@ def test_what_is_read_in_pieces_of_any_size_is_what_a_copy_would_be_and_has_its_
 
 def test_it_takes_memory_for_two_pieces_whatever_the_model():
     named = [(f"layers.{i}.w", torch.randn(64, 257)[:, 1:]) for i in range(8)]
-    own = OwnShare.of(named, 0, 2, torch.bfloat16, 1 << 16)
+    manifest = plan(named, torch.bfloat16, 1 << 16)
     rooms = Rooms("cpu", shared=False)
-    reading = Reading(0, dict(own.parts(named)), lambda work: work(), 60.0)
+    reading = Reading(0, dict(named), lambda work: work(), 60.0)
     with Counting() as counted, reading.open():
         rooms.reserve(1024)
-        for bucket in own.share.manifest.buckets:
+        for bucket in manifest.buckets:
             for number, start in enumerate(range(0, bucket.nbytes, 1024)):
                 reading.packed(bucket, start, rooms.take(number, 1024), reading.tensors)
     assert counted.nbytes <= 2 * 1024

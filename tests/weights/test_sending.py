@@ -11,9 +11,9 @@ import torch
 from asyncrl.weights.broadcast import publisher as broadcast_publisher
 from asyncrl.weights.broadcast import sending
 from asyncrl.weights.broadcast.publisher import BroadcastSender
-from asyncrl.weights.broadcast.sending import Lanes, send
+from asyncrl.weights.broadcast.sending import SendGroups, send
 from asyncrl.weights.broadcast.wires import Link
-from asyncrl.weights.delta import DeltaChoice
+from asyncrl.weights.plan import SendPlan
 from asyncrl.weights.publishing.filling import Filling
 from asyncrl.weights.publishing.gather import plan
 from asyncrl.weights.publishing.reading import Rooms
@@ -73,12 +73,10 @@ def snapshot_of(version: int, filling: Filling) -> Snapshot:
     return Snapshot(policy_version=version, manifest=manifest, buffers=buffers, filling=filling)
 
 
-def lanes_of(group: Wire, snapshot: Snapshot) -> Lanes:
-    return Lanes.form(lambda *_: group, 0, None, snapshot, 2)  # pyright: ignore[reportArgumentType]
-
-
 def sent_to(group: Wire, snapshot: Snapshot) -> int:
-    return send(lanes_of(group, snapshot), snapshot, Rooms("cpu", shared=False))[0]
+    plan = SendPlan.everything(snapshot.manifest, 2)
+    groups = SendGroups.form(lambda *_: group, plan)  # pyright: ignore[reportArgumentType]
+    return send(groups, snapshot, Rooms("cpu", shared=False))[0]
 
 
 def test_a_copy_that_stands_still_is_named_and_no_subscriber_is_blamed():
@@ -110,21 +108,6 @@ def test_whoever_used_up_the_time_is_named_when_bytes_do_not_come_through(monkey
         sent_to(LateWire(), snapshot_of(0, SlowFilling(clock, rest_s)))
 
 
-def test_a_delta_is_charged_for_the_copy_that_a_whole_version_is_sent_beside(monkeypatch):
-    clock, told = Clock(), []
-    monkeypatch.setattr(sending, "time", clock)
-    monkeypatch.setattr(broadcast_publisher, "time", clock)
-    monkeypatch.setattr(DeltaChoice, "sent_delta", lambda self, encode_s, send_s: told.append((encode_s, send_s)))
-    sender = BroadcastSender(Board(), Link(host="127.0.0.1", timeout_s=TIMEOUT_S), delta="auto")  # pyright: ignore
-    first = snapshot_of(0, SlowFilling(clock, 0.0))
-    sender._lanes = lanes_of(Wire(), first)
-    sender.send(first)
-    sender.send(snapshot_of(1, SlowFilling(clock, 3.0)), first)
-    assert told == [(0.0, 3.0)]
-    assert sender.stats()["weights/delta_s"] == 0.0
-    sender.close()
-
-
 def test_a_group_that_cannot_be_formed_is_tried_ever_later(monkeypatch):
     """Where a wrong interface keeps it from ever being, its members are not asked fifty times a second."""
     clock, peers, tried = Clock(), {("a", "1"): 0}, []
@@ -135,13 +118,12 @@ def test_a_group_that_cannot_be_formed_is_tried_ever_later(monkeypatch):
 
     sender = BroadcastSender(Board(), Link(host="127.0.0.1", timeout_s=TIMEOUT_S))  # pyright: ignore
     monkeypatch.setattr(broadcast_publisher, "time", clock)
-    monkeypatch.setattr(broadcast_publisher, "fetch", lambda *_: {"width": 1})
-    monkeypatch.setattr(Lanes, "form", breaks)
-    for name, found in {"_flows": None, "_invite": peers}.items():
-        monkeypatch.setattr(sender, name, lambda *_, found=found: found)
-    for name, found in {"live": peers, "waiting": peers}.items():
+    monkeypatch.setattr(broadcast_publisher, "fetch", lambda *_: {"width": 1, "wanted": []})
+    monkeypatch.setattr(SendGroups, "form", breaks)
+    monkeypatch.setattr(sender, "_invite", lambda *_: list(peers))
+    for name, found in {"live": list(peers), "waiting": list(peers)}.items():
         monkeypatch.setattr(sender._door, name, lambda *_, found=found: found)
-    monkeypatch.setattr(sender._door, "come", lambda _: peers if len(tried) < 20 else {})
+    monkeypatch.setattr(sender._door, "come", lambda _: list(peers) if len(tried) < 20 else [])
     assert not sender._form(snapshot_of(0, SlowFilling(clock, 0.0)))
     waits = [round(late - early, 6) for early, late in itertools.pairwise(tried)]
     assert len(tried) == 20 and max(waits[:3]) < 0.05, "who died is soon done without"

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.weights.boxes import whole
-from asyncrl.weights.shares import slices
+from asyncrl.weights.boxes import slices, whole
 from asyncrl.weights.sliced import NotTheSameError, box_of_view, find_wanted, sliced
 
 Read = Callable[[torch.Tensor], torch.Tensor]

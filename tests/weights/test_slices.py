@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
-from asyncrl.weights.boxes import Box, whole
+from asyncrl.weights.boxes import Box, slices, whole
 from asyncrl.weights.broadcast import staging
-from asyncrl.weights.broadcast.forming import ApartError, Forming
-from asyncrl.weights.broadcast.group import WeightGroup, store_of_epoch
+from asyncrl.weights.broadcast.group import WeightGroup
 from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.staging import Staging
-from asyncrl.weights.broadcast.stream_wire import StreamWire
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
-from asyncrl.weights.broadcast.together import ShareSender
 from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.fingerprint import Fingerprint
 from asyncrl.weights.publishing import gather
 from asyncrl.weights.publishing.snapshot import BackgroundPublisher
-from asyncrl.weights.shares import slices
 from tests.waiting import until
 from tests.weights.board import Board, WorkerRendezvous
 
@@ -106,22 +100,16 @@ def engines(board: Board, *keeps: dict[str, tuple[Box, ...]] | None) -> Iterator
 
 
 @contextmanager
-def publishers(board: Board, senders: int = 1, backend: str = "sockets", **options: Any) -> Iterator[list[Any]]:
+def publishing(board: Board, backend: str = "sockets", **options: Any) -> Iterator[BackgroundPublisher]:
     link = Link(host="127.0.0.1", timeout_s=TIMEOUT_S, backend=backend)
-    delta = options.pop("delta", "never")
-    first = BroadcastSender(board, link, poll_members_s=0.1, senders=senders, delta=delta)
-    ends = [first, *(ShareSender(first.meeting, rank, link) for rank in range(1, senders))]
-    found = [
-        BackgroundPublisher(
-            end, wire_dtype=torch.float32, bucket_bytes=1 << 12, wait_s=2 * TIMEOUT_S, shared=backend == "ipc",
-            ranks=(rank, senders) if senders > 1 else None, **options,
-        )
-        for rank, end in enumerate(ends)
-    ]  # fmt: skip
-    with ExitStack() as closing:
-        for each in reversed(found):
-            closing.callback(each.close)
-        yield found
+    publisher = BackgroundPublisher(
+        BroadcastSender(board, link, poll_members_s=0.1), wire_dtype=torch.float32, bucket_bytes=1 << 12,
+        wait_s=2 * TIMEOUT_S, shared=backend == "ipc", **options,
+    )  # fmt: skip
+    try:
+        yield publisher
+    finally:
+        publisher.close()
 
 
 def settled(publisher: Any, version: int) -> dict[str, float]:
@@ -131,30 +119,27 @@ def settled(publisher: Any, version: int) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     "how",
-    [{}, {"copied": False}, {"backend": "ipc"}, {"senders": 3}, {"senders": 2, "copied": False}],
+    [{}, {"copied": False}, {"backend": "ipc"}],
     ids=lambda how: ", ".join(f"{key}={value}" for key, value in how.items()) or "rank0",
 )
 def test_two_processes_get_and_stage_their_halves_beside_one_that_gets_all(how):
-    """Of the same version, from the same senders, who send no more than the model."""
+    """Of the same version, from one sender, which sends no more than the model."""
     board = Board()
     sizes = {name: tensor.nbytes for name, tensor in weights(0).items()}
-    with engines(board, kept(0), kept(1), None) as members, publishers(board, **how) as ends:
+    with engines(board, kept(0), kept(1), None) as members, publishing(board, **how) as publisher:
         for version in range(3):
-            held = list(weights(version).items())
-            for publisher in ends:
-                publisher.publish(version, held)
+            publisher.publish(version, list(weights(version).items()))
             for engine in members:
                 engine.wait(version)
-            for publisher in ends:
-                list(publisher.copied())
-        stats = settled(ends[0], 2)
+            list(publisher.copied())
+        stats = settled(publisher, 2)
         halves = [engine.staging.nbytes for engine in members]
     cut = sum(n for name, n in sizes.items() if not name.endswith(("norm", "scale")))
     rest = sum(sizes.values()) - cut
     padding = 16 * 4 * len(sizes)
     assert cut / 2 <= halves[0] <= halves[1] <= cut / 2 + rest + padding
     assert halves[2] >= cut + rest
-    assert stats["weights/wire_bytes"] <= sum(sizes.values()) + padding * len(ends) * 3
+    assert stats["weights/wire_bytes"] <= sum(sizes.values()) + padding * 3
     assert all(engine.subscriber.stats()["weights/nacks"] == 0 for engine in members)
 
 
@@ -168,40 +153,27 @@ class CountedHash(Fingerprint):
         super().update_bytes(piece)
 
 
-@pytest.mark.parametrize(("senders", "parts"), [(1, True), (2, True), (1, False), (2, False)])
-def test_buckets_that_go_in_parts_are_hashed_as_parts_alone(monkeypatch, senders, parts):
+@pytest.mark.parametrize("parts", [True, False])
+def test_buckets_that_go_in_parts_are_hashed_as_parts_alone(monkeypatch, parts):
     monkeypatch.setattr(gather, "Fingerprint", CountedHash)
     board, size, counted = Board(), sum(tensor.nbytes for tensor in weights(0).values()), []
     keeps = (kept(0), kept(1)) if parts else (None, None)
-    with engines(board, *keeps) as members, publishers(board, senders=senders) as ends:
+    with engines(board, *keeps) as members, publishing(board) as publisher:
         for version in range(3):
             CountedHash.nbytes = 0
-            held = list(weights(version).items())
-            for publisher in ends:
-                publisher.publish(version, held)
+            publisher.publish(version, list(weights(version).items()))
             for engine in members:
                 engine.wait(version)
-            for publisher in ends:
-                list(publisher.copied())
-            settled(ends[0], version)
+            list(publisher.copied())
+            settled(publisher, version)
             counted.append(CountedHash.nbytes)
     assert counted[0] >= size, "what the engines want is not known before they are there"
     assert all(n == 0 if parts else n >= size for n in counted[1:])
 
 
-def test_who_sends_deltas_sends_whole_tensors_and_they_are_staged_whole():
-    board = Board()
-    with engines(board, kept(0), kept(1)) as members, publishers(board, delta="always") as (publisher,):
-        for version in range(2):
-            publisher.publish(version, weights(version).items())
-            for engine in members:
-                engine.wait(version)
-        assert all(engine.staging.nbytes >= sum(t.nbytes for t in weights(0).values()) for engine in members)
-
-
 def test_a_process_that_comes_later_changes_what_goes_to_whom():
     board = Board()
-    with publishers(board) as (publisher,), engines(board, kept(0), kept(1)) as members:
+    with publishing(board) as publisher, engines(board, kept(0), kept(1)) as members:
         publisher.publish(0, weights(0).items())
         for engine in members:
             engine.wait(0)
@@ -217,41 +189,21 @@ def test_a_process_that_comes_later_changes_what_goes_to_whom():
 class LeavingGroup(WeightGroup):
     """One process loses its groups amid its third piece, once."""
 
-    left = 1
+    left, count = 1, 0
 
     def broadcast(self, buffer: torch.Tensor) -> Any:
-        if LeavingGroup.left and threading.current_thread().name.startswith("weights-share"):
+        LeavingGroup.count += 1
+        if LeavingGroup.count == 3:
             LeavingGroup.left -= 1
             self.abort()
             raise RuntimeError("one of its processes is gone")
         return super().broadcast(buffer)
 
 
-def test_senders_whose_groups_wait_for_a_worker_without_a_connection_begin_anew_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It gets no further than the first sender's group; the other sender knew nothing of that, and the learner ended if
-    that one was not back in time."""
-    connect = StreamWire._connect
-
-    def second_fails(wire: StreamWire, rank: int) -> Any:
-        if wire._seat == 2:
-            raise OSError(f"127.0.0.1:{rank} (Connection refused)")
-        return connect(wire, rank)
-
-    monkeypatch.setattr(StreamWire, "_connect", second_fails)
-    board, began = Board(), time.monotonic()
-    with publishers(board, senders=2) as senders, engines(board, None, None) as (first, _):
-        for each in senders:
-            each.publish(0, weights(0).items())
-        first.wait(0)
-        assert time.monotonic() - began < TIMEOUT_S / 2
-
-
 def test_a_transfer_that_breaks_in_one_lane_is_begun_anew_for_all(monkeypatch):
     board = Board()
     monkeypatch.setattr(staging, "WeightGroup", LeavingGroup)
-    with engines(board, kept(0), kept(1), None) as members, publishers(board) as (publisher,):
+    with engines(board, kept(0), kept(1), None) as members, publishing(board) as publisher:
         for version in range(2):
             publisher.publish(version, weights(version).items())
             for engine in members:
@@ -278,31 +230,9 @@ class DamagingGroup(WeightGroup):
 def test_a_damaged_part_is_noticed_by_its_own_fingerprint(monkeypatch):
     board = Board()
     monkeypatch.setattr(staging, "WeightGroup", DamagingGroup)
-    with engines(board, kept(0), kept(1)) as members, publishers(board) as (publisher,):
+    with engines(board, kept(0), kept(1)) as members, publishing(board) as publisher:
         publisher.publish(0, weights(0).items())
         for engine in members:
             engine.wait(0)
         assert sum(engine.subscriber.stats()["weights/nacks"] for engine in members) == 1
         assert settled(publisher, 0)["weights/resends"] >= 1
-
-
-class ApartFromTheSecondSender(WeightGroup):
-    """A subscriber's end: the second one has no connection to the second sender."""
-
-    def __init__(self, store: Any, link: Link, *, epoch: int, name: str, **settings: Any) -> None:
-        if name.startswith("1") and link.seat == 2:
-            Forming(store_of_epoch(store, epoch)).give_up("no connection to the learner", 2)
-            raise ApartError(2, "no connection to the learner")
-        super().__init__(store, link, epoch=epoch, name=name, **settings)
-
-
-def test_one_without_a_connection_to_another_sender_is_left_out_and_the_others_get_each_version(monkeypatch, caplog):
-    """Before, it was invited to every epoch, and broke it for all."""
-    monkeypatch.setattr(staging, "WeightGroup", ApartFromTheSecondSender)
-    board = Board()
-    with engines(board, None, None) as members, publishers(board, senders=2) as ends:
-        time.sleep(0.5)  # so that both are in the first epoch
-        for publisher in ends:
-            publisher.publish(0, list(weights(0).items()))
-        members[0].wait(0)
-        assert "is left out for 2 s: it has no connection to the learner" in caplog.text

@@ -102,23 +102,6 @@ def test_a_sender_that_never_ends_is_an_error_of_the_third_publication_and_no_ha
     publisher.close()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_fails_does_not_wait_for_rank_0_which_waits_for_it_in_the_step(rank: int):
-    sender = HeldSender()
-    publisher = BackgroundPublisher(
-        sender, wire_dtype=torch.float32, bucket_bytes=1 << 20, wait_s=60.0, ranks=(rank, 2)
-    )
-    publish(publisher, 0)
-    until(lambda: sender.started == [0])
-    closing = threading.Thread(target=publisher.close, kwargs={"failed": True})
-    closing.start()
-    closing.join(0.2 if rank == 0 else 60)
-    assert closing.is_alive() == (rank == 0), "rank 0 conducts, and its sender tells the others of the end"
-    sender.go.release()
-    closing.join(60)
-    assert not closing.is_alive()
-
-
 class FollowingSender(HeldSender):
     """Begins with the first bytes."""
 

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import pytest
 import torch
 
+from asyncrl.weights.broadcast.receive import BucketReceiver
 from asyncrl.weights.broadcast.staging import Staging
-from asyncrl.weights.delta import encode
 from asyncrl.weights.manifest import build_manifest
+from asyncrl.weights.plan import SendPlan
 
 MANIFEST = build_manifest([("a", (40,), torch.float32), ("b", (8, 3), torch.float32)], cap_bytes=128)
 
@@ -38,26 +38,23 @@ def version(number: int) -> list[torch.Tensor]:
 
 def make() -> tuple[Staging, FeedingGroup]:
     staging, group = Staging(), FeedingGroup()
-    staging._manifest, staging._buffers, staging._groups = MANIFEST, MANIFEST.allocate(), [group]  # pyright: ignore[reportAttributeAccessIssue]
-    staging._views = MANIFEST.views(staging._buffers)
+    plan, groups = SendPlan.everything(MANIFEST, 2), {0: group}
+    staging._groups = groups  # pyright: ignore[reportAttributeAccessIssue]
+    staging._receiver = BucketReceiver(plan, groups, "cpu")  # pyright: ignore[reportArgumentType]
+    staging._stage_as(plan, None)
     return staging, group
 
 
-def feed(staging: Staging, group: FeedingGroup, number: int, base: int | None = None) -> None:
-    group.payloads, event = version(number), {"policy_version": number}
-    if base is not None:
-        deltas = [encode(new, old, 4) for new, old in zip(version(number), version(base), strict=True)]
-        group.payloads = [delta.payload for delta in deltas]
-        event |= {"base": base, "delta": [delta.header() for delta in deltas]}
-    staging.receive(event)
+def feed(staging: Staging, group: FeedingGroup, number: int) -> None:
+    group.payloads = version(number)
+    staging.receive({"policy_version": number})
 
 
 def same(tensors, number: int) -> bool:
     return all(torch.equal(tensor, tensors[name]) for name, tensor in MANIFEST.views(version(number)).items())
 
 
-@pytest.mark.parametrize("delta", [False, True])
-def test_what_an_engine_keeps_is_never_written_to_again_and_two_sets_are_enough(delta):
+def test_what_an_engine_keeps_is_never_written_to_again_and_two_sets_are_enough():
     staging, group = make()
     feed(staging, group, 1)
     kept, places = None, set()
@@ -66,28 +63,24 @@ def test_what_an_engine_keeps_is_never_written_to_again_and_two_sets_are_enough(
         assert same(offered, number - 1)
         offered.kept = True
         places.add(offered["a"].data_ptr())
-        feed(staging, group, number, base=number - 1 if delta else None)
+        feed(staging, group, number)
         assert same(offered, number - 1), "the engine serves from these"
         assert kept is None or offered["a"].data_ptr() != kept["a"].data_ptr()
         kept = offered
     assert len(places) == 2
 
 
-@pytest.mark.parametrize("delta", [False, True])
-def test_what_was_copied_is_received_into_again(delta):
+def test_what_was_copied_is_received_into_again():
     staging, group = make()
     feed(staging, group, 1)
     first = staging.staged()
-    feed(staging, group, 2, base=1 if delta else None)
+    feed(staging, group, 2)
     assert same(first, 2) and first["a"].data_ptr() == staging.staged()["a"].data_ptr()
 
 
-def test_a_delta_for_another_version_than_the_one_staged_whole_breaks_the_group():
+def test_memory_of_a_bucket_is_taken_when_its_first_bytes_arrive():
+    """Pinning a large model takes as long as a group waits to form."""
     staging, group = make()
+    assert staging.nbytes == 0
     feed(staging, group, 1)
-    with pytest.raises(RuntimeError, match="received a delta for version 2, but version 1 is staged here"):
-        feed(staging, group, 3, base=2)
-    with pytest.raises(RuntimeError, match="but version None is staged here"):
-        feed(staging, group, 2, base=1)
-    feed(staging, group, 4)
-    assert same(staging.staged(), 4)
+    assert staging.nbytes == MANIFEST.nbytes

@@ -134,7 +134,7 @@ def test_a_worker_that_ends_blames_nobody_for_what_it_waits_for_no_more(ends, mo
     closed, store = threading.Event(), dist.HashStore()
     receiver = SimpleNamespace(join=lambda seat: None, leave=lambda: None, receive=lambda event: [])
     member: Any = SimpleNamespace(
-        _board={"host": "127.0.0.1", "port": 1, "backend": "gloo"}, _closed=closed, _receiver=receiver,
+        _board={"host": "127.0.0.1", "port": 1, "backend": "sockets"}, _closed=closed, _receiver=receiver,
         _timeout_s=0.05, _interface="", _stats={},
     )  # fmt: skip
     received = partial(subscriber.BroadcastSubscriber._receive, member)

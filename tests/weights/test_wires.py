@@ -14,7 +14,7 @@ from asyncrl.checks.addresses import OF_THE_RANKS, unknown_interfaces
 from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.weights.broadcast import wires
 from asyncrl.weights.broadcast.group import WeightGroup, host_store, publisher_store
-from asyncrl.weights.broadcast.wires import Link, places_to_listen
+from asyncrl.weights.broadcast.wires import Link, address_to_listen
 from tests.waiting import until
 
 GPU = torch.device("cuda", 0)
@@ -194,46 +194,44 @@ def test_a_gpu_without_a_number_is_refused(nccl, device):
 @pytest.mark.parametrize(
     ("interface", "host", "environment", "found"),
     [
-        ("", "127.0.0.1", "", [{"hostname": "127.0.0.1"}]),
-        ("", "127.0.0.1", "eth0", [{"hostname": "127.0.0.1"}]),  # what stays on this machine is not opened to others
-        ("eth1,eth2", "127.0.0.1", "eth0", [{"interface": "eth1"}, {"interface": "eth2"}]),
-        ("", "10.0.0.6", "", [{"hostname": "10.0.0.7"}]),
-        ("", "10.0.0.6", "eth0", [{"interface": "eth0"}]),
-        ("", "10.0.0.6", "lo", [{"hostname": "10.0.0.7"}]),  # set by the learner, for its own ranks
-        ("eth1", "10.0.0.6", "eth0", [{"interface": "eth1"}]),
-        ("", "fd00::6", "eth0", [{"hostname": "fd00::7"}]),  # not by the IPv4 address of eth0
-        ("eth1,eth0", "fd00::6", "", [{"interface": "eth1"}, {"hostname": "fd00::7"}]),
+        ("", "127.0.0.1", "", "127.0.0.1"),
+        ("", "127.0.0.1", "eth0", "127.0.0.1"),  # what stays on this machine is not opened to others
+        ("eth1,eth2", "127.0.0.1", "eth0", "10.0.1.7"),
+        ("", "10.0.0.6", "", "10.0.0.7"),
+        ("", "10.0.0.6", "eth0", "10.0.1.7"),
+        ("", "10.0.0.6", "lo", "10.0.0.7"),  # set by the learner, for its own ranks
+        ("eth1", "10.0.0.6", "eth0", "10.0.1.7"),
+        ("", "fd00::6", "eth0", "fd00::7"),  # not by the IPv4 address of eth0
+        ("eth1,eth0", "fd00::6", "", "10.0.1.7"),
     ],
 )
-def test_gloo_listens_on_the_interface_that_is_named_or_leads_to_the_publisher(
+def test_sockets_listen_at_the_named_interface_or_the_one_that_leads_to_the_publisher(
     monkeypatch, interface, host, environment, found
 ):
     monkeypatch.setattr(wires, "own_address", lambda towards: towards.replace("0.6", "0.7").replace(":6", ":7"))
     monkeypatch.setattr(wires, "interface_of", {"10.0.0.7": "eth0", "fd00::7": "eth0"}.__getitem__)
     monkeypatch.setattr(wires, "unknown_interfaces", lambda given: [])
     monkeypatch.setattr(wires, "address_of", lambda name: "10.0.1.7")
-    assert places_to_listen(interface, host, {"GLOO_SOCKET_IFNAME": environment} if environment else {}) == found
+    assert address_to_listen(interface, host, {"GLOO_SOCKET_IFNAME": environment} if environment else {}) == found
     if environment:  # the ranks may meet on another network than the one that leads to the workers
         ours = {"GLOO_SOCKET_IFNAME": environment, OF_THE_RANKS: environment}
-        assert places_to_listen(interface, host, ours) == places_to_listen(interface, host, {})
+        assert address_to_listen(interface, host, ours) == address_to_listen(interface, host, {})
 
 
-@pytest.mark.parametrize("backend", ["sockets", "gloo"])
-def test_a_named_interface_is_taken(backend: str):
+def test_a_named_interface_is_taken():
     store, _ = host_store("127.0.0.1", ENOUGH_S)
-    link = Link(backend=backend, host="127.0.0.1", timeout_s=ENOUGH_S, interface="lo")
+    link = Link(host="127.0.0.1", timeout_s=ENOUGH_S, interface="lo")
     group = WeightGroup(store, link, epoch=1, rank=0, world=1)
     send(group)
     group.abort()
 
 
-@pytest.mark.parametrize("backend", ["sockets", "gloo"])
-def test_an_interface_that_is_not_there_is_refused_where_it_is_used_and_nccls_own_language_is_not(backend: str):
+def test_an_interface_that_is_not_there_is_refused_where_it_is_used_and_nccls_own_language_is_not():
     store, _ = host_store("127.0.0.1", ENOUGH_S)
     with pytest.raises(ConfigError, match=r"names eth77, which is not a network interface of .* It has lo"):
         WeightGroup(
             store,
-            Link(backend=backend, host="127.0.0.1", timeout_s=SHORT_S, interface="eth77"),
+            Link(host="127.0.0.1", timeout_s=SHORT_S, interface="eth77"),
             epoch=1,
             rank=0,
             world=2,
@@ -245,7 +243,7 @@ def test_an_interface_that_is_not_there_is_refused_where_it_is_used_and_nccls_ow
 def test_an_interface_without_an_address_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(wires, "address_of", lambda name: "")
     with pytest.raises(ConfigError, match=r"names lo, which has no IPv4 address on .* leads to 127\.0\.0\.1"):
-        places_to_listen("lo", "127.0.0.1", {})
+        address_to_listen("lo", "127.0.0.1", {})
 
 
 def test_a_learner_that_cannot_listen_says_which_setting_is_wrong():

@@ -24,15 +24,12 @@ class Injection:
     action: str
     """A key of `SIGNALS`."""
     who: str
-    """`worker` (the process that owns the engine), `core` (vLLM's own process), `learner` (its rank 0) or `sender`
-    (another rank of the learner)."""
+    """`worker` (the process that owns the engine), `core` (vLLM's own process) or `learner`."""
     phase: str
     """`before` or `after` a key of the protocol (`before accept`), `bucket N`, `fingerprint`, `mid load`...; with
     `pull` also `block N` (a worker has read N blocks of a file) and `mid file` (the learner has sent the first part of
     a file)."""
     delta: bool = False
-    shared: bool = False
-    """Two learner ranks send, each its share of the weights."""
     ipc: bool = False
     """Workers copy out of the learner's memory."""
     pull: bool = False
@@ -42,7 +39,7 @@ class Injection:
 
     @property
     def name(self) -> str:
-        kind = f"{' (delta)' if self.delta else ''}{' (two senders)' if self.shared else ''}"
+        kind = f"{' (delta)' if self.delta else ''}"
         kind += f"{' (ipc)' if self.ipc else ''}{' (in place)' if self.in_place else ''}"
         kind += " (pull)" if self.pull else ""
         return f"{self.action}@{self.who}: {self.phase}{kind}"

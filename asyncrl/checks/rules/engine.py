@@ -18,10 +18,6 @@ def engine_has_keys(config: Config) -> Problems:
 
 def servers_can_be_used(config: Config) -> Problems:
     engine = config.engine
-    if engine.weights != "auto" and engine.name != "sglang":
-        yield (
-            f"engine.weights={engine.weights} does nothing with engine={engine.name}. Use engine=sglang, or remove it"
-        )
     if engine.name not in SERVERS:
         for key, value in (("urls", engine.urls), ("key_env", engine.key_env)):
             if value:
@@ -46,8 +42,6 @@ def servers_can_be_used(config: Config) -> Problems:
         return
     if config.weights.transport != "broadcast":
         yield f"weights.transport={config.weights.transport} is not supported with engine=server. Use weights=broadcast"
-    if config.weights.senders != "rank0":
-        yield f"weights.senders={config.weights.senders} was never tried with engine=server. Set weights.senders=rank0"
 
 
 def wide_heads_have_a_use(config: Config) -> Problems:
@@ -246,25 +240,11 @@ def urls_are_of_pull(config: Config) -> Problems:
         )
 
 
-def backend_has_deltas(config: Config) -> Problems:
-    if config.weights.delta != "never" and config.weights.backend == "ipc":
+def deltas_are_of_files(config: Config) -> Problems:
+    if config.weights.delta != "never" and config.weights.transport == "broadcast":
         yield (
-            f"weights.delta={config.weights.delta} with weights.backend=ipc: engines copy the weights out of the "
-            "learner's memory, so a delta saves nothing. Set weights.delta=never"
-        )
-
-
-def all_ranks_can_send(config: Config) -> Problems:
-    weights = config.weights
-    if weights.senders == "all" and weights.transport != "broadcast":
-        yield (
-            f"weights.senders=all does nothing with weights.transport={weights.transport}: rank 0 writes the files. "
-            "Use weights=broadcast, or remove it"
-        )
-    elif weights.senders == "all" and weights.delta != "never":
-        yield (
-            f"weights.senders=all sends no deltas; got weights.delta={weights.delta}. Set weights.delta=never, or "
-            "weights.senders=rank0"
+            f"weights.delta={config.weights.delta} does nothing with weights.transport=broadcast, which sends whole "
+            "versions. Set weights.delta=never, or use weights=files or weights=pull"
         )
 
 
@@ -277,15 +257,10 @@ def weights_can_be_read_in_place(config: Config) -> Problems:
             f"weights.copies=none with weights.transport={weights.transport}: files are written from a copy of the "
             "weights. Use weights=broadcast, or weights.copies=two"
         )
-    if weights.delta != "never":
-        yield (
-            f"weights.copies=none with weights.delta={weights.delta}: a delta is computed from the previous version, "
-            "of which no copy is kept. Set weights.delta=never, or weights.copies=two"
-        )
-    if config.learner.ranks > 1 and weights.senders != "all":
+    if config.learner.ranks > 1:
         yield (
             f"weights.copies=none with learner.ranks={config.learner.ranks}: rank 0 would have to gather a copy. Set "
-            "weights.senders=all, with which every rank sends what it holds"
+            "weights.copies=two"
         )
 
 
@@ -303,7 +278,6 @@ RULES: tuple[Callable[[Config], Problems], ...] = (
     gpus_hold_the_engine,
     gpus_are_whole_or_parts_of_one,
     urls_are_of_pull,
-    backend_has_deltas,
-    all_ranks_can_send,
+    deltas_are_of_files,
     weights_can_be_read_in_place,
 )

@@ -96,7 +96,7 @@ def taken(config: Config, model: ModelSize, command: str, memory: int) -> float:
 
 def candidates(config: Config) -> Iterator[Changes]:
     """Yield changes of settings, in the order of their cost in time: activation checkpointing, smaller micro-batches,
-    sequence parallelism, tensor parallelism, offloading. Each also with copies of weights spread over the ranks."""
+    sequence parallelism, tensor parallelism, offloading."""
     again: Changes = {} if config.model.activation_checkpointing else {"model.activation_checkpointing": True}
     budget, longest = config.learner.max_tokens_per_microbatch, longest_sequence(config)
     budgets: list[Changes] = [{}]
@@ -107,15 +107,10 @@ def candidates(config: Config) -> Iterator[Changes]:
     layouts += [{"learner.sequence_parallel": ranks} for ranks in NEIGHBOURS if config.learner.sequence_parallel == 1]
     layouts += [{"learner.tensor_parallel": ranks} for ranks in NEIGHBOURS if config.learner.tensor_parallel == 1]
     layouts += [{"learner.offload": kind} for kind in ("optimizer", "all") if config.learner.offload == "none"]
-    spread: list[Changes] = [{}]
-    if config.learner.ranks > 1 and config.weights.senders == "rank0" and config.weights.copies != "none":
-        spread.append({"weights.senders": "all"})
-    yield from spread[1:]
     for layout in layouts:
         for smaller in budgets:
-            for copies in spread:
-                if again or layout or smaller or copies:
-                    yield {**again, **layout, **smaller, **copies}
+            if again or layout or smaller:
+                yield {**again, **layout, **smaller}
 
 
 def changed(config: Config, changes: Changes, accepted: Collection[str] = ()) -> Config | None:

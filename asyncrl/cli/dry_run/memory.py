@@ -123,14 +123,12 @@ def rank_bytes(config: Config, model: ModelSize) -> float:
 
 
 def copies_bytes(config: Config, model: ModelSize) -> int:
-    """Return the bytes of the weight copies on the rank that sends them, or the fullest such rank: one copy is filled
+    """Return the bytes of the weight copies on rank 0, which sends them: one copy is filled
     while another is being sent, and with deltas the previous version is kept as well."""
     if config.weights.copies == "none":
         return 0
     kept = 2 if config.weights.delta == "never" else 3
-    count = model.trained(config.model.lora_rank, config.model.lora_targets)
-    senders = config.learner.ranks if config.weights.senders == "all" else 1
-    return kept * BYTES[config.weights.wire_dtype] * math.ceil(count / senders)
+    return kept * BYTES[config.weights.wire_dtype] * model.trained(config.model.lora_rank, config.model.lora_targets)
 
 
 def copies_on_gpu(config: Config, gpus: int, command: str) -> bool:
@@ -154,10 +152,9 @@ def copies_on_gpu(config: Config, gpus: int, command: str) -> bool:
 
 def copies_line(config: Config, count: int, command: str) -> str:
     there = copies_on_gpu(config, len(gpus_to_plan(config)), command)
-    who = "per rank" if config.weights.senders == "all" else "rank 0"
     kept = "two" if config.weights.delta == "never" else "three"
     return (
-        f"learner, {who}: {size(count)}{'' if there else ' of host memory'} for {kept} copies of its weights in "
+        f"learner, rank 0: {size(count)}{'' if there else ' of host memory'} for {kept} copies of its weights in "
         f"{config.weights.wire_dtype}, to be sent to the engines (weights.copies=none avoids them)"
     )
 

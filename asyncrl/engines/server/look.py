@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
-from functools import partial
 from typing import TypeVar
 
 from asyncrl.checks.machine import model_settings
@@ -23,7 +22,7 @@ Link = TypeVar("Link", VllmLink, SglangLink)
 
 
 def sglang_links(config: Config) -> list[SglangLink]:
-    return links_to(config, partial(SglangLink, weights=config.engine.weights))
+    return links_to(config, SglangLink)
 
 
 def links_to(config: Config, kind: Callable[..., Link]) -> list[Link]:

@@ -2,8 +2,7 @@
 
     /generate                        tokens in, tokens out
     /pause_generation mode=abort     running sequences are ended, new ones wait
-    /update_weights_from_disk        a folder that the server reads, and the label of its contents; or over gloo
-                                     (`sglang_sender.py`)
+    /update_weights_from_disk        a folder that the server reads, and the label of its contents
     /flush_cache                     drops the KV cache of the previous weights
     /continue_generation /abort_request /server_info /model_info
 
@@ -18,7 +17,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +29,7 @@ from asyncrl.engines.server.link import Load, ServerLink
 from asyncrl.engines.server.terms import LOOK_TIMEOUT_S
 from asyncrl.engines.vllm.names import SHAPE_KEYS
 from asyncrl.engines.vllm.sibling import Sibling
-from asyncrl.errors import AsyncRLError, ConfigError, GenerationError
+from asyncrl.errors import AsyncRLError, GenerationError
 
 log = logging.getLogger(__name__)
 START_IT = "Start it as docs/servers.md says: python -m sglang.launch_server --model-path MODEL"
@@ -95,14 +94,6 @@ def _started_with(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     return {key: own.get(key) for key in SHAPE_KEYS if key != "architectures"}
 
 
-class Sender(Protocol):
-    """See `SglangSender`."""
-
-    async def send(self, folder: str, label: str) -> None: ...
-
-    def let_go(self) -> None: ...
-
-
 class SglangLink(ServerLink):
     """It does not ask how busy a server is: SGLang reports it only with --enable-metrics."""
 
@@ -110,14 +101,10 @@ class SglangLink(ServerLink):
     tells_spans = False
     broken_off = GenerationError  # it reports request errors this way; a lost engine process breaks the connection
 
-    def __init__(self, url: str, *, base_url: str, key: str, timeout_s: float, weights: str) -> None:
+    def __init__(self, url: str, *, base_url: str, key: str, timeout_s: float) -> None:
         super().__init__(url, base_url=base_url, key=key, timeout_s=timeout_s)
         self.width = 1
         """Number of its processes."""
-        self.sender: Sender | None = None
-        """Set by whoever loads weights, as this module has no torch."""
-        self._wanted = self._weights = weights
-        """`engine.weights`, and that with `auto` resolved for this server."""
         self._one_load = asyncio.Lock()
         """One load at a time: the server gives the answer of the first of two concurrent loads to both."""
         self._process: Any = None
@@ -126,8 +113,6 @@ class SglangLink(ServerLink):
         """Label and process of a load from disk that may still be running."""
 
     async def facts(self, dtype: str, shape: Mapping[str, Any] | None) -> ServerFacts:
-        if self.sender is not None:
-            self.sender.let_go()
         # Not /health, which generates a token: a server left paused by a dead worker never does.
         model = await self.ask("GET", "/model_info")
         label = str(self.part(model, "weight_version"))
@@ -148,21 +133,8 @@ class SglangLink(ServerLink):
         if why:
             raise self.unusable(why)
         await self.check_generation("/generate")
-        if self._wanted == "distributed":
-            await self._check_sessions()
-        self.width, self._weights = facts.width, self._wanted
+        self.width = facts.width
         return facts
-
-    async def _check_sessions(self) -> None:
-        try:
-            await self.ask("GET", "/begin_weight_update")
-        except ConfigError as error:
-            raise self.unusable(
-                f"it has no /begin_weight_update, so engine.weights=distributed cannot be: {error}. Start SGLang "
-                "0.5.23 or newer, or set engine.weights=disk"
-            ) from error
-        except GenerationError:  # it is there, for POST alone
-            return
 
     async def label(self, timeout_s: float) -> str:
         return str(await self.get("/model_info", "weight_version", timeout_s))
@@ -248,7 +220,7 @@ class SglangLink(ServerLink):
         async with self._one_load:
             try:
                 await self.post("/pause_generation", {"mode": "abort"})
-                await self._bring(load)
+                await self._read_from_disk(load)
                 await self._flush()
                 if await self.label(LOOK_TIMEOUT_S) != load.label:
                     raise GenerationError(f"{self.url} has another label than it was given")
@@ -256,36 +228,16 @@ class SglangLink(ServerLink):
             except AsyncRLError as error:
                 raise ServerGoneError(f"{self.url} could not load {load.label} and may be paused: {error}") from error
 
-    async def _bring(self, load: Load) -> None:
-        """Bring the weights into the paused server: by their folder if it reads it, or else over gloo."""
-        refused = ""
-        if self._weights != "distributed":
-            try:
-                await self._read_from_disk(load)
-                return self._settle("disk", f"reads its weights from {load.path}")
-            except GenerationError as error:
-                refused = f"{error}. Can it read that folder?"
-                if self._weights == "disk":
-                    raise GenerationError(f"{refused} If not, set engine.weights=distributed") from error
-        assert self.sender is not None
-        try:
-            await self.sender.send(load.path, load.label)
-        except AsyncRLError as error:
-            raise ServerGoneError(f"{refused} Nor could it be sent them: {error}" if refused else str(error)) from error
-        self._settle("distributed", f"is sent its weights over gloo. {refused}")
-
-    def _settle(self, weights: str, said: str) -> None:
-        if self._weights != weights:
-            log.info("%s %s", self.url, said)
-        self._weights = weights
-
     async def _read_from_disk(self, load: Load) -> None:
         self._unanswered = (load.label, self._process)
         body = {"model_path": load.path, "load_format": "safetensors", "weight_version": load.label}
         body |= {"flush_cache": False}  # a flush fails the load while ended sequences are still in a batch
         try:
             await self.post("/update_weights_from_disk", body)
-        except GenerationError:
+        except GenerationError as error:
             self._unanswered = None
-            raise
+            raise GenerationError(
+                f"{error}. Can it read that folder? A server of engine=sglang reads its weights from run.dir, which it "
+                "has to see under the same path"
+            ) from error
         self._unanswered = None

@@ -1,4 +1,4 @@
-"""SGLang servers: a version comes to the worker by any transport; each server reads it from a file, or is sent it."""
+"""SGLang servers: a version comes to the worker by any transport; each server reads it from a file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from asyncrl.engines.server.answers import ServerGoneError
 from asyncrl.engines.server.engine import PATIENCE_S, ServerEngine
 from asyncrl.engines.server.servers import Server
 from asyncrl.engines.server.sglang_link import FILE, START_IT, SglangLink
-from asyncrl.engines.server.sglang_sender import SglangSender
 from asyncrl.errors import WeightsError
 from asyncrl.schema import Config
 
@@ -26,8 +25,8 @@ RETRY_S = 30.0
 
 
 class SglangServers(ServerEngine):
-    """Implements `engines.base.Engine` and `Several`. Args: folder: used by this worker alone; what the servers read or
-    are sent is from there."""
+    """Implements `engines.base.Engine` and `Several`. Args: folder: used by this worker alone; the servers read from
+    there."""
 
     start_it = START_IT
 
@@ -40,8 +39,6 @@ class SglangServers(ServerEngine):
         """By URL: the arrival at which a server was given weights, and their path."""
         self._one_load = defaultdict[str, asyncio.Lock](asyncio.Lock)
         self._written = 0
-        for link in links:
-            link.sender = SglangSender(link, config)
         super().__init__(config, links)
 
     def load_weights(self, policy_version: int, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -22,7 +22,7 @@ class VllmServers(ServerEngine):
     def __init__(self, config: Config, links: Sequence[VllmLink]) -> None:
         self._links = {link.url: link for link in links}
         super().__init__(config, links)
-        self._parts = self._parameters.outlines() if config.weights.slices == "auto" else {}
+        self._parts = self._parameters.outlines()
         """Tensors of which processes need only parts."""
 
     def receiver(self) -> ServersReceiver:

@@ -59,7 +59,6 @@ def make_vllm_engine(config: Config) -> VllmEngine:
         model,
         recompute=config.weights.on_update == "recompute",
         timeout_s=config.weights.timeout_s,
-        slices=config.weights.slices == "auto",
     )
 
 
@@ -70,7 +69,6 @@ class VllmEngine:
         model: config of the model in `args`; incoming weights are checked against it.
         recompute: drop the KV cache at an update, and recompute that of running sequences with the new weights.
         timeout_s: longest that vLLM's processes may take for one call, including a load.
-        slices: with several processes, each receives and stages only the parts of the weights that it keeps.
     """
 
     table: type[ParameterTable] | type[AdapterTable] = ParameterTable
@@ -83,9 +81,8 @@ class VllmEngine:
         *,
         recompute: bool = False,
         timeout_s: float = 60.0,
-        slices: bool = True,
     ) -> None:
-        self._recompute, self._timeout_s, self._slices = recompute, timeout_s, slices
+        self._recompute, self._timeout_s = recompute, timeout_s
         self._vocabulary = int(model.vocab_size)
         with torch.device("meta"):
             self._parameters = self.table(AutoModelForCausalLM.from_config(model))
@@ -123,7 +120,7 @@ class VllmEngine:
 
     def _parts(self) -> Mapping[str, torch.Tensor]:
         """Tensors of which its processes need only parts."""
-        if self._slices and self._width > 1 and isinstance(self._parameters, ParameterTable):
+        if self._width > 1 and isinstance(self._parameters, ParameterTable):
             return self._parameters.outlines()
         return {}
 

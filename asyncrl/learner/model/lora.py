@@ -27,8 +27,8 @@ from asyncrl.learner.parallel.sharding import part_and_box
 from asyncrl.schema import ModelConfig
 from asyncrl.storage.objects import read_object
 from asyncrl.weights.adapter import SCALING, Pair, peft_names, scaling_tensor, target_layers
+from asyncrl.weights.boxes import slices
 from asyncrl.weights.fingerprint import chain
-from asyncrl.weights.shares import slices
 
 NAME = "default"
 """peft's name for the only adapter in the model."""

@@ -23,8 +23,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from asyncrl.learner.parallel.sharding import part_and_box
-from asyncrl.weights.boxes import Box, intersection, volume, whole, within
-from asyncrl.weights.shares import slices
+from asyncrl.weights.boxes import Box, intersection, slices, volume, whole, within
 
 log = logging.getLogger(__name__)
 

@@ -96,14 +96,10 @@ class Door:
 
     def put_off(self, peer: Peer) -> float:
         """Return for how many seconds a peer is not invited that has no connection."""
-        tries = self.tries(peer) + 1
+        tries = self._apart.get(peer, (0, 0.0))[0] + 1
         away_s = min(2.0 ** min(tries, 16), _LONGEST_AWAY_S)
         self._apart[peer] = tries, time.monotonic() + away_s
         return away_s
-
-    def tries(self, peer: Peer) -> int:
-        """Number of times in a row that a peer had no connection."""
-        return self._apart.get(peer, (0, 0.0))[0]
 
     def formed(self, members: Collection[Peer]) -> None:
         """These are connected; those that are gone do not come back."""

@@ -2,9 +2,8 @@
 
 hello/W/I                subscriber: idle, invite me (hello: n-th time; width: number of its ranks; wanted: by each of
                          them, empty if all want whole tensors; protocol: version of its protocol)
-invite/W/I/n             publisher: epoch, rank (the first one), world, manifest, flows unless all get everything from
-                         one sender; or reach: names of all that try to connect to each other (`reach`), instead of
-                         forming a group
+invite/W/I/n             publisher: epoch, rank (the first one), world, manifest, plan (empty: all get all
+                         of it)
 E/accept/rank            subscriber: coming
 E/go                     publisher: all accepted, form the group ("no": say hello again)
 E/event/k                publisher: "send" a version now, "tick" (still here), "next" (group is re-formed: say hello),
@@ -34,9 +33,9 @@ import torch.distributed as dist
 
 from asyncrl.errors import WeightsError
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Version of this protocol, on the board and in every hello. 2: several senders, a group for each. 3: fingerprints of
-leaves. 4: parts of tensors. 5: sockets. 6: chains, and who reaches whom. A peer with another
+leaves. 4: parts of tensors. 5: sockets. 6: chains. 7: one sender. A peer with another
 version is refused with a message, at both ends."""
 POLL_S = 0.003
 """Longest pause between two polls of the publisher, in seconds."""

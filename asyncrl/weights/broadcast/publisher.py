@@ -18,7 +18,6 @@ from asyncrl.errors import WeightsError, WeightsGoneError
 from asyncrl.types import NO_VERSION
 from asyncrl.weights.base import PublisherRendezvous
 from asyncrl.weights.broadcast.door import Door, wanted_of
-from asyncrl.weights.broadcast.doubts import Doubts
 from asyncrl.weights.broadcast.forming import ApartError
 from asyncrl.weights.broadcast.group import STRETCH, WeightGroup, publisher_store
 from asyncrl.weights.broadcast.protocol import (
@@ -32,12 +31,10 @@ from asyncrl.weights.broadcast.protocol import (
     hello_key,
     post,
 )
-from asyncrl.weights.broadcast.sending import Deltas, Lanes, encode_deltas, send, send_deltas
-from asyncrl.weights.broadcast.together import Meeting, OtherSenders
+from asyncrl.weights.broadcast.sending import SendGroups, send
 from asyncrl.weights.broadcast.wires import Link
-from asyncrl.weights.delta import DeltaChoice
-from asyncrl.weights.flows import Flows, flows_of
 from asyncrl.weights.ipc import machine
+from asyncrl.weights.plan import SendPlan
 from asyncrl.weights.publishing.reading import Rooms
 from asyncrl.weights.publishing.snapshot import Snapshot
 
@@ -47,7 +44,7 @@ REPORTED = ("load_s", "stall_s", "canary_max", "canary_mean")
 """Measurements that engines report for a version they serve. The largest over the engines becomes a metric, which is
 kept until a later version reports it again."""
 _STATS = (
-    "wire_s", "wire_bytes", "delta_s", "update_s", "engines", "resends", "dropped", "refused",
+    "wire_s", "wire_bytes", "update_s", "engines", "resends", "dropped", "refused",
     "canary_failed", "epoch", "bytes",
 )  # fmt: skip
 _MAX_ATTEMPTS = 8
@@ -65,8 +62,6 @@ class BroadcastSender:
         port: port of the store; 0 for any free one.
         poll_members_s: longest time without asking the server who the members are; one that says hello is seen at
             once, and one that dies between two looks breaks the transfer, which is repeated without it.
-        delta: `weights.delta`.
-        senders: number of learner ranks that send, including this one.
     """
 
     def __init__(
@@ -76,22 +71,15 @@ class BroadcastSender:
         *,
         port: int = 0,
         poll_members_s: float = 1.0,
-        delta: str = "never",
-        senders: int = 1,
     ) -> None:
         self._rendezvous, self._link = rendezvous, link
         self._poll_members_s = poll_members_s
-        self._delta = DeltaChoice(delta)
-        self._base: int | None = None
-        """Version that every member of this epoch has staged completely; None if there is none."""
         self._store, self._port = publisher_store(link.host, link.timeout_s, port)
         self._door = Door(rendezvous, self._store, f"{link.host}:{self._port}", min(_GRACE_S, link.timeout_s))
         self._publisher = secrets.token_hex(8)
-        self._others = OtherSenders(self._store, senders, self._publisher, link.timeout_s)
         self._epoch = 0
         self._event = 0
-        self._doubts = Doubts(self._store, link, self._door, self._others, self._publisher)
-        self._lanes: Lanes | None = None
+        self._groups: SendGroups | None = None
         self._rooms = Rooms(link.place, shared=link.backend == "ipc")
         self._members: list[Peer] = []
         self._seats: dict[Peer, int] = {}
@@ -102,39 +90,24 @@ class BroadcastSender:
         self._stats: dict[str, float] = dict.fromkeys(_STATS, 0.0) | {"sent_version": float(NO_VERSION)}
         self._announce()
 
-    @property
-    def keeps_previous(self) -> bool:
-        return self._delta.possible
+    keeps_previous = False
 
     @property
     def sends_buckets(self) -> bool:
-        return self._lanes is None or not self._lanes.parts
-
-    @property
-    def meeting(self) -> Meeting:
-        """Address at which the other learner ranks connect to this one."""
-        return Meeting(host=self._link.host, port=self._port, publisher=self._publisher)
+        return self._groups is None or not self._groups.plan.cuts
 
     def send(self, snapshot: Snapshot, previous: Snapshot | None = None) -> None:
-        try:
-            self._send(snapshot, previous)
-        finally:
-            if snapshot.reading is not None:
-                self._others.give_up()
-
-    def _send(self, snapshot: Snapshot, previous: Snapshot | None) -> None:
-        self._others.take(snapshot.policy_version)
-        if self._lanes is not None and (time.monotonic() >= self._asked + self._poll_members_s or self._door.rang):
+        if self._groups is not None and (time.monotonic() >= self._asked + self._poll_members_s or self._door.rang):
             live = self._live()
             if not set(self._members) <= set(live) or self._door.waiting(self._members, live):
                 self._dissolve()
         for attempt in range(_MAX_ATTEMPTS):
-            if self._lanes is None and not self._form(snapshot):
+            if self._groups is None and not self._form(snapshot):
                 self._stats["engines"] = 0.0
                 return
             broken, gone, said = "", False, self._event
             try:
-                if self._broadcast(snapshot, previous):
+                if self._broadcast(snapshot):
                     return
             except RuntimeError as error:
                 broken, gone = str(error).splitlines()[0], isinstance(error, WeightsGoneError)
@@ -144,7 +117,6 @@ class BroadcastSender:
                 # Not in the `except` block: there the exception's frames hold the group, whose sockets would stay open
                 # and keep the other members waiting for their whole timeout.
                 log.warning("weights: epoch %d broke at version %d: %s", self._epoch, snapshot.policy_version, broken)
-                self._doubts.broke = True
                 self._dissolve()
             if gone:
                 return
@@ -175,20 +147,18 @@ class BroadcastSender:
         return self._door.live()
 
     def stats(self) -> dict[str, float]:
-        more = {"refused": self._door.refused, "dropped": self._doubts.left_out}
-        said = self._stats | {key: self._stats[key] + count for key, count in more.items()}
+        said = self._stats | {"refused": self._stats["refused"] + self._door.refused}
         return {f"weights/{key}": value for key, value in said.items()}
 
     def close(self) -> None:
-        self._others.end()
-        if self._lanes is not None:
+        if self._groups is not None:
             self._post_event({"kind": "bye"})
             # Wait briefly for members to disconnect: a store that vanishes before fills their logs with tracebacks.
             deadline = time.monotonic() + 0.5
             while time.monotonic() < deadline and self._store.add(f"{self._epoch}/gone", 0) < len(self._members):
                 time.sleep(POLL_S)
-            self._lanes.abort()
-            self._lanes = None
+            self._groups.abort()
+            self._groups = None
 
     def _announce(self) -> None:
         board = {"transport": "broadcast", "host": self._link.host, "port": self._port, "publisher": self._publisher}
@@ -203,12 +173,11 @@ class BroadcastSender:
 
     def _dissolve(self) -> None:
         """End the epoch, and give its members up to `_GRACE_S` seconds to say hello for the next."""
-        if self._lanes is None:
+        if self._groups is None:
             return
         self._post_event({"kind": "next"})
-        self._others.leave()
-        self._lanes.abort()
-        self._lanes = self._base = None
+        self._groups.abort()
+        self._groups = None
         expected, self._members = set(self._members) & set(self._door.live()), []
         deadline = time.monotonic() + min(_GRACE_S, self._link.timeout_s)
         # Wait for the members of the old epoch; those that stay silent are left out.
@@ -219,59 +188,45 @@ class BroadcastSender:
 
     def _form(self, snapshot: Snapshot) -> bool:
         """Form the next epoch with all peers that said hello; return false if there are none. Retries with growing
-        delays if the group cannot be formed.
-
-        Raises:
-            WeightsError: another learner rank that has to send is silent.
-        """
-        peers, tries, tried = self._door.waiting(self._members, self._door.live()), 0, False
+        delays if the group cannot be formed."""
+        peers, tries = self._door.waiting(self._members, self._door.live()), 0
         while peers:
             self._epoch += 1
             self._event = 0
             hellos = {peer: fetch(self._store, hello_key(*peer)) for peer in peers}
-            flows, world = self._flows(snapshot, hellos), 1 + sum(int(hello["width"]) for hello in hellos.values())
-            names = [] if tried else self._doubts.names(peers)
-            plan: dict[str, Any] = {"manifest": snapshot.whole.to_wire()} | ({"reach": names} if names else {})
-            plan |= {"flows": flows.to_wire()} if flows is not None else {}
-            accepted = self._invite(hellos, plan, world)
+            wanted = [want for hello in hellos.values() for want in wanted_of(hello)]
+            plan = SendPlan.of(snapshot.manifest, wanted, STRETCH)
+            shape = {"world": 1 + len(wanted), "manifest": snapshot.manifest.to_wire(), "plan": plan.to_wire()}
+            accepted = self._invite(hellos, shape)
             together = accepted == peers
-            tried = together and bool(names)
-            if together and not names:
-                self._others.form(self._epoch, flows)
             post(self._store, f"{self._epoch}/go", together)
             if not together:
                 self._drop(set(peers) - set(accepted))
-            elif names:
-                accepted = self._doubts.settle(self._epoch, names, self._seats)
             else:
-                accepted = self._seated(peers, flows, snapshot, world)
-                if self._lanes is not None:
+                accepted = self._seated(peers, plan)
+                if self._groups is not None:
                     return True
                 time.sleep(min(1.0, POLL_S * 2 ** min(tries, 10)))
                 tries += 1
             peers = self._door.come({peer: hello_key(*peer) for peer in accepted})
         return False
 
-    def _seated(self, peers: list[Peer], flows: Flows | None, snapshot: Snapshot, world: int) -> list[Peer]:
-        """Form this epoch's groups with all `peers`, or leave `_lanes` as None; returns whom to invite next then."""
-        lanes = None
+    def _seated(self, peers: list[Peer], plan: SendPlan) -> list[Peer]:
+        """Form this epoch's groups with all `peers`, or leave `_groups` as None; returns whom to invite next then."""
         try:
-            lanes = Lanes.form(self._group, 0, flows, snapshot, world)
-            self._others.formed(self._epoch, snapshot)
+            self._groups = SendGroups.form(self._group, plan)
         except RuntimeError as error:
             if isinstance(error, ApartError):
                 last = max((peer for peer in peers if self._seats[peer] <= error.seat), key=self._seats.__getitem__)
-                self._doubts.leave_out(last, f"it has {error}")
+                self._stats["dropped"] += 1
+                log.warning("weights: %s is left out for %.0f s: it has %s", last[0], self._door.put_off(last), error)
                 peers = [peer for peer in peers if peer != last]
             else:
                 log.warning("weights: epoch %d could not be formed: %s", self._epoch, error)
-                self._doubts.broke = True
             # A member for which it did form would otherwise wait in this epoch for events that never come.
             self._post_event({"kind": "next"})
-            if lanes is not None:
-                lanes.abort()
             return peers
-        self._lanes, self._members = lanes, peers
+        self._members = peers
         self._door.formed(peers)
         self._stats["epoch"] = float(self._epoch)
         self._announce()
@@ -287,18 +242,16 @@ class BroadcastSender:
         gone = sorted(worker for worker, _ in set(self._seats) - set(self._door.live()))
         return f"{gone[0]} died before it had joined" if gone else ""
 
-    def _flows(self, snapshot: Snapshot, hellos: Mapping[Peer, Mapping[str, Any]]) -> Flows | None:
-        wanted = [each for hello in hellos.values() for each in wanted_of(hello)]
-        return flows_of(
-            snapshot.whole, snapshot.shares, [{}] * len(wanted) if self._delta.possible else wanted, STRETCH
-        )
+    def _invite(self, hellos: Mapping[Peer, Mapping[str, Any]], shape: Mapping[str, Any]) -> list[Peer]:
+        """Invite all peers that said hello; return those that accepted in time.
 
-    def _invite(self, hellos: Mapping[Peer, Mapping[str, Any]], plan: Mapping[str, Any], world: int) -> list[Peer]:
-        """Invite all peers that said hello; return those that accepted in time."""
+        Args:
+            shape: what all of them are told alike.
+        """
         rank, self._seats = 1, {}
         for peer, hello in hellos.items():
             self._seats[peer], rank = rank, rank + int(hello["width"])
-            self._door.answer(peer, hello, {"epoch": self._epoch, "rank": self._seats[peer], "world": world, **plan})
+            self._door.answer(peer, hello, {"epoch": self._epoch, "rank": self._seats[peer], **shape})
         return self._door.come({peer: f"{self._epoch}/accept/{self._seats[peer]}" for peer in hellos})
 
     def _drop(self, peers: set[Peer]) -> None:
@@ -318,22 +271,18 @@ class BroadcastSender:
     def _tick(self) -> None:
         """Post an event if there was none for `TICK_S` seconds. Members block in the store until the next event; this
         one wakes them, so that they check whether to go on."""
-        self._others.tick()
-        if self._lanes is not None and time.monotonic() >= self._next_tick:
+        if self._groups is not None and time.monotonic() >= self._next_tick:
             self._post_event({"kind": "tick"})
 
-    def _broadcast(self, snapshot: Snapshot, previous: Snapshot | None) -> bool:
+    def _broadcast(self, snapshot: Snapshot) -> bool:
         """Send all buckets and collect the acknowledgements; return false if a member received other bytes.
 
         Raises:
             WeightsError: an engine refused the version.
         """
         started = time.perf_counter()
-        deltas = Deltas()
-        if previous is not None and previous.policy_version == self._base and self._delta.wanted():
-            deltas = encode_deltas(snapshot, previous)
         with snapshot.open():
-            found = self._transmit(snapshot, deltas)
+            found = self._transmit(snapshot)
         answers = collect(
             self._store, self._members, epoch=self._epoch, event=self._event,
             timeout_s=self._link.timeout_s, live=self._door.live, meanwhile=self._tick,
@@ -354,45 +303,25 @@ class BroadcastSender:
         for name in REPORTED:
             values = [float(report[name]) for report in reports if name in report]
             found |= {name: max(values)} if values else {}
-        found |= {"engines": float(served), "bytes": float(snapshot.whole.nbytes), "delta_s": deltas.encode_s}
+        found |= {"engines": float(served), "bytes": float(snapshot.manifest.nbytes)}
         found |= {"update_s": time.perf_counter() - started, "sent_version": float(snapshot.policy_version)}
         complete = served == len(answers)
         if complete:
             self._stats = self._stats | found  # replaced, not updated: the learner may be reading the old one
-        self._base = snapshot.policy_version if complete else None
         return complete
 
-    def _transmit(self, snapshot: Snapshot, deltas: Deltas) -> dict[str, float]:
-        """Send every bucket, whole or as a delta, then the fingerprints, which are those of the whole buckets in both
-        cases.
+    def _transmit(self, snapshot: Snapshot) -> dict[str, float]:
+        """Send every bucket, then the fingerprints.
 
         Returns:
             `wire_s` and `wire_bytes`.
         """
-        lanes = self._lanes
-        assert lanes is not None
+        groups = self._groups
+        assert groups is not None
         canary = snapshot.canary.to_wire() if snapshot.canary is not None else None
-        event = {"kind": "send", "policy_version": snapshot.policy_version, "canary": canary}
-        if deltas.buckets:
-            event |= {"base": self._base, "delta": [delta.header() for delta in deltas.buckets]}
-        # A member that does not receive this version completely has no base for a delta.
-        self._base = None
         snapshot.filling.wait(1)  # before the event, with which the members' deadlines begin
         started = time.perf_counter()
-        self._post_event(event)
-        self._others.send(self._epoch, self._event, snapshot.policy_version)
-        if deltas.buckets:
-            (group,) = lanes.groups.values()
-            nbytes, prints = send_deltas(group, deltas.buckets), snapshot.all_fingerprints()
-        else:
-            nbytes, prints = send(lanes, snapshot, self._rooms)
-        for theirs, sent in self._others.sent(self._epoch, self._event):
-            prints, nbytes = prints + theirs, nbytes + sent
+        self._post_event({"kind": "send", "policy_version": snapshot.policy_version, "canary": canary})
+        nbytes, prints = send(groups, snapshot, self._rooms)
         post(self._store, f"{self._epoch}/prints/{self._event}", prints)
-        seconds = time.perf_counter() - started
-        if deltas.buckets:
-            # Add the time of copying, as the seconds of a whole version count from the first copied bytes.
-            self._delta.sent_delta(deltas.encode_s, deltas.copied_s + seconds)
-        else:
-            self._delta.sent_full(seconds)
-        return {"wire_s": seconds, "wire_bytes": float(nbytes)}
+        return {"wire_s": time.perf_counter() - started, "wire_bytes": float(nbytes)}

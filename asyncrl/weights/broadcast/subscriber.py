@@ -40,9 +40,7 @@ from asyncrl.weights.broadcast.protocol import (
     pushed,
     wait_key,
 )
-from asyncrl.weights.broadcast.reach import Round, name_of
 from asyncrl.weights.broadcast.staging import Receiver, Seat, Staging
-from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.canary import Proof
 from asyncrl.weights.fingerprint import chain
 from asyncrl.weights.ipc import machine
@@ -151,20 +149,9 @@ class BroadcastSubscriber(Subscriber):
             post(store, f"{epoch}/accept/{rank}", True)
             if not pushed(store, f"{epoch}/go", self._timeout_s, self._closed):
                 continue
-            if "reach" in invite:
-                tried = Round(store, epoch, invite["reach"])
-                tried.take_part(name_of(self._me), self._link(), self._closed)
-            elif not self._join(store, invite):
+            if not self._join(store, invite):
                 return
             store.check(["alive"])  # raises if the publisher died, not just another member
-
-    def _link(self) -> Link:
-        return Link(
-            host=self._board["host"],
-            timeout_s=self._timeout_s,
-            backend=self._board["backend"],
-            interface=self._interface,
-        )
 
     def _join(self, store: dist.TCPStore, invite: dict[str, Any]) -> bool:
         """Follow one epoch, from joining to its end; false when the publisher is done or replaced."""
@@ -172,7 +159,7 @@ class BroadcastSubscriber(Subscriber):
             host=self._board["host"], port=int(self._board["port"]), backend=self._board["backend"],
             epoch=int(invite["epoch"]), rank=int(invite["rank"]), world=int(invite["world"]),
             timeout_s=self._timeout_s, manifest=invite["manifest"], interface=self._interface,
-            flows=invite.get("flows") or [],
+            plan=invite.get("plan") or [],
         )  # fmt: skip
         try:
             self._receiver.join(seat)

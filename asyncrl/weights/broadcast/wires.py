@@ -1,4 +1,4 @@
-"""The communicators under a `WeightGroup`: sockets, gloo, nccl and shared memory behind one interface, with bounded
+"""The communicators under a `WeightGroup`: sockets, nccl and shared memory behind one interface, with bounded
 waits.
 
 Any nccl call may hang: while a communicator forms (a dead member has not connected), or while an operation is queued,
@@ -45,9 +45,6 @@ from asyncrl.weights.streams import on, stream_of
 log = logging.getLogger(__name__)
 Done = TypeVar("Done")
 
-_GLOO_PIECE = 4 << 20
-"""Bytes that gloo sends at a time. A piece is hashed while the next is being sent; shorter and longer pieces pass
-through the sockets more slowly."""
 _ABORT_S = 10.0
 """Seconds that an abort may take. Only a hanging driver needs more, and it is not waited for."""
 _MARGIN_S = 1.0
@@ -66,10 +63,9 @@ class Link:
     timeout_s: float
     """Timeout in seconds of the store, the groups and the acknowledgements."""
     backend: str = "sockets"
-    """`sockets`, `gloo`, `nccl` or `ipc`; subscribers learn it from the board."""
+    """`sockets`, `nccl` or `ipc`; subscribers learn it from the board."""
     interface: str = ""
-    """`weights.interface` of this end: names of network interfaces, separated by commas; empty lets the backend find
-    one."""
+    """`weights.interface` of this end: the name of a network interface; empty lets the backend find one."""
     device: torch.device | None = None
     """GPU of this process, with its index."""
     seat: int = 0
@@ -115,13 +111,13 @@ def open_wire(store: dist.Store, forming: Forming, link: Link, rank: int, world:
     if link.backend == "ipc":
         return LocalWire(store, rank, world, link.timeout_s, forming)
     if link.backend == "sockets":
-        listen = address_to_listen(link)
+        listen = address_to_listen(link.interface, link.host, os.environ)
         return StreamWire(
             store, rank, world, link.timeout_s, listen, forming=forming, seat=link.seat, avoided=link.avoided
         )
     # A connection of its own: while one waits in the store for others, nothing else gets through it.
     apart: dist.Store = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
-    wire = (GlooWire if link.backend == "gloo" else NcclWire)(apart, link, rank, world, forming)
+    wire = NcclWire(apart, link, rank, world, forming)
     try:
         _all_formed(store, rank, world, time.monotonic() + link.timeout_s, forming)
     except RuntimeError:
@@ -148,8 +144,8 @@ def _all_formed(store: dist.Store, rank: int, world: int, deadline: float, formi
         pause_s = min(1.5 * pause_s, 0.1)
 
 
-def places_to_listen(interface: str, host: str, environment: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return where gloo listens: on the named interfaces, otherwise on the one that leads to `host`, and on no other.
+def address_to_listen(interface: str, host: str, environment: Mapping[str, str]) -> str:
+    """Return the address of the named interface, otherwise of the one that leads to `host`.
 
     GLOO_SOCKET_IFNAME is ignored where it cannot be meant: with a publisher on loopback it would expose traffic that
     stays on this machine to the network; and the value set for the learner's own ranks is not the user's choice.
@@ -161,62 +157,24 @@ def places_to_listen(interface: str, host: str, environment: Mapping[str, str]) 
     named = environment.get("GLOO_SOCKET_IFNAME", "")
     if named in ("lo", environment.get(OF_THE_RANKS)) or is_loopback(towards):
         named = ""
-    names = [name for name in (interface or named).split(",") if name]
-    if not names:
-        return [{"hostname": towards}]
-    if missing := unknown_interfaces(",".join(names)):
+    name = (interface or named).partition(",")[0]
+    if not name:
+        return towards
+    if unknown_interfaces(name):
         raise ConfigError(
-            f"weights.interface (or GLOO_SOCKET_IFNAME) names {missing[0]}, which is not a network interface of "
+            f"weights.interface (or GLOO_SOCKET_IFNAME) names {name}, which is not a network interface of "
             f"{socket.gethostname()}. It has {interfaces_here()}. Name one of those, or leave it empty"
         )
-    # gloo takes the IPv4 address of a named interface, at which a member without a name for its own cannot reach it.
-    of_host = interface_of(towards) if ":" in towards else ""
-    if silent := [name for name in names if name != of_host and not address_of(name)]:
+    # Its IPv4 address would not be reached by a member that has found this network by an IPv6 address.
+    if ":" in towards and interface_of(towards) == name:
+        return towards
+    if not (address := address_of(name)):
         raise ConfigError(
-            f"weights.interface (or GLOO_SOCKET_IFNAME) names {silent[0]}, which has no IPv4 address on "
+            f"weights.interface (or GLOO_SOCKET_IFNAME) names {name}, which has no IPv4 address on "
             f"{socket.gethostname()}: weights cannot go that way. Name the interface that leads to {host}, or leave it "
             "empty"
         )
-    return [{"hostname": towards} if name == of_host else {"interface": name} for name in names]
-
-
-def address_to_listen(link: Link) -> str:
-    """Return the address of the first of `places_to_listen`, for those with one socket. Raises as that does."""
-    where = places_to_listen(link.interface, link.host, os.environ)[0]
-    return where.get("hostname") or address_of(where["interface"])
-
-
-class GlooWire:
-    """gloo communicator, bounded by its own timeouts; only while it forms it tries a connection several times."""
-
-    piece_bytes = _GLOO_PIECE
-
-    def __init__(self, store: dist.Store, link: Link, rank: int, world: int, forming: Forming | None = None) -> None:
-        options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-        options._timeout = timedelta(seconds=link.timeout_s)  # pyright: ignore[reportAttributeAccessIssue]
-        options._devices = [  # pyright: ignore[reportAttributeAccessIssue]
-            dist.ProcessGroupGloo.create_device(**where)
-            for where in places_to_listen(link.interface, link.host, os.environ)
-        ]
-        calls = Calls("gloo")
-        try:
-            self._group = calls.ask(
-                lambda: dist.ProcessGroupGloo(store, rank, world, options),
-                link.timeout_s,
-                "to form",
-                forming.look if forming is not None else None,
-            )
-        finally:
-            calls.end()
-
-    def broadcast(self, buffer: torch.Tensor, left_s: float) -> Any:
-        return self._group.broadcast([buffer], broadcast_options(left_s))  # pyright: ignore[reportAttributeAccessIssue]
-
-    def wait(self, work: Any, left_s: float) -> None:
-        work.wait()
-
-    def abort(self) -> None:
-        self._group.abort()
+    return address
 
 
 class NcclWire:

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 import torch
 
 from asyncrl.errors import WeightsError, WeightsGoneError
+from asyncrl.weights.boxes import flat_parts
 from asyncrl.weights.ipc import shared_bytes
 from asyncrl.weights.manifest import Bucket, Entry
-from asyncrl.weights.shares import flat_parts
 
 Ordered = Callable[[Callable[[], None]], None]
 """Runs work that reads the weights after everything that was enqueued on a GPU when they were published; returns when
@@ -55,7 +55,7 @@ class Reading:
     """The weights of one version, until the learner writes to them.
 
     Args:
-        tensors: by name; with several senders, this sender's parts.
+        tensors: by name.
         wait_s: longest wait for the sender.
     """
 
@@ -114,7 +114,7 @@ class Reading:
             if not self._condition.wait_for(lambda: not self._due and not self._readers, self._wait_s):
                 raise WeightsError(
                     f"version {self._version} is still being sent out of the learner's weights after {self._wait_s:.0f}"
-                    " s: a worker or another learner rank takes too long. See its log, raise weights.timeout_s, or set "
+                    " s: a worker takes too long. See its log, raise weights.timeout_s, or set "
                     "weights.copies=two, with which training goes on meanwhile."
                 )
         return time.perf_counter() - started

@@ -33,8 +33,7 @@ from asyncrl.weights.publishing.copying import BackgroundCopy, CopyStream
 from asyncrl.weights.publishing.filling import Filling
 from asyncrl.weights.publishing.gather import Route, choose_route, gather_into, plan
 from asyncrl.weights.publishing.reading import Reading
-from asyncrl.weights.publishing.sharding import OwnShare, local, memory_of
-from asyncrl.weights.shares import Shares
+from asyncrl.weights.publishing.sharding import local, memory_of
 from asyncrl.weights.streams import SideStream
 
 _GATHER_S = 60.0
@@ -55,18 +54,11 @@ class Snapshot:
     buffers: Sequence[torch.Tensor]
     canary: Canary | None = None
     filling: Filling
-    shares: Shares | None = None
-    """Plan of all senders, if every learner rank sends its own share; this snapshot holds the share of one rank."""
     fingerprints: list[str] = field(default_factory=list)
     """Per bucket. Computed during the copy; for buckets on a device, or without buffers, while they are sent; otherwise
     on demand."""
     reading: Reading | None = None
     """Set if the version is sent directly from the weights; `buffers` is then empty."""
-
-    @property
-    def whole(self) -> Manifest:
-        """Manifest of what the engines get."""
-        return self.shares.whole if self.shares is not None else self.manifest
 
     @property
     def on_device(self) -> bool:
@@ -119,11 +111,9 @@ class Sender(Protocol):
 
 
 class BackgroundPublisher:
-    """Implements `weights.base.Publisher`. `sender` is None on ranks other than 0, which only take part in the gather,
-    unless every rank sends its own share.
+    """Implements `weights.base.Publisher`. `sender` is None on ranks other than 0, which only take part in the gather.
 
     Args:
-        ranks: this learner rank and their number, if each rank sends its share; nothing is gathered then.
         wire_dtype: floating-point tensors are cast to it before they are gathered.
         bucket_bytes: limit on the size of a bucket.
         wait_s: longest that `publish` waits for the sender to take the previous version.
@@ -143,7 +133,6 @@ class BackgroundPublisher:
         device: torch.device | str = "cpu",
         shared: bool = False,
         idle_s: float = 0.02,
-        ranks: tuple[int, int] | None = None,
         copied: bool = True,
     ) -> None:
         self._sender = sender
@@ -151,8 +140,6 @@ class BackgroundPublisher:
         self._reading: Reading | None = None
         """Reading of the newest version, without snapshots."""
         self._stream = CopyStream()
-        self._ranks = ranks
-        self._own: OwnShare | None = None
         self._wire_dtype = wire_dtype
         self._bucket_bytes = bucket_bytes
         self._wait_s = wait_s
@@ -186,8 +173,6 @@ class BackgroundPublisher:
         waited = self._wait(to_write=True)
         named = list(tensors)
         manifest = self._manifest_of(named)
-        if self._own is not None:
-            named = self._own.parts(named)
         buffers = None
         if self._sender is not None:
             started = time.perf_counter()
@@ -199,7 +184,6 @@ class BackgroundPublisher:
             buffers=buffers or [],
             canary=canary,
             filling=Filling(self._wait_s + _GATHER_S),
-            shares=self._own.shares if self._own is not None else None,
         )
         self._filling = snapshot.filling
         devices = [tensor.device for _, tensor in named] + [torch.device(self._device)]
@@ -211,7 +195,7 @@ class BackgroundPublisher:
         else:
             self._fill(snapshot, named, buffers)
         self._copied = dict(named)
-        return PublishStats(wait_previous_s=waited, nbytes=snapshot.whole.nbytes)
+        return PublishStats(wait_previous_s=waited, nbytes=snapshot.manifest.nbytes)
 
     def wait_copied(self) -> float:
         seconds = self._wait(to_write=False)
@@ -249,9 +233,7 @@ class BackgroundPublisher:
         with self._condition:
             self._closing = True
             self._condition.notify_all()
-        conducted = self._ranks is not None and self._ranks[0] > 0
-        if self._sender is not None and not (failed and conducted):
-            # A conducted sender stays until rank 0 ends, which waits for the step in which this rank has failed.
+        if self._sender is not None:
             self._thread.join(self._wait_s)
 
     def _read(self, snapshot: Snapshot, named: list[tuple[str, torch.Tensor]], device: torch.device | None) -> None:
@@ -292,12 +274,8 @@ class BackgroundPublisher:
         names = [name for name, _ in named]
         if self._manifest is None:
             self._names = names
-            if self._ranks is not None:
-                self._own = OwnShare.of(named, *self._ranks, self._wire_dtype, self._bucket_bytes)
-                self._manifest, self._route = self._own.share.manifest, Route(background=True)
-            else:
-                self._manifest = plan(named, self._wire_dtype, self._bucket_bytes)
-                self._route = choose_route(named, self._wait_s + _GATHER_S)
+            self._manifest = plan(named, self._wire_dtype, self._bucket_bytes)
+            self._route = choose_route(named, self._wait_s + _GATHER_S)
             if self._sender is not None:
                 sets = range(3 if self._sender.keeps_previous else 2)
                 self._free = [

@@ -1,6 +1,5 @@
 """A server without a model that has the endpoints of SGLang's that the engine uses, following its sources and the
-answers of 0.5.23. Weights are read or received (`receiving.py`) and kept; of its answers they affect only scores, in a
-process of its own (`sglang_process.py`)."""
+answers of 0.5.23. Weights are read and kept; they do not affect its answers."""
 
 from __future__ import annotations
 
@@ -15,7 +14,6 @@ from safetensors.torch import load_file
 
 from asyncrl.cli.processes.ports import free_port
 from tests.engines.server.contract import ContractServer, Handler
-from tests.engines.server.receiving import BEGIN, Receiving
 
 SETTINGS: dict[str, Any] = {
     "dtype": "auto", "tp_size": 1, "dp_size": 1, "pp_size": 1, "tokenizer_worker_num": 1, "quantization": None,
@@ -35,24 +33,14 @@ class SglangContract(ContractServer):
         """Use `early` for all sequences."""
         self.poison: list[int] = []
         """Prompt that is answered with status 500."""
-        self.scores_weights = False
-        """Scores are minus the mean of all weights, in place of fixed ones."""
         super().__init__({"architectures": architectures}, port)
 
     def handler(self) -> type[Handler]:
         return SglangHandler
 
-    def mean(self) -> float | None:
-        """What scores say of the weights; of torn ones something between those of two versions."""
-        if not self.scores_weights:
-            return None
-        means = [float(each.double().mean()) for each in self.weights.values()]
-        return sum(means) / max(len(means), 1)
-
     def start(self) -> None:
         self.seed, self.flushed, self.weights = free_port(), 0, dict[str, torch.Tensor]()
         """`seed` is new at each start."""
-        self.group = Receiving()
         self.in_use = 0
         """Number of times that a flush is still refused, because ended sequences are in the scheduler's last batch."""
         super().start()
@@ -63,12 +51,8 @@ class SglangHandler(Handler):
 
     def do_GET(self) -> None:
         contract = self.contract
-        if self.path == BEGIN and not contract.group.too_old:
-            return self.say({"detail": "Method Not Allowed"}, 405)
         if self.path not in ("/server_info", "/model_info"):
             return self.say({"detail": "Not Found"}, 404)
-        if self.path == "/server_info":
-            contract.group.wait_for_scheduler()
         answers = {
             "/server_info": SETTINGS | {"random_seed": contract.seed},
             "/model_info": {"weight_version": contract.label} | contract.shape,
@@ -89,8 +73,7 @@ class SglangHandler(Handler):
             case "/generate" if body.get("stream"):
                 return self._generate(body)
             case "/generate":
-                mean = contract.mean()
-                said = [-0.1 * place if mean is None else -mean for place in range(len(body["input_ids"]))]
+                said = [-0.1 * place for place in range(len(body["input_ids"]))]
                 scores = [[each if place else None, body["input_ids"][place], None] for place, each in enumerate(said)]
                 return self.say({"meta_info": {"input_token_logprobs": scores}})
             case "/pause_generation":
@@ -108,13 +91,6 @@ class SglangHandler(Handler):
                 return self.say({"message": "pending requests"}, 400)
             case "/flush_cache":
                 contract.flushed += 1
-            case "/update_weight_version":
-                contract.label = body["new_version"]
-            case _ if self.path in contract.group.calls:
-                why, received = contract.group.call(self.path, body, paused=contract.paused)
-                contract.weights |= received
-                contract.in_use = 2 if received else contract.in_use
-                return self.say({"success": not why, "message": why}, 400 if why else 200)
             case _:
                 return self.say({"detail": "Not Found"}, 404)
         self.say({"success": True})

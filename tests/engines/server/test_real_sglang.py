@@ -43,13 +43,8 @@ class SglangServer(RealServer):
         return [PYTHON, "-m", "sglang.launch_server", "--model-path", str(folder), *own, *CPU]
 
 
-@pytest.fixture(scope="module", params=["distributed", "disk"])
-def weights(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def server(weights: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
     folder = tmp_path_factory.mktemp("model")
     engine_config(folder, "qwen3_tied")
     with SglangServer(folder, tmp_path_factory.mktemp("server") / "log").running() as server:
@@ -57,12 +52,12 @@ def server(weights: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 
 @pytest.fixture(scope="module")
-def engine(server: SglangServer, weights: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServers]:
+def engine(server: SglangServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServers]:
     folder = tmp_path_factory.mktemp("settings")
     config = engine_config(folder, "qwen3_tied")
     config.engine.name, config.engine.urls, config.engine.dtype = "sglang", [server.url], "float32"
     config.data.max_prompt_tokens = config.rollout.max_new_tokens = 64
-    config.run.dir, config.engine.weights = str(folder / "run"), weights
+    config.run.dir = str(folder / "run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server_engine, "LOOK_S", 0.2)
         patch.setattr(sglang_servers, "RETRY_S", 1.0)

@@ -51,7 +51,7 @@ def pair(folder: Path) -> Iterator[tuple[SglangContract, SglangContract]]:
 def engine(folder: Path, pair: tuple[SglangContract, SglangContract]) -> Iterator[SglangServers]:
     config = Config()
     config.model.path, config.engine.name, config.run.dir = str(folder), "sglang", str(folder / "run")
-    config.engine.urls, config.engine.weights = [server.url for server in pair], "disk"
+    config.engine.urls = [server.url for server in pair]
     config.data.max_prompt_tokens, config.rollout.max_new_tokens = 24, 16
     made = make_server_engine(config)
     assert isinstance(made, SglangServers)
@@ -180,7 +180,7 @@ def test_one_that_does_not_see_the_folder_is_not_used_and_with_none_left_the_eng
 
 def test_after_a_load_without_an_answer_the_same_process_is_left_alone_until_it_has_ended(pair):
     server = pair[0]
-    link = SglangLink(server.url, base_url=server.url, key="", timeout_s=60.0, weights="auto")
+    link = SglangLink(server.url, base_url=server.url, key="", timeout_s=60.0)
     load = Load(label="run:1", path="/nowhere", recompute=False, overtake=lambda: None)
 
     async def work() -> None:
@@ -198,7 +198,7 @@ def test_after_a_load_without_an_answer_the_same_process_is_left_alone_until_it_
 
 
 def read(*chunks: dict[str, Any]) -> Answer:
-    link, answer = SglangLink("http://u", base_url="http://u", key="", timeout_s=1.0, weights="auto"), Answer()
+    link, answer = SglangLink("http://u", base_url="http://u", key="", timeout_s=1.0), Answer()
     for each in chunks:
         link.read(each, answer)
     return answer

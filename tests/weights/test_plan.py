@@ -1,7 +1,8 @@
-"""Which bytes go to which receiver, cut from what the senders hold."""
+"""Which bytes go to which receiver, cut from the model."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -11,28 +12,44 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import WeightsError
-from asyncrl.weights import flows as flows_module
-from asyncrl.weights.boxes import Box, chopped, coalesced, contains, overlap, volume, whole
-from asyncrl.weights.flows import Flows, all_of, cut, flows_of
+from asyncrl.weights import plan as plan_module
+from asyncrl.weights.boxes import Box, Split, box_of, chopped, coalesced, contains, overlap, slices, volume, whole
 from asyncrl.weights.manifest import Manifest, build_manifest
-from asyncrl.weights.shares import Shares, divide, slices
+from asyncrl.weights.plan import SendPlan
 from asyncrl.weights.sliced import wanted_from_wire, wanted_to_wire
-from tests.weights.test_shares import SHAPES, layouts
+
+SHAPES = st.lists(st.integers(0, 13), min_size=0, max_size=3).map(tuple)
 
 
 @st.composite
-def models(draw: st.DrawFn) -> tuple[Manifest, Shares, list[dict[str, tuple[Box, ...]]]]:
-    """A model, one or several senders of it, and receivers of engines that are cut in any way, or not at all."""
+def layouts(draw: st.DrawFn, shapes: list[tuple[int, ...]]) -> tuple[list[list[Box]], int]:
+    """Boxes of every process of a mesh (copies x FSDP x TP x EP) of every tensor; a tensor is cut along any of them, in
+    any order, or not at all: buffers and norms are in every process."""
+    mesh = [draw(st.integers(1, 3)) for _ in range(3)]
+    places = list(itertools.product(*map(range, mesh)))
+    held = []
+    for shape in shapes:
+        cut_along = draw(st.permutations(range(3))) if shape else []
+        dims = {axis: draw(st.sampled_from([None, *range(len(shape))])) for axis in cut_along}
+        held.append([
+            box_of(shape, [
+                Split(dim=dim, parts=mesh[axis], index=place[axis]) for axis in cut_along
+                if (dim := dims[axis]) is not None
+            ])
+            for place in places
+        ])  # fmt: skip
+    return held, len(places)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[Manifest, list[dict[str, tuple[Box, ...]]]]:
+    """A model, and receivers of engines that are cut in any way, or not at all."""
     shapes = draw(st.lists(SHAPES, min_size=1, max_size=5))
     dtypes = [draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int64])) for _ in shapes]
     rows = [
         (f"layers.{i // 2}.t{i}", shape, dtype) for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
     ]
     manifest = build_manifest(rows, draw(st.sampled_from([64, 512])))
-    shares = all_of(manifest)
-    if draw(st.booleans()):
-        held, senders = draw(layouts(shapes))
-        shares = divide(manifest, {row[0]: held[i] for i, row in enumerate(rows)}, senders, 256)
     wanted: list[dict[str, tuple[Box, ...]]] = []
     for _ in range(draw(st.integers(1, 2))):
         needed, width = draw(layouts(shapes))
@@ -40,15 +57,15 @@ def models(draw: st.DrawFn) -> tuple[Manifest, Shares, list[dict[str, tuple[Box,
             boxes = {name: tuple(b for b in (needed[i][process],) if volume(b)) for i, (name, _, _) in enumerate(rows)}
             some = draw(st.sets(st.sampled_from([name for name, _, _ in rows])))
             wanted.append({name: boxes[name] for name in some})
-    return manifest, shares, wanted
+    return manifest, wanted
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(models(), st.sampled_from([16, 64, 1 << 20]))
 def test_every_element_that_a_process_wants_reaches_it_exactly_once_and_no_other_does(model, cap):
-    manifest, shares, wanted = model
-    planned = cut(shares, wanted, cap)
-    read = Flows.from_wire(planned.to_wire(), Manifest.from_wire(manifest.to_wire()))
+    manifest, wanted = model
+    planned = SendPlan.of(manifest, wanted, cap)
+    read = SendPlan.from_wire(planned.to_wire(), Manifest.from_wire(manifest.to_wire()), len(wanted) + 1)
     assert read == planned
     for rank, want in enumerate(wanted, 1):
         received = read.received(rank)
@@ -60,28 +77,29 @@ def test_every_element_that_a_process_wants_reaches_it_exactly_once_and_no_other
                 expected[slices(box)] += 1
             assert np.array_equal(found, expected)
         assert read.brings(rank, want)
-    sent = np.zeros(0, int)
     for entry in manifest.entries:
         sent = np.zeros(entry.shape, int)
-        for flow in read.of:
-            for name, box in flow.parts.values():
-                if name == entry.name:
-                    sent[slices(box)] += 1
-        assert sent.max(initial=0) <= 1, "all senders together send no more than the model"
+        for name, box in read.parts.values():
+            if name == entry.name:
+                sent[slices(box)] += 1
+        assert sent.max(initial=0) <= 1, "no more than the model is sent"
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(models(), st.sampled_from([16, 64]))
-def test_a_sender_sends_what_it_holds_in_buckets_that_are_not_too_large(model, cap):
-    _, shares, wanted = model
-    planned = cut(shares, wanted, cap)
-    for share, flow in zip(shares.of, planned.of, strict=True):
-        assert all(contains(share.boxes[name], box) for name, box in flow.parts.values())
+def test_buckets_are_not_too_large_and_cut_from_the_models_buckets_in_their_order(model, cap):
+    manifest, wanted = model
+    planned = SendPlan.of(manifest, wanted, cap)
+    source = {entry.name: number for number, bucket in enumerate(manifest.buckets) for entry in bucket.entries}
+    largest = max([bucket.nbytes for bucket in manifest.buckets], default=0)
+    sources = []
+    for bucket in planned.manifest.buckets:
+        of = {source[planned.parts[entry.name][0]] for entry in bucket.entries}
+        assert len(of) == 1, "a bucket is sent as soon as the one that it is cut from is there"
+        sources += of
         if len(planned.lanes) > 1:
-            largest = max([bucket.nbytes for bucket in share.manifest.buckets], default=0)
-            assert all(
-                bucket.nbytes <= max(cap + 16 * len(bucket.entries), largest) for bucket in flow.manifest.buckets
-            )
+            assert bucket.nbytes <= max(cap + 16 * len(bucket.entries), largest)
+    assert sources == sorted(sources)
 
 
 def halves(manifest: Manifest, dim: int = 0) -> list[dict[str, tuple[Box, ...]]]:
@@ -100,27 +118,34 @@ def test_each_process_of_two_receives_half_of_what_is_cut_and_the_sender_sends_t
     rows = [(f"layers.{i}.{name}", shape, torch.bfloat16) for i in range(4) for name, shape in
             (("w", (64, 32)), ("norm", (32,)))]  # fmt: skip
     manifest = build_manifest(rows, 1 << 14)
-    planned = flows_of(manifest, None, [*halves(manifest, 0), *halves(manifest, 0), {}], 1 << 20)
-    assert planned is not None
+    planned = SendPlan.of(manifest, [*halves(manifest, 0), *halves(manifest, 0), {}], 1 << 20)
     assert planned.lanes == ((1, 3, 5), (2, 4, 5), (1, 2, 3, 4, 5))
     nbytes = {rank: sum(sum(map(volume, boxes)) for boxes in planned.received(rank).values()) for rank in range(1, 6)}
     assert nbytes == {1: 4 * 1056, 2: 4 * 1056, 3: 4 * 1056, 4: 4 * 1056, 5: 4 * 2080}
-    assert planned.of[0].manifest.nbytes == manifest.nbytes
-    assert flows_of(manifest, None, [{}, {}], 1 << 20) is None
+    assert planned.manifest.nbytes == manifest.nbytes
+    assert not SendPlan.of(manifest, [{}, {}], 1 << 20).cuts
 
 
 def test_a_large_tensor_is_sent_to_its_lanes_in_turns_so_that_none_waits_for_all_of_it():
     manifest = build_manifest([("embed", (1024, 64), torch.float32)], 1 << 14)
-    (flow,) = cut(all_of(manifest), halves(manifest), 1 << 14).of
-    assert list(flow.lanes) == [0, 1] * 8
-    assert {bucket.nbytes for bucket in flow.manifest.buckets} == {1 << 14}
+    planned = SendPlan.of(manifest, halves(manifest), 1 << 14)
+    assert list(planned.bucket_lanes) == [0, 1] * 8
+    assert {bucket.nbytes for bucket in planned.manifest.buckets} == {1 << 14}
 
 
 def test_with_too_many_kinds_of_receivers_all_get_the_whole_model(monkeypatch):
     manifest = build_manifest([("w", (8, 8), torch.float32)], 1 << 14)
-    monkeypatch.setattr(flows_module, "MOST_LANES", 1)
-    planned = cut(all_of(manifest), halves(manifest), 1 << 14)
+    monkeypatch.setattr(plan_module, "MAX_LANES", 1)
+    planned = SendPlan.of(manifest, halves(manifest), 1 << 14)
     assert planned.lanes == ((1, 2),) and planned.brings(1, {})
+
+
+def test_chunks_are_those_of_torch():
+    assert [box_of((7, 3), [Split(dim=0, parts=4, index=i)])[0] for i in range(4)] == [(0, 2), (2, 4), (4, 6), (6, 7)]
+    assert [volume(box_of((1,), [Split(dim=0, parts=3, index=i)])) for i in range(3)] == [1, 0, 0]
+    # FSDP over TP: rows of the TP shard are cut again
+    both = [Split(dim=0, parts=2, index=1), Split(dim=0, parts=2, index=0)]
+    assert box_of((8, 2), both) == ((4, 6), (0, 2))
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
