@@ -59,7 +59,10 @@ class BucketReceiver:
         Raises:
             RuntimeError: a member of a group died or fell silent.
         """
-        self._rooms.reserve(max((max(sizes, default=0) for sizes in self._sizes()), default=0))
+        longest = max((max(sizes, default=0) for sizes in self._sizes()), default=0)
+        self._rooms.reserve(longest)
+        if buffer is None and self._place.type != "cpu" and len(self._bounce) < longest:
+            self._bounce = torch.empty(longest, dtype=torch.uint8).pin_memory()
         prints = [Fingerprint() for _ in self._groups]
         for arrived in passed(self._pieces(target, buffer)):
             prints[arrived.bucket].update(arrived.piece)  # while the next one arrives
@@ -110,8 +113,6 @@ class BucketReceiver:
             buffer(arrived.bucket)[start : start + len(piece)].copy_(piece)
             return
         if piece.device.type != "cpu":
-            if len(self._bounce) < len(piece):
-                self._bounce = torch.empty(len(piece), dtype=torch.uint8).pin_memory()
             piece = self._bounce[: len(piece)].copy_(piece)
         for entry in self._plan.manifest.buckets[arrived.bucket].entries:
             first, last = max(entry.offset, start), min(entry.offset + entry.nbytes, start + len(piece))
