@@ -30,6 +30,7 @@ from asyncrl.sft.train import TRAINED_TOKENS, step_row
 from asyncrl.telemetry.metrics.registry import METRICS, OF_EVERY_ROW, metric_of, pattern_of
 from asyncrl.types import DropReason
 from asyncrl.weights.broadcast.publisher import _STATS, REPORTED
+from asyncrl.weights.files.sender import _STATS as FILE_STATS
 from tests.learner.alone import train_alone
 from tests.learner.fed_replay import FedReplay, KeptWeights
 from tests.learner.feed import tiny_checkpoint
@@ -153,7 +154,7 @@ def of_pieces(folder: Path) -> Iterator[str]:
     yield from step_row(Measured(totals={TRAINED_TOKENS: 1.0}), DRAWN, {"time/step": 1.0})
     yield from estimates(torch.ones(len(SUMS)))
     yield from speed(1.0, 1.0, 1.0, 1, peak=1.0)
-    yield from (f"weights/{name}" for name in (*_STATS, *REPORTED))
+    yield from (f"weights/{name}" for name in {*_STATS, *REPORTED, *FILE_STATS})
 
 
 ELSEWHERE = {
