@@ -5,7 +5,8 @@
     python -m benchmarks.weights --parameters --members 1 8 64 512
 
 One learner process sends to receivers in processes of their own, on loopback. Every round measures, one after another:
-the bare broadcast, in pieces, over the sockets that the updates use; the copy into a snapshot alone; AdamW's step alone; updates of an idle learner, two with fingerprints and two without, in symmetric
+the bare broadcast, in pieces, over the sockets that the updates use; the copy into a snapshot alone; AdamW's step
+alone; updates of an idle learner, two with fingerprints and two without, in symmetric
 order; two updates while the learner has nothing to compute and steps at once (`stepping_`: AdamW takes cores from the
 update); and one update while the learner computes forward and backward as the loop does, for at least `--compute` times
 the copy, before its step (`busy_`). An update sends what is copied already while the rest is being copied;
