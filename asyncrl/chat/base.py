@@ -173,6 +173,15 @@ class Chat(PromptRenderer, Protocol):
         """Tokens that end a turn."""
         ...
 
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """Texts that end a turn: markers of the template that are several tokens."""
+        ...
+
+    def ends_turn(self, completion: Sequence[int]) -> bool:
+        """Whether sampled tokens end with the end of the turn."""
+        ...
+
     def parse(
         self, completion: Sequence[int], *, prompt: Sequence[int], tools: Sequence[ToolSpec] = (), finish_reason: str
     ) -> Reply:

@@ -10,17 +10,10 @@ from asyncrl.chat.base import Message, ToolSpec
 from asyncrl.chat.library import MODEL_RENDERER_MAP
 from asyncrl.chat.names import AUTO, DEFAULT, candidates
 from asyncrl.chat.renderer import RendererChat, make_renderer
+from asyncrl.chat.turn_end import TOOL
 
 log = logging.getLogger(__name__)
 
-_TOOL: ToolSpec = {
-    "type": "function",
-    "function": {
-        "name": "look_up",
-        "description": "Look a word up.",
-        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
-    },
-}
 _CALLED: Message = {
     "role": "assistant",
     "content": "",
@@ -37,14 +30,14 @@ PROBES: tuple[tuple[list[Message], list[ToolSpec]], ...] = (
         ],
         [],
     ),
-    ([{"role": "user", "content": "What is x?"}], [_TOOL]),
+    ([{"role": "user", "content": "What is x?"}], [TOOL]),
     (
         [
             {"role": "user", "content": "What is x?"},
             _CALLED,
             {"role": "tool", "tool_call_id": "call_0", "name": "look_up", "content": "a letter"},
         ],
-        [_TOOL],
+        [TOOL],
     ),
 )
 """Conversations on which a renderer must agree with the template, token by token."""

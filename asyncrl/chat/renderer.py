@@ -27,18 +27,15 @@ from asyncrl.chat.library import ParsedToolCall, Renderer, ToolCallParseStatus, 
 from asyncrl.chat.names import DEFAULT, Abilities, tells_of_tools
 from asyncrl.chat.remembering import Remembering
 from asyncrl.chat.seam import Seam
-from asyncrl.chat.supervised import ASSISTANT, Supervised, by_renderer, by_template
-from asyncrl.chat.template import extension_text, special_tokens
+from asyncrl.chat.supervised import ASSISTANT, Ends, Supervised, by_renderer, by_template
+from asyncrl.chat.template import extension_text, markers, special_tokens, without_parsers
+from asyncrl.chat.turn_end import TurnEnd, turn_end, without_stop_text
 from asyncrl.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 KEEPS_REASONING = "all"
 """Earlier turns keep everything, because all of it was sampled and is trained on."""
-
-
-PARSERS = ("tool_parser", "reasoning_parser")
-"""Options of the default renderer that are not passed to the template."""
 
 
 BREAK = "\u200b"
@@ -61,7 +58,7 @@ class RendererChat:
     def __init__(self, tokenizer: Any, name: str, options: Mapping[str, Any], *, chosen: bool) -> None:
         self._tokenizer = tokenizer
         self.seam = Seam(tokenizer)
-        self._template_options = {key: value for key, value in options.items() if key not in PARSERS}
+        self._template_options = without_parsers(options)
         self._renderer: Any = make_renderer(Remembering(tokenizer), name, options)
         self.name = name
         self._abilities = Abilities(
@@ -70,11 +67,20 @@ class RendererChat:
             chosen=chosen,
             parser=bool(options.get("tool_parser")),
         )
-        self.stop_token_ids = tuple(self._renderer.get_stop_token_ids())
-        added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
+        added = markers(tokenizer)
+        end = turn_end(tokenizer, added, self._template_options) if name == DEFAULT else TurnEnd()
+        self.stop_token_ids = tuple(dict.fromkeys((*self._renderer.get_stop_token_ids(), *end.token_ids)))
+        self.stop_texts = (end.text,) if end.text else ()
         self._markers = sorted((token for token in added if not token.isalnum() and len(token) > 1), key=len)
         self._rendered: tuple[str, list[int]] = "", []
         """The last rendered messages and tools (their repr) and their ids: all members of a group ask for the same."""
+
+    @property
+    def end_texts(self) -> tuple[str, ...]:
+        """Ends of a turn that decoding does not leave out with the special tokens."""
+        special = special_tokens(self._tokenizer)
+        plain = (self.decode([token]) for token in self.stop_token_ids if token not in special)
+        return (*self.stop_texts, *plain)
 
     @property
     def why_single(self) -> str:
@@ -121,7 +127,8 @@ class RendererChat:
         messages = [self._without_end(each) for each in messages]
         try:
             if self.name == DEFAULT:
-                return by_template(self._tokenizer, self.seam, messages, tools, learned, self._template_options)
+                ends = Ends(tokens=[self.decode([each]) for each in self._turn_ends()], texts=self.stop_texts)
+                return by_template(self._tokenizer, self.seam, messages, tools, learned, self._template_options, ends)
             return by_renderer(self._renderer, messages, tools, learned)
         except ChatError:
             raise
@@ -134,7 +141,8 @@ class RendererChat:
         text, content = message.get("content"), message.get("content")
         if message.get("role") != ASSISTANT or not isinstance(content, str):
             return message
-        for end in filter(None, (self.decode([token]) for token in self._turn_ends())):
+        ends = [*(self.decode([token]) for token in self._turn_ends()), *self.stop_texts]
+        for end in filter(None, ends):
             while content.rstrip().endswith(end):
                 content = content.rstrip().removesuffix(end)
         return message if content == text else {**message, "content": content}
@@ -142,6 +150,8 @@ class RendererChat:
     def parse(
         self, completion: Sequence[int], *, prompt: Sequence[int], tools: Sequence[ToolSpec] = (), finish_reason: str
     ) -> Reply:
+        if self.name == DEFAULT and {int(token) for token in completion[-1:]} & {*self.stop_token_ids}:
+            completion = completion[:-1]  # the library knows the EOS only, and takes another end for text
         try:
             parsed = self._renderer.parse_response(
                 _plain_ids(completion), tools=list(tools) or None, prompt_ids=_plain_ids(prompt)
@@ -149,9 +159,10 @@ class RendererChat:
         # The completion was sampled and may be any ids at all. A parser that fails on them has parsed no call.
         except Exception as error:
             log.debug("renderer %s could not parse a turn: %s", self.name, error)
-            return Reply(content=self._plain(completion), finish_reason=finish_reason)
+            content = without_stop_text(self._plain(completion), self.stop_texts)
+            return Reply(content=content, finish_reason=finish_reason)
         calls = tuple(_call(place, call) for place, call in enumerate(parsed.tool_calls))
-        content = parsed.content if isinstance(parsed.content, str) else ""
+        content = without_stop_text(parsed.content, self.stop_texts) if isinstance(parsed.content, str) else ""
         reasoning = parsed.reasoning_content or ""
         return Reply(content=content, reasoning=reasoning, tool_calls=calls, finish_reason=finish_reason)
 
@@ -214,6 +225,9 @@ class RendererChat:
         last = int(completion[-1]) if len(completion) else None
         end = str(self._tokenizer.decode([last])) if last in self._ends() else ""
         # The template writes the end of the turn; if the policy sampled it, it must not be added again.
+        written = "" if end else self._ends_in_text(completion)
+        if written and text.lstrip().startswith(written):
+            return self.seam.encode(text.lstrip().removeprefix(written), behind=written)
         before, there, after = text.partition(end) if end else (text, "", "")
         ids = self.encode(end + after, add_special_tokens=False) if there and not before.strip() else []
         return ids[1:] if ids and ids[0] == last else self.seam.encode(text, behind=end)
@@ -225,6 +239,18 @@ class RendererChat:
             raise no_template()
         if self.name == DEFAULT and tools and not tells_of_tools(str(template)):
             raise no_place_for_tools()
+
+    def ends_turn(self, completion: Sequence[int]) -> bool:
+        return bool(
+            {int(token) for token in completion[-1:]} & {*self.stop_token_ids} or self._ends_in_text(completion)
+        )
+
+    def _ends_in_text(self, completion: Sequence[int]) -> str:
+        """The stop text that sampled tokens end with; empty if they end with none."""
+        if not self.stop_texts:
+            return ""
+        said = self.seam.decode([int(token) for token in completion], special=True).rstrip()
+        return next((text for text in self.stop_texts if said.endswith(text)), "")
 
     def _turn_ends(self) -> set[int]:
         eos = self._tokenizer.eos_token_id

@@ -33,6 +33,16 @@ class Supervised:
     render turns without reasoning differently."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ends:
+    """What ends a turn, besides special tokens."""
+
+    tokens: Collection[str] = ()
+    """Texts of stop tokens."""
+    texts: Collection[str] = ()
+    """Markers of several tokens."""
+
+
 def trimmed(token_ids: Sequence[int], loss_mask: Sequence[bool], as_asked: bool = True) -> Supervised:
     """Drop the tokens after the last trained one; keep all if none is trained."""
     last = max((place for place, learned in enumerate(loss_mask) if learned), default=len(token_ids) - 1)
@@ -81,11 +91,13 @@ def by_template(
     tools: Sequence[ToolSpec],
     learned: Sequence[bool],
     options: Mapping[str, Any],
+    ends: Ends,
 ) -> Supervised:
     """Use the chat template alone: a turn is the text that it writes after the beginning of an assistant's turn.
 
     Prompt and turns are tokenized separately, as they are when the turns are sampled. A turn that the template does not
-    end with a special token is ended with the tokenizer's EOS, as a sampled one is.
+    end with a token of its own is ended with the tokenizer's EOS, as a sampled one is. Behind a marker of several
+    tokens, at which rollouts stop, the EOS stands in the last turn alone, for engines that stop at tokens only.
 
     Raises:
         ChatError: the template changes a turn once others follow, or does not begin it with its generation prompt.
@@ -93,7 +105,7 @@ def by_template(
     ids: list[int] = []
     mask: list[bool] = []
     said = ""
-    for text, is_learned, closes in _pieces(tokenizer, with_arguments(messages), tools, learned, options):
+    for text, is_learned, closes in _pieces(tokenizer, with_arguments(messages), tools, learned, options, ends):
         new = seam.encode(text, behind=said) if said else tokenizer.encode(text, add_special_tokens=False)
         said += text
         if closes:
@@ -110,6 +122,7 @@ def _pieces(
     tools: Sequence[ToolSpec],
     learned: Sequence[bool],
     options: Mapping[str, Any],
+    ends: Ends,
 ) -> Iterator[tuple[str, bool, bool]]:
     """Yield `(text, whether it is trained on, whether EOS is to follow it)`, in order."""
 
@@ -117,7 +130,7 @@ def _pieces(
         given = {**options, "tools": list(tools) or None}
         return str(tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=asks, **given))
 
-    whole, place, special = written(len(messages)), 0, set(special_tokens(tokenizer).values())
+    whole, place, special = written(len(messages)), 0, {*special_tokens(tokenizer).values(), *ends.tokens}
     for number in [number for number, wanted in enumerate(learned) if wanted]:
         head, through = written(number, asks=True), _going_on(written(number + 1), whole, special)
         if not through.startswith(head):
@@ -133,6 +146,7 @@ def _pieces(
                 "model (model.renderer)"
             )
         body, closes = _closed(whole[len(head) : len(through)], messages[number], special)
+        closes &= number == len(messages) - 1 or not any(body.endswith(text) for text in ends.texts)
         yield whole[place : len(head)], False, False
         yield body, True, closes
         place = len(head) + len(body)

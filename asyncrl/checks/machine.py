@@ -256,11 +256,6 @@ def ends_of(path: str) -> set[int]:
     return set()
 
 
-def never_ends(path: str) -> bool:
-    """Return whether no file of the model names a token that ends a completion."""
-    return not ends_of(path) and model_settings(path, "tokenizer_config.json").get("eos_token") is None
-
-
 def _broken_model(folder: Path, tokenizer: bool) -> Iterator[str]:
     """Report faults that would otherwise appear only after the start of every process, and again after each restart."""
     for name in ("config.json", GENERATION):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rich.text import Text
 
+from asyncrl.chat.turn_end import described
 from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.cli.arguments.settings_file import with_files
 from asyncrl.cli.dry_run.fitting import fitting_lines
@@ -87,7 +88,9 @@ def main(arguments: Sequence[str], *, dry_run: bool = False) -> int:
     at = {"step": trained_steps(begun), "draw": draws_before(begun)}
     course = Course.of(rows, by.rows_per_step, by.epochs, by.steps, **at)
     plan = Plan(given=given, overrides=overrides, encoder=encoder, looked=looked, course=course, begun=begun)
-    say(console, *lines(looked, given), *(f"this resume changes {change}" for change in changes))
+    chat = encoder.chat
+    end = described(chat.stop_token_ids, chat.stop_texts, chat.decode)
+    say(console, *lines(looked, given), end, *(f"this resume changes {change}" for change in changes))
     if dry_run:
         show(plan, console)
         return 0

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from asyncrl.chat.base import (
-    ChatError,
     Message,
     ToolSpec,
     no_place_for_tools,
@@ -30,6 +29,7 @@ from asyncrl.chat.base import (
 )
 from asyncrl.chat.hub import described_in
 from asyncrl.chat.names import tells_of_tools
+from asyncrl.chat.turn_end import turn_end
 from asyncrl.errors import ConfigError
 
 TOKENIZER = "tokenizer"
@@ -55,6 +55,19 @@ class LocalTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def stops(self, options: Mapping[str, Any]) -> tuple[set[int], tuple[str, ...]]:
+        """Return the tokens and texts that end a turn: the EOS, and what the chat template ends turns with.
+
+        Args:
+            options: of the chat template.
+        """
+        named = {token: self._tokenizer.token_to_id(token) for token in self.special.values()}
+        markers = {str(token): at for at, token in self._tokenizer.get_added_tokens_decoder().items()}
+        known = {token: at for token, at in (named | markers).items() if at is not None}
+        end = turn_end(self, known, options)
+        eos = known.get(self.special.get("eos_token", ""))
+        return {*end.token_ids, *([] if eos is None else [eos])}, (end.text,) if end.text else ()
+
     def vocabulary(self) -> dict[str, int]:
         return self._tokenizer.get_vocab()
 
@@ -65,14 +78,17 @@ class LocalTokenizer:
         """Render with the chat template, as the workers' renderer does. Raises ChatError."""
         if not self.chat_template:
             raise no_template()
+        if tools and not tells_of_tools(self._template_for(tools)):
+            raise no_place_for_tools()
         try:
             text = self.apply_chat_template(with_arguments(messages), add_generation_prompt=True, tools=tools)
-        except ChatError:
-            raise
         except Exception as error:  # a template is code that came with the model: whatever it raises is one bad row
             raise unrenderable("the tokenizer's chat template", error) from error
         # The template wrote the special tokens already; adding them again would double the BOS.
         return self.encode(text, add_special_tokens=False)
+
+    def _template_for(self, tools: Sequence[ToolSpec]) -> str:
+        return self.templates.get("tool_use", self.chat_template) if tools else self.chat_template
 
     def apply_chat_template(
         self,
@@ -81,14 +97,13 @@ class LocalTokenizer:
         tokenize: bool = False,
         add_generation_prompt: bool = False,
         tools: Sequence[ToolSpec] = (),
+        **options: Any,
     ) -> str:
-        """Raises ChatError if the template ignores `tools`; jinja2.TemplateError, or any other exception that the
-        template causes on messages it was not written for."""
-        template = self.templates.get("tool_use", self.chat_template) if tools else self.chat_template
-        if tools and not tells_of_tools(template):
-            raise no_place_for_tools()
+        """Raises jinja2.TemplateError, or any other exception that the template causes on messages it was not written
+        for."""
+        template = self._template_for(tools)
         given = {"messages": conversation, "tools": list(tools) or None, "add_generation_prompt": add_generation_prompt}
-        return _compiled(template).render(given | self.special)
+        return _compiled(template).render(given | self.special | options)
 
 
 def load_local_tokenizer(folder: Path) -> LocalTokenizer | None:

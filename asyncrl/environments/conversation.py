@@ -108,8 +108,7 @@ class Conversation:
         if self._last is None or self._new:
             return False
         sampled = self._last[1]
-        ended = {*sampled.token_ids[-1:].tolist()} & {*self._chat.stop_token_ids}
-        return sampled.finish_reason == "stop" and not ended
+        return sampled.finish_reason == "stop" and not self._chat.ends_turn(sampled.token_ids.tolist())
 
     def reward(self, value: float, name: str = "turn") -> None:
         """Add to the reward of the episode, under this name in the metrics; it is credited to the last turn.

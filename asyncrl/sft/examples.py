@@ -14,7 +14,7 @@ from asyncrl.chat.choice import open_chat
 from asyncrl.chat.renderer import RendererChat
 from asyncrl.chat.supervised import Supervised
 from asyncrl.errors import DataError, OverlongError
-from asyncrl.rollout.worker.tokenizer import check_vocabulary, load_tokenizer
+from asyncrl.rollout.worker.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
 from asyncrl.sft.rows import Conversation, SftRows, Texts
 from asyncrl.sft.settings import SftConfig, SftDataConfig
 
@@ -133,6 +133,7 @@ def open_encoder(given: SftConfig) -> Encoder:
     tokenizer = load_tokenizer(given.model.path)
     vocabulary = check_vocabulary(given.model.path, tokenizer)
     chat = open_chat(tokenizer, given.model.path, given.model.renderer, given.model.chat)
+    chat.stop_token_ids = stop_token_ids(given.model.path, tokenizer, chat.stop_token_ids)
     return Encoder(tokenizer, chat, given.data, vocabulary)
 
 

@@ -103,7 +103,7 @@ def test_a_template_that_closes_no_turn_gets_the_eos_that_a_policy_samples() -> 
 def test_an_end_of_a_turn_that_is_special_but_no_named_token_is_the_end_of_the_turn() -> None:
     """Gemma's: the tokenizer's EOS is another token, and no turn has both, learned or continued."""
     of = by_template(CHATML)
-    assert of.stop_token_ids == (EOS_ID,)
+    assert of.stop_token_ids == (EOS_ID, *of.encode("<|im_end|>", add_special_tokens=False))
     found = of.supervise(TALK, learned=BOTH)
     assert learned_text(of, found) == "FIRST ANSWER<|im_end|>SECOND ANSWER<|im_end|>"
     rollout = of.render(TALK[:1])

@@ -13,10 +13,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from asyncrl.chat.hub import described_in
+from asyncrl.chat.template import without_parsers
+from asyncrl.chat.turn_end import described as described_end
 from asyncrl.checks.architecture import may_forget
 from asyncrl.checks.evaluations import EvalSet, eval_sets
 from asyncrl.checks.hints import nearest
-from asyncrl.checks.machine import check_machine, model_settings, never_ends
+from asyncrl.checks.machine import check_machine, ends_of, model_settings
 from asyncrl.checks.own_code import own_learning
 from asyncrl.checks.rewards import MODEL_REWARD, RewardTerm, reward_terms
 from asyncrl.checks.servers import SERVERS
@@ -24,7 +26,7 @@ from asyncrl.checks.sources import sources
 from asyncrl.cli.starting.reward_models import look_at_reward_model
 from asyncrl.collector import load
 from asyncrl.config import load_config
-from asyncrl.data.probe import look_over
+from asyncrl.data.probe import look_over, tokenizer_of
 from asyncrl.data.survey import Survey
 from asyncrl.drawing.curriculum import too_many
 from asyncrl.environments.probe import check_environment
@@ -35,7 +37,7 @@ from asyncrl.own_code import try_in_process
 from asyncrl.rewards.several import uncovered
 from asyncrl.rewards.trial import refuse_unscored, try_reward
 from asyncrl.rollout.groups.evaluated import told_apart
-from asyncrl.schema import Config, EnvironmentConfig
+from asyncrl.schema import Config, EnvironmentConfig, ModelConfig
 from asyncrl.telemetry.folder.resumed import load_as_begun
 from asyncrl.telemetry.folder.run_folder import changes_in, refuse_used_folder
 from asyncrl.telemetry.metrics.alarms import Alarms
@@ -90,12 +92,8 @@ def look_ahead(config: Config) -> Preflight:
             else "is not on this machine and cannot be loaded from the Hugging Face hub at the moment"
         )
         lines.append(f"model.path={config.model.path} {why}, so no prompt was tokenized yet")
-    elif described and never_ends(model):
-        lines.append(
-            f"model.path={config.model.path} names no token that ends a completion (eos_token in "
-            "tokenizer_config.json, eos_token_id in generation_config.json), so each completion will have "
-            "rollout.max_new_tokens tokens"
-        )
+    elif described:
+        lines.append(turn_end_line(config.model, model))
     for each in train if train[0].tokens else ():
         ending = " ..." if len(each.first_prompt) > PROMPT_SHOWN else ""
         of = f" of {each.title}" if len(train) > 1 else ""
@@ -111,6 +109,18 @@ def look_ahead(config: Config) -> Preflight:
             with said_of(each):
                 said += [f"eval {each.name}: {line}" for line in _reward_lines(each.config, [survey])]
     return Preflight(tuple(lines), tuple(said), sum(each.rows for each in train))
+
+
+def turn_end_line(given: ModelConfig, folder: str) -> str:
+    """The line about what ends a turn, as the workers find it: by the chat template and the files of the model."""
+    local = tokenizer_of(folder)
+    ids, texts = local.stops(without_parsers(given.chat)) if local else (set[int](), ())
+    said = described_end(sorted(ids | ends_of(folder)), texts, local.decode) if local else ""
+    return said or (
+        f"model.path={given.path} names no token that ends a completion (a marker in the chat template, eos_token in "
+        "tokenizer_config.json, eos_token_id in generation_config.json), so each completion will have "
+        "rollout.max_new_tokens tokens"
+    )
 
 
 def refuse_unmeasured(keep_best: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,9 +18,18 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+)
 
 from asyncrl.chat.hub import described_in
+from asyncrl.chat.template import markers, without_parsers
+from asyncrl.chat.turn_end import turn_end
+from asyncrl.checks.machine import ends_of
 from asyncrl.errors import CheckpointError, DiskFullError
 from asyncrl.learner.model.building import compute_dtype
 from asyncrl.learner.model.critic import CriticModel
@@ -31,6 +41,8 @@ from asyncrl.schema import ModelConfig
 from asyncrl.storage.checkpoints import EXPORT_DIR, EXPORTED_FILE
 from asyncrl.storage.full_disk import Patience
 from asyncrl.storage.sealed import MANIFEST, replacing
+
+log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -69,7 +81,7 @@ def export_hf(
         whole = merged(whole, model.adapters)
     plain = refilled(AutoModelForCausalLM, model.hf, whole, compute_dtype(config.dtype, model.device))
     plain.tie_weights()
-    save(plain, config.path, target, patience, trained)
+    save(plain, config, target, patience, trained)
 
 
 def adapter_of(target: Path) -> Path:
@@ -88,7 +100,7 @@ def export_critic(
     whole = gathered(model)
     if rank == 0:
         plain = refilled(AutoModelForTokenClassification, model.hf, whole, compute_dtype(config.dtype, model.device))
-        save(plain, config.path, target, patience)
+        save(plain, config, target, patience)
 
 
 def gathered(model: PackedModel) -> dict[str, torch.Tensor]:
@@ -144,15 +156,15 @@ def written(target: Path, fill: Callable[[Path], None], nbytes: int, patience: P
 
 
 def save(
-    plain: PreTrainedModel, source: str, target: Path, patience: Patience | None, trained: int | None = None
+    plain: PreTrainedModel, config: ModelConfig, target: Path, patience: Patience | None, trained: int | None = None
 ) -> None:
-    """Write `target` as the folder of `source` with the weights of `plain`. Raises as `source_of` and `written`.
+    """Write `target` as the folder of `config.path` with the weights of `plain`. Raises as `source_of` and `written`.
 
     Args:
-        source: folder or hub name that the model was loaded from.
+        config: of the model that was loaded.
         trained: see `export_hf`.
     """
-    folder = source_of(source, target)
+    folder = source_of(config.path, target)
     companions = companions_in(folder)
     nbytes = nbytes_of(plain.state_dict()) + sum(file.stat().st_size for file in companions)
 
@@ -164,6 +176,7 @@ def save(
             shutil.copyfile(file, copy_to)  # not its mode: a read-only file could not be changed by the user
         settings = config_like(read_settings(folder / CONFIG_FILE), read_settings(aside / CONFIG_FILE))
         (aside / CONFIG_FILE).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+        declare_turn_ends(aside, config.chat)
         if trained is not None:
             (aside / EXPORTED_FILE).write_text(json.dumps({"trained_steps": trained}) + "\n")
 
@@ -243,3 +256,24 @@ def with_dtype(settings: Any, dtype: str) -> Any:
         name: dtype if name in ("dtype", "torch_dtype") and isinstance(value, str) else with_dtype(value, dtype)
         for name, value in settings.items()
     }
+
+
+def declare_turn_ends(folder: Path, options: Mapping[str, Any]) -> None:
+    """Add the tokens that end a turn, according to the chat template, to `eos_token_id` in `generation_config.json`: an
+    engine that knows only the EOS would let a model that learned another end write on.
+
+    Args:
+        options: of the chat template.
+    """
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # the libraries raise nothing narrower; a model may have no tokenizer
+        log.debug("%s has no tokenizer that can be loaded: %s", folder, error)
+        return
+    found = turn_end(tokenizer, markers(tokenizer), without_parsers(options)).token_ids
+    file = folder / GENERATION_FILE
+    settings = read_settings(file) if file.is_file() else {}
+    known = sorted(ends_of(str(folder))) or [tokenizer.eos_token_id] * (tokenizer.eos_token_id is not None)
+    if not set(found) <= set(known):
+        settings["eos_token_id"] = [*known, *(token for token in found if token not in known)]
+        file.write_text(json.dumps(settings, indent=2) + "\n")

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from transformers import AutoConfig, AutoTokenizer
 
 from asyncrl.chat.seam import Seam
+from asyncrl.chat.turn_end import without_stop_text
 from asyncrl.checks.machine import ends_of
 from asyncrl.data.local_tokenizer import PROBE, LocalTokenizer, own_tokenizer
 from asyncrl.environments.base import Decode, Encode
@@ -66,7 +67,7 @@ def check_vocabulary(model_path: str, tokenizer: Any) -> int:
 
 
 def stop_token_ids(model_path: str, tokenizer: Any, turn_ends: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """The ids that end a completion: the tokenizer's EOS, `turn_ends`, and those in the model's own files.
+    """The ids that end a completion: the tokenizer's EOS, `turn_ends` of the chat, and those in the model's own files.
 
     Chat models end a turn with another token than their tokenizer's EOS; without it completions would run to
     `rollout.max_new_tokens`.
@@ -81,11 +82,16 @@ def stop_token_ids(model_path: str, tokenizer: Any, turn_ends: tuple[int, ...] =
     return tuple(sorted(ids))
 
 
-def make_decode(tokenizer: Any) -> Decode:
+def make_decode(tokenizer: Any, end_texts: Sequence[str] = ()) -> Decode:
+    """
+    Args:
+        end_texts: what may end a turn and is no special token; left out at the end of a text, as special tokens are.
+    """
     seam = Seam(tokenizer)
 
     def decode(sequences: Sequence[NDArray[np.int32]], *, special: bool = False) -> list[str]:
-        return [seam.decode(ids.tolist(), special=special) for ids in sequences]
+        texts = [seam.decode(ids.tolist(), special=special) for ids in sequences]
+        return texts if special else [without_stop_text(text, end_texts) for text in texts]
 
     return decode
 

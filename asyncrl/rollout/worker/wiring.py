@@ -10,6 +10,7 @@ from typing import Any
 
 from asyncrl.chat.choice import open_chat, told
 from asyncrl.chat.renderer import RendererChat
+from asyncrl.chat.turn_end import described
 from asyncrl.checks.evaluations import EvalSet, eval_sets
 from asyncrl.checks.sources import Source
 from asyncrl.data.dataset import open_alone, open_dataset
@@ -237,7 +238,7 @@ def make_runner(
     return EpisodeRunner(
         engine=engine,
         environment=environment,
-        decode=make_decode(texts.tokenizer),
+        decode=make_decode(texts.tokenizer, texts.chat.end_texts),
         encode=make_encode(texts.tokenizer),
         score=rewards.score,
         parts=RewardParts.of(config.advantage, texts.sampling, reference=config.reference.from_rollout),
@@ -287,6 +288,8 @@ def load_texts(config: Config, own: LocalTokenizer | None = None) -> Texts:
     log.info("%s", told(chat, config.model.renderer))
     # Those of the model's files too: an environment would otherwise take a turn that ended with one for an open one.
     chat.stop_token_ids = stop_token_ids(config.model.path, tokenizer, chat.stop_token_ids)
+    if end := described(chat.stop_token_ids, chat.stop_texts, chat.decode):
+        log.info("%s", end)
     prompts = PromptSource(
         open_dataset(config.data),
         chat,
@@ -303,6 +306,7 @@ def load_texts(config: Config, own: LocalTokenizer | None = None) -> Texts:
         min_p=config.rollout.min_p,
         max_new_tokens=config.rollout.max_new_tokens,
         stop_token_ids=chat.stop_token_ids,
+        stop=chat.stop_texts,
         record_topk=config.engine.record_topk,
         record_routing=config.learner.router_replay,
     )

@@ -12,7 +12,7 @@ import pytest
 from asyncrl.cli import local
 from asyncrl.cli.main import main
 from asyncrl.config import load_config, read_config
-from asyncrl.data.byte_tokenizer import save_byte_tokenizer
+from asyncrl.data.byte_tokenizer import CHAT_TEMPLATE, save_byte_tokenizer
 from asyncrl.data.smoke_rows import NUMBERS_V1
 from asyncrl.telemetry.folder.run_folder import prepare_run_folder
 
@@ -379,6 +379,15 @@ def test_it_is_told_where_no_token_ends_a_completion(task: list[str], capsys: py
         Path("model/config.json").write_text(json.dumps(config | {"eos_token_id": named}))
         assert main(["local", *task, "--dry-run"]) == 0
         assert (said in capsys.readouterr().out) == told
+
+
+def test_the_start_says_what_ends_a_turn(task: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The template's own end, which is not the EOS."""
+    config = json.loads(Path("model/config.json").read_text())
+    Path("model/config.json").write_text(json.dumps(config | {"vocab_size": 264}))
+    save_byte_tokenizer("model", template=CHAT_TEMPLATE.replace("\n{% endfor", "<|reserved_260|>\n{% endfor"))
+    assert main(["local", *task, "--dry-run"]) == 0
+    assert "a turn ends with '<|eos|>' (258) or '<|reserved_260|>' (260)" in capsys.readouterr().out
 
 
 def test_a_model_that_predicts_no_next_token_is_refused(task: list[str], capsys: pytest.CaptureFixture[str]) -> None:

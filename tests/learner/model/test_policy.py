@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
+from asyncrl.data.byte_tokenizer import CHAT_TEMPLATE, EOS_ID, save_byte_tokenizer
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.learner.batch import packing
 from asyncrl.learner.checkpoints.export import export_hf
@@ -55,6 +56,17 @@ def test_an_export_loads_in_transformers_with_the_trained_weights(tmp_path: Path
     assert (tmp_path / "hf" / "tokenizer.json").exists()
     assert "attn_implementation" not in (tmp_path / "hf" / "config.json").read_text()
     assert loaded.generate(torch.ones(1, 2, dtype=torch.long), max_new_tokens=3, do_sample=False).shape == (1, 5)
+
+
+@pytest.mark.parametrize(("named", "known"), [(None, [EOS_ID]), (7, [7]), ([7, 8], [7, 8])])
+def test_an_export_names_the_tokens_that_end_a_turn(tmp_path: Path, named: int | list[int] | None, known: list[int]):
+    """Also those that only the chat template names: other engines stop at what generation_config.json says."""
+    source = tiny_checkpoint(tmp_path / "source")
+    save_byte_tokenizer(source, template=CHAT_TEMPLATE.replace("\n{% endfor", "<|reserved_260|>\n{% endfor"))
+    if named is not None:
+        GenerationConfig(eos_token_id=named).save_pretrained(source)
+    export_hf(build_model(config_for(source), CPU, None), ModelConfig(path=str(source)), tmp_path / "hf", rank=0)
+    assert GenerationConfig.from_pretrained(tmp_path / "hf").eos_token_id == [*known, 260]
 
 
 def test_a_checkpoint_that_lacks_weights_is_refused_and_not_filled_up_at_random(tmp_path: Path):

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from asyncrl.config import load_config
 from asyncrl.data import local_tokenizer
-from asyncrl.data.byte_tokenizer import EOS_ID, VOCAB_SIZE, save_byte_tokenizer
+from asyncrl.data.byte_tokenizer import CHAT_TEMPLATE, EOS_ID, VOCAB_SIZE, save_byte_tokenizer
 from asyncrl.data.local_tokenizer import tokenizer_digest
 from asyncrl.errors import ConfigError
 from asyncrl.rollout.worker import wiring
@@ -108,6 +108,12 @@ def test_environments_know_the_ends_of_a_turn_that_rollouts_stop_at(tmp_path):
     own = [f"data.path={tmp_path}/rows.jsonl", f"reward.function={tmp_path}/r.py:f"]
     texts = wiring.load_texts(load_config([f"model.path={path}", *own, "engine=fake"]))
     assert texts.sampling.stop_token_ids == texts.chat.stop_token_ids == (9, EOS_ID)
+    save_byte_tokenizer(tmp_path, template=CHAT_TEMPLATE.replace("\n{% endfor", "<|reserved_260|>\n{% endfor"))
+    texts = wiring.load_texts(load_config([f"model.path={path}", *own, "engine=fake"]))
+    assert texts.sampling.stop_token_ids == texts.chat.stop_token_ids == (9, EOS_ID, 260), "the template's own end"
+    save_byte_tokenizer(tmp_path, template=CHAT_TEMPLATE.replace("\n{% endfor", "[/]\n{% endfor"))
+    texts = wiring.load_texts(load_config([f"model.path={path}", *own, "engine=fake"]))
+    assert texts.sampling.stop_token_ids == (9, EOS_ID) and texts.sampling.stop == texts.chat.stop_texts == ("[/]",)
 
 
 def test_it_is_said_where_no_token_ends_a_completion(tmp_path, caplog):
