@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from rich.text import Text
@@ -27,7 +26,7 @@ from asyncrl.data.rows.base import Row
 from asyncrl.data.survey import Survey
 from asyncrl.errors import RewardError
 from asyncrl.plain_text import plain
-from asyncrl.rewards.library.choice import LETTERS
+from asyncrl.rewards.reference_answers import SEARCHED, reference_completions, reference_text
 from asyncrl.rewards.score import Outcome
 from asyncrl.rewards.trial import score_texts
 from asyncrl.schema import Config, RewardConfig
@@ -41,11 +40,6 @@ UNUSED = "reward.function=unused:unused"
 """Added if no reward is given, so that the settings are accepted. It is never called."""
 SHOWN = 2000
 """Limit on the characters shown of the first prompt."""
-TRUTHS = ("reward_model.ground_truth", "ground_truth", "answer", "solution", "target", "label")
-"""Columns that usually contain the right answer; the first one present in a row is used, after the reward's own
-`column`."""
-FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>", "The answer is {}.", "Answer: {}")
-"""Forms in which rewards expect the answer. Each is scored, and the best score counts."""
 
 
 def main(overrides: Sequence[str]) -> int:
@@ -69,8 +63,7 @@ def main(overrides: Sequence[str]) -> int:
     tokens = [count for each in found for count in each.tokens]
     untold = "there is no tokenizer.json in model.path here, so nothing was tokenized"
     say(console, *(histogram(tokens, limit) if tokens else [untold]))
-    columns = _columns(config.reward)
-    console.print(_rendered(found[0], columns))
+    console.print(_rendered(found[0], _columns(config.reward)))
     if not rewarded:
         console.print(
             "no reward was given. Give reward.function=FILE.py:NAME or reward=NAME to score each row's own answer"
@@ -100,11 +93,9 @@ def _shares(config: Config) -> Iterator[str]:
 
 
 def _columns(reward: RewardConfig) -> tuple[str, ...]:
-    """Return the columns in which to look for the right answer: those that the reward was told of, then `TRUTHS`."""
-    if not reward.function and not reward.functions:
-        return TRUTHS
+    """Return the columns of the right answer that the reward was told of."""
     told = [term.args.get("column") for term in reward_terms(reward)]
-    return (*(column for column in told if isinstance(column, str) and column), *TRUTHS)
+    return tuple(column for column in told if isinstance(column, str) and column)
 
 
 def _rendered(found: Survey, columns: Sequence[str]) -> Text:
@@ -113,23 +104,8 @@ def _rendered(found: Survey, columns: Sequence[str]) -> Text:
     text = Text(f"the first prompt ({plain(where)}); dim is given, green is sampled and alone in the loss:\n")
     prompt = found.first_prompt or str(row["prompt"])
     text.append(plain(prompt if len(prompt) <= SHOWN else f"{prompt[:SHOWN]} ..."), style="dim")
-    truth = ground_truth(row, columns)
+    truth = reference_text(row, columns)
     return text.append(f"▶{plain(truth) if truth is not None else '...'}◀", style="bold green")
-
-
-def ground_truth(row: Row, columns: Sequence[str] = TRUTHS) -> str | None:
-    """Return the row's right answer as text; None if it has none of the columns."""
-    for name in columns:
-        value: Any = row
-        for part in name.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        if isinstance(value, dict):
-            value = value.get("target")
-        if isinstance(value, list) and value:
-            value = value[0]
-        if value is not None and value == value and not isinstance(value, dict | list):
-            return str(value)
-    return None
 
 
 def judged(reward: RewardConfig, rows: Sequence[tuple[str, Row]]) -> tuple[list[str], list[str]]:
@@ -141,46 +117,52 @@ def judged(reward: RewardConfig, rows: Sequence[tuple[str, Row]]) -> tuple[list[
     Raises:
         ConfigError: the reward cannot be loaded or called.
     """
-    columns = _columns(reward)
-    truths = {where: truth for where, row in rows if (truth := ground_truth(row, columns)) is not None}
-    known = [(where, row) for where, row in rows if where in truths]
+    terms = reward_terms(reward)
+    forms = {where: found for where, row in rows if (found := reference_completions(terms, row))}
+    known = [(where, row) for where, row in rows if where in forms]
     if not known:
-        return [f"no row has one of the columns {', '.join(columns)}, so the reward was not called"], []
-    asked = [
-        (row, ["", *(form.format(text) for text in _spellings(truths[where]) for form in FORMS)])
-        for where, row in known
-    ]
-    scores = [[_value(each) for each in found] for found in score_texts(reward, asked)]
+        return _unanswered(reward, rows)
+    outcomes = score_texts(reward, [(row, ["", *(text for _, text in forms[where])]) for where, row in known])
+    scores = [[_value(each) for each in found] for found in outcomes]
     best = [max(found[1:]) for found in scores]
     top = max(best)
     if top == -np.inf:
-        return [], [f"{known[0][0]}: no form of the row's own answer {truths[known[0][0]]!r:.80} got a score"]
-    form = FORMS[scores[best.index(top)][1:].index(top) % len(FORMS)]
+        return [], [f"{known[0][0]}: no form of the row's own answer got a score: {_reason(outcomes[0])}"]
+    first = best.index(top)
+    form = forms[known[first][0]][scores[first][1:].index(top)][0]
     empty = sorted({found[0] for found in scores})
     said = [
         f"the reward of {len(known)} rows' own answers: {_span(best)}, best as {form.format('ANSWER')!r}; of an empty "
         f"answer: {_span(empty)}"
     ]
-    if without := [where for where, _ in rows if where not in truths]:
+    if without := [where for where, _ in rows if where not in forms]:
         said.append(f"{len(without)} of the {len(rows)} rows looked at have no right answer, {without[0]} first")
     wrong: list[str] = []
-    for (where, _), found, mine in zip(known, scores, best, strict=True):
-        if mine <= found[0]:
-            wrong.append(
-                f"{where}: its own answer {truths[where]!r:.80} scores {_said(mine)}, and an empty answer "
-                f"{_said(found[0])}. Fix the reward, or the row"
-            )
+    for (where, row), found, mine, each in zip(known, scores, best, outcomes, strict=True):
+        own = f"{where}: its own answer {reference_text(row, _columns(reward)) or 'in code'!r:.80} scores {_said(mine)}"
+        if mine == -np.inf:
+            wrong.append(f"{own}: {_reason(each)}")
+        elif mine <= found[0]:
+            wrong.append(f"{own}, and an empty answer {_said(found[0])}. Fix the reward, or the row")
         elif mine < top:
-            wrong.append(
-                f"{where}: its own answer {truths[where]!r:.80} scores {_said(mine)}, and an answer of another row "
-                f"{_said(top)}. Fix the row, or the reward"
-            )
+            wrong.append(f"{own}, and an answer of another row {_said(top)}. Fix the row, or the reward")
     return said, wrong
 
 
-def _spellings(truth: str) -> tuple[str, ...]:
-    """Return the answer, and the letter of the choice if it may be the index of one."""
-    return (truth, LETTERS[int(truth)]) if truth in map(str, range(len(LETTERS))) else (truth,)
+def _unanswered(reward: RewardConfig, rows: Sequence[tuple[str, Row]]) -> tuple[list[str], list[str]]:
+    """Lines about rows of which none has a right answer to try; what the reward refuses in them is wrong."""
+    refused = [
+        f"{where}: {_reason(found)}"
+        for (where, _), found in zip(rows, score_texts(reward, [(row, [""]) for _, row in rows]), strict=True)
+        if all(isinstance(outcome, RewardError) for outcome in found)
+    ]
+    return [f"no row has a right answer to try, in one of the columns {', '.join(SEARCHED)}"], refused
+
+
+def _reason(outcomes: Sequence[Outcome]) -> str:
+    """Why the first of them has no score."""
+    error = next(outcome for outcome in outcomes if isinstance(outcome, RewardError))
+    return " ".join(str(error).split())
 
 
 def _value(outcome: Outcome) -> float:

@@ -12,6 +12,7 @@ import numpy as np
 from asyncrl.checks.rewards import RewardTerm, reward_terms
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.reference_answers import GRADERS, reference_completions
 from asyncrl.rewards.score import Outcome
 from asyncrl.schema import RewardConfig
 from asyncrl.types import Completion
@@ -57,18 +58,61 @@ def refuse_unscored(terms: Sequence[RewardTerm], outcomes: Sequence[tuple[str, O
         )
 
 
+def refuse_silent(
+    terms: Sequence[RewardTerm], rows: Sequence[tuple[str, dict[str, Any]]], *, timeout_s: float
+) -> list[str]:
+    """Call each built-in reward that compares with a right answer on the rows' own answers, in every form.
+
+    Args:
+        rows: (file and line, row of the data file), of one source.
+
+    Returns:
+        Lines about rows whose own answer scores no more than an empty completion.
+
+    Raises:
+        ConfigError: that is so for all of them: the reward does not recognise right answers.
+    """
+    return [line for term in terms if term.function in GRADERS for line in _silent(term, rows, timeout_s)]
+
+
+def _silent(term: RewardTerm, rows: Sequence[tuple[str, dict[str, Any]]], timeout_s: float) -> list[str]:
+    name = term.name or GRADERS[term.function]
+    covered = [(where, row, reference_completions([term], row)) for where, row in rows if term.covers(row)]
+    judged = [(where, row, [text for _, text in forms]) for where, row, forms in covered if forms]
+    found = asyncio.run(_score_all([term], [(row, ["", *texts]) for _, row, texts in judged], timeout_s))
+    lines: list[str] = []
+    for (where, _, texts), (empty, *own) in zip(judged, found, strict=True):
+        scores = [outcome.value for outcome in own if not isinstance(outcome, RewardError)]
+        if isinstance(empty, RewardError) or max(scores, default=empty.value) > empty.value:
+            continue
+        lines.append(
+            f"{where}: {name} gives the row's own answer {texts[0]!r:.80} no more than an empty one ({empty.value:g}), "
+            "in any form"
+        )
+    if lines and len(lines) == len(judged):
+        raise ConfigError(
+            f"{lines[0]}, and so for all of the first {len(judged)} rows: the run would train on zeros. Name the "
+            "column of the right answer (reward.args.column=NAME), or use a reward for answers of this kind"
+        )
+    return lines
+
+
 def score_texts(reward: RewardConfig, asked: Sequence[tuple[dict[str, Any], list[str]]]) -> list[list[Outcome]]:
     """Return `[score or failure of each text, ...]` for each (row, its texts), called as in `try_reward`.
 
     Raises:
         ConfigError: the function cannot be loaded or called.
     """
-    return asyncio.run(_score_all(reward, asked))
+    return asyncio.run(_score_all(reward_terms(reward), asked, reward.timeout_s))
 
 
-async def _score_all(reward: RewardConfig, asked: Sequence[tuple[dict[str, Any], list[str]]]) -> list[list[Outcome]]:
+async def _score_all(
+    terms: Sequence[RewardTerm], asked: Sequence[tuple[dict[str, Any], list[str]]], timeout_s: float
+) -> list[list[Outcome]]:
     found: list[list[Outcome]] = []
-    async with RewardPool(reward_terms(reward), workers=1, timeout_s=reward.timeout_s) as pool:
+    if not asked:
+        return found
+    async with RewardPool(terms, workers=1, timeout_s=timeout_s) as pool:
         for row, texts in asked:
             found.append(await _scored(pool, texts, row))
     return found

@@ -38,6 +38,8 @@ ENVIRONMENT = {
     # One thread per core for each matrix product would exhaust the process limit.
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
+    # Printing an integer of more than 4300 digits would raise; older Pythons, with which data sets were made, print it.
+    "PYTHONINTMAXSTRDIGITS": "0",
 }
 """The program's whole environment. It gets none of the caller's variables, which may contain keys."""
 GRACE_S = 30.0

@@ -10,9 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrl.cli.data_check import ground_truth
 from asyncrl.cli.main import main
 from asyncrl.data.byte_tokenizer import save_byte_tokenizer
+from asyncrl.rewards.reference_answers import reference_text
+from asyncrl.sandbox.level import Level
+from asyncrl.sandbox.running import unavailable
 
 REWARDS = """
 import re
@@ -134,4 +136,33 @@ def test_without_a_reward_rows_and_shares_are_shown_and_bad_data_is_refused_as_a
     ],
 )
 def test_the_right_answer_is_found_where_people_keep_it(row: dict[str, Any], truth: str | None) -> None:
-    assert ground_truth(row) == truth
+    assert reference_text(row) == truth
+
+
+def test_a_right_answer_that_a_reward_cannot_compare_is_named_with_its_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = task(tmp_path, [{"prompt": "a", "answer": True}, {"prompt": "b", "answer": {"a": "1"}}])
+    assert main(["data", "check", *given, "reward=math_dapo"]) == 1
+    said = capsys.readouterr().out
+    one, other = (line for line in said.splitlines() if "cannot compare with the right answer" in line)
+    assert one.startswith("d.jsonl:1: ") and "the right answer True, which is of type bool" in one
+    assert other.startswith("d.jsonl:2: ") and "the right answer {'a': '1'}, which is of type dict" in other
+
+
+@pytest.mark.slow
+def test_programs_of_the_rows_are_tried_as_completions_of_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    isolation = "rlimits" if unavailable(Level.NAMESPACES) else "namespaces"
+    tests = {"inputs": ["1 2"], "outputs": ["3"]}
+    row = {"prompt": "a", "tests": tests, "solutions": json.dumps(["print(sum(map(int, input().split())))"])}
+    given = [*task(tmp_path, [row, row | {"solutions": "[]"}]), "reward=code", f"reward.args.isolation={isolation}"]
+    assert main(["data", "check", *given]) == 0
+    said = capsys.readouterr().out
+    assert "the reward of 1 rows' own answers: 1, best as 'a program'" in said and "1 of the 2 rows" in said
+    given = task(tmp_path, [row | {"solutions": json.dumps(["print(4)"])}]) + given[2:]
+    assert main(["data", "check", *given]) == 1
+    assert "d.jsonl:1: its own answer 'in code' scores 0, and an empty answer 0" in capsys.readouterr().out

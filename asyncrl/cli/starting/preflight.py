@@ -35,7 +35,7 @@ from asyncrl.errors import ConfigError, DataError, EpisodeError, RewardError
 from asyncrl.evaluation.table import OF_SOURCE
 from asyncrl.own_code import try_in_process
 from asyncrl.rewards.several import uncovered
-from asyncrl.rewards.trial import refuse_unscored, try_reward
+from asyncrl.rewards.trial import refuse_silent, refuse_unscored, try_reward
 from asyncrl.rollout.groups.evaluated import told_apart
 from asyncrl.schema import Config, EnvironmentConfig, ModelConfig
 from asyncrl.telemetry.folder.resumed import load_as_begun
@@ -264,6 +264,7 @@ def _reward_lines(config: Config, found: Sequence[Survey], beside: Sequence[Surv
     for each in found:  # per source of a mixture: if one has no scores, all of its groups would be dropped
         own = {where for where, _ in each.first_rows}
         refuse_unscored(terms, [outcome for outcome in outcomes if outcome[0] in own])
+        lines += refuse_silent(terms, each.first_rows[:TRIED_ROWS], timeout_s=config.reward.timeout_s)
     if not outcomes:
         return lines
     failed = [(where, outcome) for where, outcome in outcomes if isinstance(outcome, RewardError)]

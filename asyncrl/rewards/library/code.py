@@ -10,48 +10,69 @@ import json
 import math
 import re
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass
+import textwrap
 from typing import Any
 
 from asyncrl.errors import RewardError, SandboxError
-from asyncrl.rewards.library.answers import ground_truth
+from asyncrl.rewards.library.code_results import same_result, same_text
+from asyncrl.rewards.library.code_tests import Tests, read_tests
 from asyncrl.sandbox.limits import Limits, Outcome
 from asyncrl.sandbox.running import chosen_level, run
 
-FENCED = re.compile(r"```([\w+-]*)[^\n]*\n(.*?)```", re.DOTALL)
-PYTHON = ("python", "python3", "py")
-COLUMNS = ("tests", "test_cases", "test_list", "test")
-"""Columns searched for tests, before the columns of any answer."""
-UNREADABLE = (ValueError, RecursionError)
-"""Errors of invalid JSON, or of endlessly nested lists."""
+FENCED = re.compile(
+    r"^(?P<indent>[ \t>]*)(?P<fence>`{3,}|~{3,})[ \t]*\{?\.?(?P<language>[\w+-]*)[^\n`]*\n"
+    r"(?P<code>.*?)^[ \t>]*(?P=fence)",
+    re.DOTALL | re.MULTILINE,
+)
+INLINE = re.compile(r"(?P<indent>)```(?P<language>[\w+-]*)[^\n`]*\n(?P<code>.*?)```", re.DOTALL)
+"""A block that begins or ends within a line."""
+FENCE = re.compile(r"^[ \t>]*(?:```|~~~)", re.MULTILINE)
+PYTHON = ("python", "python3", "py", "py3", "ipython", "pypy", "pypy3")
+FUTURE = re.compile(r"^from __future__ import [^\n(]+\n", re.MULTILINE)
 
+PRELUDE = """\
+import builtins, importlib
+def known(names, modules):
+    for name in modules:
+        module = importlib.import_module(name)
+        found = {each: getattr(module, each) for each in getattr(module, "__all__", dir(module)) if each[0] != "_"}
+        for each, value in found.items():
+            if not hasattr(builtins, each):
+                setattr(builtins, each, value)
+    for name in names:
+        setattr(builtins, name, importlib.import_module(name))
+known(("bisect", "collections", "copy", "functools", "heapq", "itertools", "math", "random", "re", "string", "sys",
+       "typing"), ("typing", "collections"))
+"""
+"""Names that programs use without importing them, because sites of exercises provide them; a name of the program's own
+goes before. Not the functions of modules: an assert for a function that the program lacks would find `math.gcd`."""
 CALLER = """\
+import prelude
+prelude.known((), ("heapq", "bisect", "itertools", "functools", "math", "string"))
 import json, sys
 given = json.loads(sys.stdin.read())
 import solution
-owner = solution if hasattr(solution, given["name"]) else solution.Solution()
+def plain(value):
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, dict):
+        return {str(key) if isinstance(key, tuple) else key: plain(one) for key, one in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return {"\\0set": [plain(one) for one in value]}
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return [plain(one) for one in value] if hasattr(value, "__iter__") else float(value)
 for arguments in given["calls"]:
-    said = getattr(owner, given["name"])(*arguments)
-    print("\\n" + given["mark"] + json.dumps(said, default=list), flush=True)
+    try:
+        owner = solution if hasattr(solution, given["name"]) else solution.Solution()
+        said = json.dumps(plain(getattr(owner, given["name"])(*arguments)))
+    except Exception:
+        said = "raised"
+    print("\\n" + given["mark"] + said, flush=True)
 """
 """Calls the program's function. It does not get the expected results, which are compared outside."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tests:
-    """Tests of one row; of one or more of the three kinds."""
-
-    typed: tuple[tuple[str, str], ...] = ()
-    """(standard input, standard output)."""
-    called: tuple[tuple[list[Any], Any], ...] = ()
-    """(arguments, result) of `function`."""
-    function: str = ""
-    asserted: tuple[str, ...] = ()
-    """Source that runs after the program, and passes if it raises nothing."""
-
-    def __len__(self) -> int:
-        return len(self.typed) + len(self.called) + len(self.asserted)
+LIBRARY = 'import prelude, sys; sys.modules["solution"] = sys.modules["__main__"]; __name__ = "solution"\n'
+"""Before a program whose functions are tested: it must not read input under `if __name__ == "__main__"`."""
 
 
 class Code:
@@ -92,7 +113,9 @@ class Code:
 
     async def __call__(self, completion: str, row: dict[str, Any]) -> dict[str, float]:
         tests = read_tests(row, self._column, self._max_tests)
-        program = program_in(completion)
+        program = program_in(completion, tests.function)
+        if tests.before:
+            program = continued(tests.before, program, completion, tests.function)
         passed = await self._passed(program, tests) if program else 0
         share = passed / len(tests)
         if self._partial:
@@ -105,14 +128,15 @@ class Code:
         if passed < len(tests.called) and not self._partial:
             return passed
         for stdin, wanted in tests.typed:
-            outcome = await self._run(program, stdin)
+            outcome = await self._run(prepared(program, "import prelude\n"), stdin)
             right = outcome.succeeded and same_text(outcome.stdout, wanted)
             if not right and not self._partial:
                 return passed
             passed += right
         for source in tests.asserted:
             mark = secrets.token_hex(16)
-            outcome = await self._run(f"{program}\n\n{source}\n\nprint('\\n{mark}')\n")
+            tested = f'{prepared(program, LIBRARY)}\n\n__name__ = "__main__"\n{source}\n\nprint("\\n{mark}")\n'
+            outcome = await self._run(tested)
             right = outcome.succeeded and outcome.stdout.rstrip().endswith(mark)
             if not right and not self._partial:
                 return passed
@@ -124,10 +148,11 @@ class Code:
         given = {"name": tests.function, "calls": [arguments for arguments, _ in tests.called], "mark": mark}
         outcome = await self._run(CALLER, json.dumps(given), {"solution.py": program})
         said = [line.removeprefix(mark) for line in outcome.stdout.splitlines() if line.startswith(mark)]
-        pairs = zip(said, (wanted for _, wanted in tests.called), strict=False)
-        return sum(same_result(text, wanted) for text, wanted in pairs)
+        wanted = zip((result for _, result in tests.called), tests.texts, strict=True)
+        return sum(same_result(text, *result) for text, result in zip(said, wanted, strict=False))
 
     async def _run(self, program: str, stdin: str = "", files: dict[str, str] | None = None) -> Outcome:
+        files = {"prelude.py": PRELUDE, **(files or {})}
         call = {"stdin": stdin, "limits": self._limits, "level": self._level, "files": files}
         try:
             return await asyncio.to_thread(run, program, **call)
@@ -135,92 +160,44 @@ class Code:
             raise RewardError(f"the sandbox could not run a program: {error}", "lost") from error
 
 
-def program_in(completion: str) -> str:
-    """Return the last fenced block of Python, or of no named language; the whole text if nothing is fenced."""
-    blocks = FENCED.findall(completion)
+def program_in(completion: str, function: str = "") -> str:
+    """Return the last fenced block of Python, or of no named language; of several the last that defines `function`, if
+    one does, since examples of its use may follow. The whole text if nothing is fenced."""
+    text = completion.replace("\r\n", "\n")
+    found = list(FENCED.finditer(text)) or INLINE.finditer(text)
+    blocks = [(each["language"], _unindented(each["code"], each["indent"])) for each in found]
     if not blocks:
-        return "" if "```" in completion else completion.strip()
-    named = [text for language, text in blocks if language.lower() in PYTHON]
-    plain = [text for language, text in blocks if not language]
-    return (named or plain or [""])[-1]
+        return "" if FENCE.search(text) or "```" in text else text.strip()
+    named = [code for language, code in blocks if language.lower() in PYTHON]
+    plain = [code for language, code in blocks if not language]
+    programs = named or plain or [""]
+    if function:
+        definition = re.compile(rf"^\s*(?:(?:async\s+)?def|class)\s+(?:{re.escape(function)}|Solution)\b", re.MULTILINE)
+        programs = [code for code in programs if definition.search(code)] or programs
+    return programs[-1]
 
 
-def read_tests(row: Mapping[str, Any], column: str, most: int) -> Tests:
-    """Read the tests of a row. Raises RewardError: there are none, or none in a known form."""
-    found = next((row[name] for name in COLUMNS if row.get(name)), None) if not column else None
-    truth = found if found is not None else ground_truth(row, column, "code")
-    if isinstance(truth, str):
-        try:
-            truth = json.loads(truth)
-        except UNREADABLE:
-            truth = {"functional": truth}
-    try:
-        tests = _tests(truth, row)
-    except (KeyError, TypeError, *UNREADABLE) as error:
-        raise RewardError(f"code cannot read the tests {truth!r:.120}: {type(error).__name__}: {error}") from error
-    if not len(tests):
-        raise RewardError(f"code found no test in {truth!r:.120}")
-    last = most or None
-    return Tests(
-        typed=tests.typed[:last], called=tests.called[:last], function=tests.function, asserted=tests.asserted[:last]
-    )
+def _unindented(code: str, indent: str) -> str:
+    """Remove the indentation or the quotation marks of a fence from its lines."""
+    if not indent:
+        return code
+    if ">" in indent:
+        code = re.sub(r"^[ \t]*> ?", "", code, flags=re.MULTILINE)
+    return textwrap.dedent(code)
 
 
-def _tests(truth: Any, row: Mapping[str, Any]) -> Tests:
-    if isinstance(truth, Mapping) and "functional" in truth:
-        entry = row.get("entry_point")
-        call = f"\ncheck({entry})" if entry and "def check(" in truth["functional"] else ""
-        return Tests(asserted=(truth["functional"] + call,))
-    if isinstance(truth, Mapping):
-        return _pairs(zip(truth["inputs"], truth["outputs"], strict=True), truth.get("fn_name") or "")
-    if all(isinstance(entry, str) for entry in truth):
-        setup = row.get("test_setup_code") or ""
-        return Tests(asserted=tuple(f"{setup}\n{entry}" for entry in truth))
-    name = next((entry["fn_name"] for entry in truth if entry.get("fn_name")), "")
-    return _pairs(((entry["input"], entry["output"]) for entry in truth), name)
+def continued(before: str, program: str, completion: str, function: str) -> str:
+    """Return a program after the source that its prompt began: as the body of the function, unless it defines it."""
+    if not program:
+        return ""
+    if re.search(rf"^(?:async\s+)?def\s+{re.escape(function)}\b", program, re.MULTILINE):
+        return f"{before}\n\n{program}"
+    body = program if FENCE.search(completion) else completion.replace("\r\n", "\n")
+    if not re.match(r"\s*\n?[ \t]", body):
+        body = textwrap.indent(body, "    ")
+    return f"{before.rstrip()}\n{body}"
 
 
-def _pairs(pairs: Any, function: str) -> Tests:
-    if not function:
-        return Tests(typed=tuple((_text(given), _text(wanted)) for given, wanted in pairs))
-    return Tests(function=function, called=tuple((_arguments(given), _result(wanted)) for given, wanted in pairs))
-
-
-def _text(value: Any) -> str:
-    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _arguments(value: Any) -> list[Any]:
-    """Arguments as a list, or as a text with one per line; each as JSON."""
-    return [json.loads(line) for line in value.splitlines() if line.strip()] if isinstance(value, str) else list(value)
-
-
-def _result(value: Any) -> Any:
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except UNREADABLE:
-        return value
-
-
-def same_text(given: str, wanted: str) -> bool:
-    """Whether the texts are equal except for white space at the ends of lines and of the whole."""
-    one, other = ([line.rstrip() for line in text.strip().splitlines()] for text in (given, wanted))
-    return one == other
-
-
-def same_result(said: str, wanted: Any) -> bool:
-    """Whether the results are equal as JSON; numbers to nine digits. APPS wraps a result in a list of one, which is
-    accepted too."""
-    try:
-        given = json.loads(said)
-        return _equal(given, wanted) or (isinstance(wanted, list) and len(wanted) == 1 and _equal(given, wanted[0]))
-    except (OverflowError, *UNREADABLE):  # OverflowError: a float compared with a too large integer
-        return False
-
-
-def _equal(given: Any, wanted: Any) -> bool:
-    if isinstance(given, list) and isinstance(wanted, list):
-        return len(given) == len(wanted) and all(map(_equal, given, wanted))
-    if isinstance(given, float) and isinstance(wanted, int | float):
-        return math.isclose(given, wanted, rel_tol=1e-9, abs_tol=1e-9)
-    return type(given) is type(wanted) and given == wanted
+def prepared(program: str, first: str) -> str:
+    """Return the program behind a first line; imports from `__future__` stay before it."""
+    return "".join(FUTURE.findall(program)) + first + FUTURE.sub("", program)

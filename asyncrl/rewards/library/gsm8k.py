@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import re
-from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from asyncrl.errors import RewardError
-from asyncrl.rewards.library.answers import ground_truth, texts_of
+from asyncrl.rewards.library.answers import Answer, boxed_answer, right_answers
+from asyncrl.rewards.library.numerals import (
+    Number,
+    decimal_text,
+    exact,
+    first_number,
+    last_number,
+    number_in,
+    plain_notation,
+    same_number,
+    spelled_out,
+)
 
+MARK = "####"
 MARKED = re.compile(r"#### (-?[0-9.,]+)")
 NUMBER = re.compile(r"-?[0-9.,]+")
 SEEN = 300
 """Number of characters at the end that are searched."""
-MINUS = str.maketrans({"\u2212": "-", "\u2013": "-", "\uff0d": "-"})
 
 
 def gsm8k(
@@ -28,24 +38,37 @@ def gsm8k(
 
     Args:
         method: `strict` takes the last number after `#### `, without commas; `flexible` the last number of the text,
-            unchanged; both compare text. `numeric` takes the last number in any notation (`$1,000.`, a typographic
-            minus) and compares numbers.
+            unchanged; both compare text, unless the row's answer is a number and no text. `numeric` compares numbers
+            in any notation (`$1,000.`, a typographic minus, 1/2, 1e-05): the one after the last `####`, otherwise in
+            the last box, otherwise the last.
         column: column of the right answer; for a whole solution (GSM8K's own `answer`) the part after its `####` is
             used.
 
     Raises:
-        RewardError: the row has no answer, or `method` is unknown.
+        RewardError: the row has no answer, or one that is no number, or `method` is unknown.
     """
-    if method not in EXTRACT:
-        raise RewardError(f"gsm8k: method must be {', '.join(EXTRACT)}; got {method!r}")
-    wanted = texts_of(ground_truth(row, column, "gsm8k"))
-    if "####" in wanted[0]:
-        wanted = (wanted[0].rpartition("####")[2].strip().replace(",", ""),)
-    found = EXTRACT[method](completion[-SEEN:])
-    if found is None:
+    if method not in NUMBERS:
+        raise RewardError(f"gsm8k: method must be {', '.join(NUMBERS)}; got {method!r}")
+    wanted = [_marked(answer) for answer in right_answers(row, column, "gsm8k")]
+    numbers = [_number(answer) for answer in wanted]
+    if not any(
+        number is not None or NUMBER.fullmatch(str(answer)) for answer, number in zip(wanted, numbers, strict=True)
+    ):
+        raise RewardError(f"gsm8k needs a right answer that is a number; the row has {wanted[0]!r:.80}")
+    end = completion[-SEEN:]
+    texts = method != "numeric" and any(isinstance(answer, str) for answer in wanted)
+    text = TEXTS[method](end) if texts else None
+    number = NUMBERS[method](end) if not texts or not all(isinstance(answer, str) for answer in wanted) else None
+    if text is None and number is None:
         return 0.0
-    right = same_number(found, wanted[0]) if method == "numeric" else found in wanted
-    return score if right else format_score
+    for answer, its_number in zip(wanted, numbers, strict=True):
+        if isinstance(answer, str) and method != "numeric":
+            right = text is not None and text in (answer, _bare(answer), spelled_out(answer), _digits(its_number))
+        else:
+            right = same_number(number, its_number)
+        if right:
+            return score
+    return format_score
 
 
 def strict(text: str) -> str | None:
@@ -59,17 +82,46 @@ def flexible(text: str) -> str | None:
     return next((number for number in reversed(found) if number != "."), found[0] if found else None)
 
 
-def numeric(text: str) -> str | None:
-    found = [number.rstrip(".,") for number in NUMBER.findall(text.translate(MINUS))]
-    return next((number for number in reversed(found) if any(map(str.isdigit, number))), None)
+def marked_number(text: str) -> Number | None:
+    """Return the number after the last `####`."""
+    return first_number(text.rpartition(MARK)[2]) if MARK in text else None
 
 
-EXTRACT = {"strict": strict, "flexible": flexible, "numeric": numeric}
+def answered_number(text: str) -> Number | None:
+    """Return the number after the last `####`, otherwise that in the last box, otherwise the last."""
+    if MARK in text:
+        return marked_number(text)
+    boxed = boxed_answer(text)
+    return last_number(text if boxed is None else boxed)
 
 
-def same_number(found: str, wanted: str) -> bool:
-    plain = [text.translate(MINUS).replace(",", "").replace("$", "").strip(" .%") for text in (found, wanted)]
-    try:
-        return Decimal(plain[0]) == Decimal(plain[1])
-    except InvalidOperation:
-        return plain[0] == plain[1]
+TEXTS = {"strict": strict, "flexible": flexible}
+NUMBERS = {"strict": marked_number, "flexible": last_number, "numeric": answered_number}
+
+
+def _marked(answer: Answer) -> Answer:
+    """Return the final answer of a whole solution."""
+    if not isinstance(answer, str):
+        return answer
+    if MARK in answer:
+        return answer.rpartition(MARK)[2].strip().replace(",", "")
+    boxed = boxed_answer(answer)
+    return answer.strip() if boxed is None else boxed.strip()
+
+
+def _number(answer: Answer) -> Number | None:
+    return number_in(answer) if isinstance(answer, str) else exact(answer)
+
+
+def _bare(answer: str) -> str:
+    """Return a right answer as `strict` reads it: without commas and currency, and with an ASCII minus."""
+    return plain_notation(answer).strip().replace(",", "")
+
+
+def _digits(number: Number | None) -> str | None:
+    """Write a number with a unit, a currency or a percent sign as `strict` reads it; None for a fraction."""
+    return (
+        decimal_text(number)
+        if number is not None and not isinstance(number, float) and number.denominator == 1
+        else None
+    )

@@ -6,7 +6,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from asyncrl.rewards.library.answers import boxed_answer, ground_truth, texts_of
+from asyncrl.rewards.library.answers import Answer, boxed_answer, right_answers, texts_of
+from asyncrl.rewards.library.numerals import exact, number_in, same_number, spelled_out
 
 SEEN, SEEN_BOX = 300, 100
 """Number of characters at the end that are searched; and for a box."""
@@ -46,20 +47,37 @@ def math_dapo(
 ) -> dict[str, float]:
     r"""`score` for the right answer, `wrong` for any other text; the part `acc` is 1 or 0.
 
+    A right answer that is a number in the row, and no text, is compared as a number.
+
     Args:
         strict_box: only the contents of the last `\boxed{}` near the end count, unchanged.
 
     Raises:
         RewardError: the row has no answer.
     """
-    wanted = texts_of(ground_truth(row, column, "math_dapo"))
-    end = completion[-SEEN:]
+    wanted = right_answers(row, column, "math_dapo")
+    end = completion[-SEEN:].replace("\r\n", "\n")
     if strict_box:
-        right = (boxed_answer(end[-SEEN_BOX:]) or NONE_FOUND) in wanted
+        found = boxed_answer(end[-SEEN_BOX:])
+        right = any((NONE_FOUND if found is None else found) in _spellings(answer) for answer in wanted)
     else:
-        found = ANSWER.findall(end)
-        right = normalised(found[-1] if found else NONE_FOUND) in map(normalised, wanted)
+        said = ANSWER.findall(end)
+        found = said[-1].replace("**", "") if said else NONE_FOUND
+        right = any(_same(found, answer) for answer in wanted)
     return {"score": score if right else wrong, "acc": float(right)}
+
+
+def _same(found: str, wanted: Answer) -> bool:
+    given = normalised(found)
+    if any(given == normalised(text) for text in _spellings(wanted)):
+        return True
+    return not isinstance(wanted, str) and same_number(number_in(given), exact(wanted))
+
+
+def _spellings(answer: Answer) -> tuple[str, ...]:
+    """The right answer as it is, and a decimal number in full: 0.00001 for 1e-05."""
+    full = spelled_out(answer) if isinstance(answer, str) else None
+    return texts_of(answer) if full is None else (*texts_of(answer), full)
 
 
 def normalised(answer: str) -> str:

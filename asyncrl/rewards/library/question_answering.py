@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl.rewards.library.answers import ground_truth, tagged_answer, texts_of
+from asyncrl.rewards.library.answers import ANSWER_LISTS, right_answers, tagged_answer, texts_of
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -32,7 +32,7 @@ def qa_exact_match(
     Raises:
         RewardError: the row has no answer.
     """
-    wanted = [normalised(one) for one in right_answers(row, column, "qa_exact_match")]
+    wanted = [normalised(one) for one in right_texts(row, column, "qa_exact_match")]
     found = tagged_answer(completion)
     if found is None:
         return 0.0
@@ -55,7 +55,7 @@ def f1(completion: str, row: dict[str, Any], tagged: bool = True, column: str = 
     Raises:
         RewardError: the row has no answer.
     """
-    wanted = right_answers(row, column, "f1")
+    wanted = right_texts(row, column, "f1")
     found = tagged_answer(completion) if tagged else completion
     scores = [overlap(found, one) for one in wanted] if found is not None else [(0.0, 0.0, 0.0)]
     best, precision, recall = max(scores)
@@ -75,13 +75,11 @@ def overlap(found: str, wanted: str) -> tuple[float, float, float]:
     return 2 * precision * recall / (precision + recall), precision, recall
 
 
-def right_answers(row: Mapping[str, Any], column: str, reward: str) -> list[str]:
-    """Right answers from a text, several texts, or `{"target": either}` as in Search-R1."""
-    truth = ground_truth(row, column, reward)
-    if isinstance(truth, Mapping):
-        truth = truth.get("target", list(truth.values()))
-    several = truth if isinstance(truth, list | tuple) else [truth]
-    return [text for one in several for text in texts_of(one)[:1]]
+def right_texts(row: Mapping[str, Any], column: str, reward: str) -> list[str]:
+    """Right answers from a text, several texts, `{"target": either}` as in Search-R1, `{"text": several}` as in SQuAD
+    (without any, no answer is right), or TriviaQA's `value` and `aliases`."""
+    found = right_answers(row, column, reward, lists=ANSWER_LISTS, blank=True)
+    return [text for answer in found for text in texts_of(answer)]
 
 
 def normalised(text: str) -> str:

@@ -7,7 +7,9 @@ import pytest
 
 from asyncrl.errors import ConfigError, RewardError, SandboxError
 from asyncrl.rewards.library import code
-from asyncrl.rewards.library.code import Code, program_in, read_tests, same_result, same_text
+from asyncrl.rewards.library.code import Code, program_in
+from asyncrl.rewards.library.code_results import same_result, same_text
+from asyncrl.rewards.library.code_tests import read_tests
 from asyncrl.sandbox import running
 from asyncrl.sandbox.level import Level
 from asyncrl.sandbox.running import unavailable

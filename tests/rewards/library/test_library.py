@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -17,6 +19,7 @@ from asyncrl.own_code import load_function
 from asyncrl.rewards.library import math_verified
 from asyncrl.rewards.library.answers import boxed_answer, tagged_answer
 from asyncrl.rewards.library.choice import choice
+from asyncrl.rewards.library.gsm8k import gsm8k
 from asyncrl.rewards.library.layout import Format
 from asyncrl.rewards.library.math_verified import MathVerified
 from asyncrl.rewards.library.overlong import Overlong
@@ -174,3 +177,52 @@ def test_a_whole_number_that_a_table_keeps_as_a_float_is_that_number(reward: str
         return
     found = made(said, row)
     assert ((found["score"] if isinstance(found, dict) else found) > 0) == right
+
+
+GRADERS = ["gsm8k", "math_dapo", "qa_exact_match", "f1", "math", "exact_match", "choice"]
+
+
+def scored(reward: str, said: str, answer: object, **args: Any) -> float:
+    function: Any = load_function(LIBRARY[reward])
+    returned = (
+        function(**args)(said, {"answer": answer}) if inspect.isclass(function) else function(said, {"answer": answer})
+    )
+    return returned["score"] if isinstance(returned, dict) else returned
+
+
+@pytest.mark.parametrize("reward", GRADERS)
+@pytest.mark.parametrize(
+    "answer", [True, np.bool_(True), b"5", np.bytes_(b"5"), {"value?": 5}, [b"5"], [], [True], object()]
+)
+def test_an_answer_that_is_neither_text_nor_number_is_refused(reward: str, answer: object):
+    with pytest.raises(RewardError, match="right answer"):
+        scored(reward, "#### 5 \\boxed{5} Answer: 5", answer)
+
+
+@pytest.mark.parametrize("reward", [name for name in GRADERS if name not in ("f1", "qa_exact_match")])
+@pytest.mark.parametrize("answer", ["", " \n", [""]])
+def test_an_empty_right_answer_is_refused(reward: str, answer: object):
+    with pytest.raises(RewardError, match="empty text"):
+        scored(reward, "", answer)
+
+
+NUMPY = [np.float32(0.1), np.float64(0.1), Decimal("0.1"), np.array([7.5, 0.1]), [np.float32(0.1)]]
+
+
+@pytest.mark.parametrize("answer", NUMPY, ids=repr)
+@pytest.mark.parametrize(
+    ("reward", "form"), [("gsm8k", "#### {}"), ("math", "\\boxed{{{}}}"), ("math_dapo", "Answer: {}")]
+)
+def test_numbers_of_numpy_are_those_of_their_digits(reward: str, form: str, answer: object):
+    assert scored(reward, form.format("0.1"), answer) == 1.0
+    assert scored(reward, form.format("0.2"), answer) <= 0.0
+
+
+def test_an_index_of_numpy_names_a_choice():
+    assert scored("choice", "Answer: C", np.int64(2)) == 1.0
+    assert scored("choice", "Answer: B", np.int64(2)) == 0.0
+
+
+def test_a_number_that_no_completion_could_name_is_refused_by_gsm8k():
+    with pytest.raises(RewardError, match="needs a right answer that is a number; the row has 'Paris'"):
+        gsm8k("#### Paris", {"answer": "Paris"})
