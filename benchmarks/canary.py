@@ -7,9 +7,9 @@ deviation of the weights, whose norms vary by a fifth; 16 probes of 24 random to
 pack, the built-in engine one by one, in bfloat16.
 
 For each kind of model: `honest`, the mean difference of the right engine, and `allowed`, in thousandths; `refused`,
-right engines that are not accepted; `correlation`, the largest of a right engine's differences with a rival's, over the
-tokens (with one of 0.7 it would count as serving the rival). For each kind of error: how many there were; of them
-`found` by the mean and maximum alone (`by_size`) and with rivals; and `times`, their least mean difference over that of
+right engines that are not accepted; `correlation`, the largest of a right engine's differences with a decoy's, over the
+tokens (with one of 0.7 it would count as serving the decoy). For each kind of error: how many there were; of them
+`found` by the mean and maximum alone (`by_size`) and with decoys; and `times`, their least mean difference over that of
 the right engine.
 
     layers      two adjacent layers exchanged, at every depth
@@ -46,10 +46,10 @@ from asyncrl.engines.hf.runner import ModelRunner
 from asyncrl.errors import WeightsError
 from asyncrl.learner.backends.fsdp2 import FSDP2
 from asyncrl.learner.model.policy import PolicyModel, build_model
-from asyncrl.learner.publishing.canary import RIVALS, canary_of
+from asyncrl.learner.publishing.canary import DECOYS, canary_of
 from asyncrl.learner.publishing.probes import probes_of
 from asyncrl.schema import Config, DataConfig, ModelConfig, RunConfig
-from asyncrl.weights.canary import Canary, Proof, Rival, compare
+from asyncrl.weights.canary import Canary, Decoy, Proof, compare
 from benchmarks.parts.answer import answer, parse
 
 SMOKE = {"layers": 2, "deviations": [0.1], "kinds": ["dense", "moe8"]}
@@ -143,15 +143,15 @@ class Found:
         found[f"{kind}_refused"] = f"{self.refused} of {self.right}"
         found[f"{kind}_correlation"] = round(max(self.correlations), 2)
         for name, rows in self.errors.items():
-            by_size, with_rivals, times = zip(*rows, strict=True)
-            found[f"{kind}_{name}_found"] = f"{sum(with_rivals)} of {len(rows)}"
+            by_size, with_decoys, times = zip(*rows, strict=True)
+            found[f"{kind}_{name}_found"] = f"{sum(with_decoys)} of {len(rows)}"
             found[f"{kind}_{name}_found_by_size"] = f"{sum(by_size)} of {len(rows)}"
             found[f"{kind}_{name}_times"] = round(min(times), 2)
         return found
 
 
-def correlation(rival: Rival, canary: Canary, scored: list[NDArray[np.float32]]) -> float:
-    right, wrong, found = (np.concatenate(parts) for parts in (canary.logprobs, rival.logprobs, scored))
+def correlation(decoy: Decoy, canary: Canary, scored: list[NDArray[np.float32]]) -> float:
+    right, wrong, found = (np.concatenate(parts) for parts in (canary.logprobs, decoy.logprobs, scored))
     one, other = found - right, wrong - right
     return float(one @ other / np.sqrt((one @ one) * (other @ other)))
 
@@ -179,19 +179,19 @@ def look(found: Found, kind: str, layers: int, deviation: float, learner: str, s
         return ModelRunner(engine, CPU, 1).score(canary.sequences)
 
     def judged(name: str, answer: list[NDArray[np.float32]], against: Canary, before: Any = None) -> None:
-        by_size = refused(replace(against, rivals=()), answer)
+        by_size = refused(replace(against, decoys=()), answer)
         times = compare(against, answer).mean / found.honest[-1]
         found.errors[name].append((by_size, refused(against, answer, before), times))
 
     right = policy()
     probes = probes_of(right, 0)
-    canary = canary_of(right, probes, CPU, learner, "bfloat16", with_noise=True, rivals=RIVALS)
+    canary = canary_of(right, probes, CPU, learner, "bfloat16", with_noise=True, decoys=DECOYS)
     engine = copy.deepcopy(model).bfloat16()
     honest = scored(engine)
     found.honest.append(compare(canary, honest).mean)
     found.allowed.append(canary.tolerance("bfloat16").mean)
     found.right, found.refused = found.right + 1, found.refused + refused(canary, honest)
-    found.correlations += [correlation(rival, canary, honest) for rival in canary.rivals]
+    found.correlations += [correlation(decoy, canary, honest) for decoy in canary.decoys]
     for name, damage in damages(kind, layers, deviation):
         wrong = copy.deepcopy(engine)
         damage(wrong)

@@ -26,7 +26,7 @@ from asyncrl.learner.roles import build_roles
 from asyncrl.schema import Config
 from asyncrl.storage.checkpoints import CHECKPOINT_DIR, EXPORT_DIR, newest_whole
 from asyncrl.telemetry.folder.resumed import is_supervised
-from asyncrl.weights.canary import Canary, Difference, Tolerance, compare
+from asyncrl.weights.canary import HALF, Canary, Difference, Tolerance, compare
 
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -59,12 +59,14 @@ class Row:
         return f"{name}{numbers}  {result}{self._share(self.found)}"
 
     def _share(self, found: Difference) -> str:
-        """Explain the milder criterion for experts in half precision, even if they pass."""
-        if self.allowed.share == 1.0:
+        """Explain what a quantile allows, even to those that pass."""
+        allowed = self.allowed
+        if allowed.share == 1.0 or (found.max <= allowed.max and allowed.share == HALF.share):
             return ""
+        router = ": if a router is nearly undecided, rounding sends a token to other experts"
         return (
-            f" ({found.within:.1%} of the tokens within {self.allowed.max:g}, {self.allowed.share:.0%} must be: if a "
-            "router is nearly undecided, rounding sends a token to other experts)"
+            f" ({found.within:.1%} of the tokens within {allowed.max:g}, {allowed.share:.0%} must be"
+            f"{router if allowed.share < HALF.share else ''})"
         )
 
 

@@ -12,8 +12,8 @@ from asyncrl.weights.canary import (
     HALF,
     ROUTED,
     Canary,
+    Decoy,
     Proof,
-    Rival,
     compare,
     random_probes,
     serves,
@@ -52,9 +52,9 @@ def test_a_canary_survives_the_wire_to_the_bit():
             assert np.array_equal(ours, theirs) and ours.dtype == theirs.dtype
     assert (back.learner_dtype, back.wire_dtype, back.largest_logit) == ("float32", "float32", np.inf)
     assert Canary.from_wire(replace(canary, largest_logit=2.5).to_wire()).largest_logit == 2.5
-    rivals = (Rival(name="version 3", logprobs=canary.logprobs),)
-    (rival,) = Canary.from_wire(replace(canary, rivals=rivals).to_wire()).rivals
-    assert rival.name == "version 3" and all(map(np.array_equal, rival.logprobs, canary.logprobs))
+    decoys = (Decoy(name="version 3", logprobs=canary.logprobs),)
+    (decoy,) = Canary.from_wire(replace(canary, decoys=decoys).to_wire()).decoys
+    assert decoy.name == "version 3" and all(map(np.array_equal, decoy.logprobs, canary.logprobs))
 
 
 def test_a_learner_that_does_not_say_its_largest_logit_is_held_to_the_outer_bound():
@@ -73,8 +73,9 @@ def test_a_learner_that_does_not_say_its_largest_logit_is_held_to_the_outer_boun
         lambda wire: wire.update(sequences=[], logprobs=[]),
         lambda wire: wire.update(sequences=[b"\0" * 40000], logprobs=[b"\0" * 39996]),
         lambda wire: wire.update(dtypes=["float32"]),
-        lambda wire: wire.update(rivals=[["version 3", wire["logprobs"][1:]]]),
-        lambda wire: wire.update(rivals=["version 3"]),
+        lambda wire: wire.update(first=4),
+        lambda wire: wire.update(decoys=[["version 3", wire["logprobs"][1:]]]),
+        lambda wire: wire.update(decoys=["version 3"]),
     ],
 )
 def test_a_damaged_canary_is_a_weights_error(damage):
@@ -128,8 +129,8 @@ def test_of_experts_in_half_precision_a_few_tokens_may_differ_much_and_in_float3
     scored[0][:4] = 1.5  # of 92
     proof = Proof(score=lambda _: scored, engine_dtype="bfloat16")
     assert proof.prove(1, canary).max == 1.5
-    for stricter, of in ((proof, canary_of(zeros())), (replace(proof, engine_dtype="float32"), canary)):
-        with pytest.raises(WeightsError, match=r"for 100% of the tokens \(here 95\.7% of them\)"):
+    for stricter, of, share in ((proof, canary_of(zeros()), 99), (replace(proof, engine_dtype="float32"), canary, 100)):
+        with pytest.raises(WeightsError, match=rf"for {share}% of the tokens \(here 95\.7% of them\)"):
             stricter.prove(1, of)
     scored[0][4] = 1.5
     with pytest.raises(WeightsError, match=r"for 95% of the tokens \(here 94\.6% of them\)"):
@@ -137,6 +138,68 @@ def test_of_experts_in_half_precision_a_few_tokens_may_differ_much_and_in_float3
 
 
 MANY = random_probes(97, seed=3, count=16)
+
+
+def test_of_a_dense_model_one_token_in_a_hundred_may_be_far_off_and_none_very_far():
+    canary = Canary(sequences=MANY, logprobs=tuple(flat()), learner_dtype="bfloat16", wire_dtype="bfloat16")
+    scored = flat()  # 368 tokens
+    scored[0][:3] = 2.0
+    proof = Proof(score=lambda _: scored, engine_dtype="bfloat16")
+    assert proof.prove(1, canary).max == 2.0
+    scored[0][3] = 2.0
+    with pytest.raises(WeightsError, match=r"0\.75 for 99% of the tokens \(here 98\.9% of them\), 3 for all of them"):
+        proof.prove(1, canary)
+    scored = flat()
+    scored[0][0] = 3.01
+    with pytest.raises(WeightsError, match=r"differ by up to 3\.01"):
+        proof.prove(1, canary)
+
+
+def two_sets() -> Canary:
+    return Canary(
+        sequences=PROBES + MANY[: len(PROBES)],
+        logprobs=tuple(zeros() * 2),
+        learner_dtype="bfloat16",
+        wire_dtype="bfloat16",
+        first=len(PROBES),
+    )
+
+
+def off(by: float) -> list[np.ndarray]:
+    return [each + np.float32(by) for each in zeros()]
+
+
+def test_a_first_set_of_probes_that_passes_is_enough(caplog: pytest.LogCaptureFixture):
+    asked: list[int] = []
+    canary = two_sets()
+    Proof(score=lambda given: asked.append(len(given)) or zeros(), engine_dtype="bfloat16").prove(5, canary)
+    assert asked == [len(PROBES)] and not caplog.records
+
+
+def test_a_set_that_fails_is_repeated_with_the_second_which_decides(caplog: pytest.LogCaptureFixture):
+    canary, answers = two_sets(), [off(4.0), off(0.01)]
+    found = Proof(score=lambda _: answers.pop(0), engine_dtype="bfloat16").prove(5, canary)
+    assert found.max == pytest.approx(0.01) and not answers
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert "version 5 passed on its second set of probes" in said and "0.01" in said and "differ by up to 4 " in said
+
+
+@pytest.mark.parametrize("kind", ["size", "decoy"])
+def test_an_engine_that_fails_on_both_sets_is_refused_with_both_numbers(kind: str):
+    rng = np.random.default_rng(0)
+    wrong = tuple((0.05 * rng.normal(size=len(each))).astype(np.float32) for each in zeros() * 2)
+    canary = replace(two_sets(), decoys=(Decoy(name="layers 2 and 3 exchanged", logprobs=wrong),))
+    half = len(PROBES)
+    answers = [off(4.0), off(5.0)] if kind == "size" else [list(wrong[:half]), list(wrong[half:])]
+    with pytest.raises(WeightsError) as caught:
+        Proof(score=lambda _: answers.pop(0), engine_dtype="bfloat16").prove(5, Canary.from_wire(canary.to_wire()))
+    said = str(caught.value)
+    assert not answers and "; and so it is with a second set of probes" in said
+    if kind == "size":
+        assert "up to 4 " in said and "up to 5 " in said
+    else:
+        assert said.count("but layers 2 and 3 exchanged") == 2
 
 
 def flat() -> list[np.ndarray]:
@@ -149,20 +212,20 @@ def noisy(values: list[np.ndarray], seed: int, size: float) -> list[np.ndarray]:
     return [(value + size * rng.standard_t(3, len(value))).astype(np.float32) for value in values]
 
 
-def with_rival(size: float) -> tuple[Canary, Rival]:
+def with_decoy(size: float) -> tuple[Canary, Decoy]:
     rng = np.random.default_rng(99)
     wrong = tuple((size * rng.normal(size=len(each))).astype(np.float32) for each in flat())
-    rival = Rival(name="layers 2 and 3 exchanged", logprobs=wrong)
+    decoy = Decoy(name="layers 2 and 3 exchanged", logprobs=wrong)
     right = Canary(sequences=MANY, logprobs=tuple(flat()), learner_dtype="bfloat16", wire_dtype="bfloat16")
-    return replace(right, rivals=(rival,)), rival
+    return replace(right, decoys=(decoy,)), decoy
 
 
-def test_an_engine_within_the_tolerance_that_serves_a_rival_is_refused_by_its_name():
-    canary, rival = with_rival(0.03)
+def test_an_engine_within_the_tolerance_that_serves_a_decoy_is_refused_by_its_name():
+    canary, decoy = with_decoy(0.03)
     proof = Proof(score=lambda _: noisy(flat(), 1, 0.01), engine_dtype="bfloat16")
     proof.prove(4, canary)
-    wrong = noisy(list(rival.logprobs), 1, 0.01)
-    replace(proof, score=lambda _: wrong).prove(4, replace(canary, rivals=()))
+    wrong = noisy(list(decoy.logprobs), 1, 0.01)
+    replace(proof, score=lambda _: wrong).prove(4, replace(canary, decoys=()))
     with pytest.raises(WeightsError, match="does not serve version 4 as the learner has it, but layers 2 and 3 exch"):
         replace(proof, score=lambda _: wrong).prove(4, canary)
     with pytest.raises(WeightsError, match="layers 2 and 3 exchanged"):  # one of two replicas
@@ -170,24 +233,24 @@ def test_an_engine_within_the_tolerance_that_serves_a_rival_is_refused_by_its_na
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-3, 1e-2, 0.1])
-def test_no_right_engine_is_taken_for_a_rival(size: float):
-    canary, rival = with_rival(size)
-    assert not any(serves(rival, canary, noisy(flat(), seed, 0.01)) for seed in range(500))
+def test_no_right_engine_is_taken_for_a_decoy(size: float):
+    canary, decoy = with_decoy(size)
+    assert not any(serves(decoy, canary, noisy(flat(), seed, 0.01)) for seed in range(500))
 
 
-def test_a_few_tokens_alone_do_not_make_an_engine_serve_a_rival():
-    canary, rival = with_rival(0.0)
-    far = [part.copy() for part in rival.logprobs]
+def test_a_few_tokens_alone_do_not_make_an_engine_serve_a_decoy():
+    canary, decoy = with_decoy(0.0)
+    far = [part.copy() for part in decoy.logprobs]
     far[0][:9] = 0.5
     scored = flat()
     scored[0][:9] = 0.5
-    assert not serves(Rival(name="", logprobs=tuple(far)), canary, scored)
+    assert not serves(Decoy(name="", logprobs=tuple(far)), canary, scored)
 
 
 def test_an_engine_that_still_serves_the_version_proven_before_is_found_where_all_compute_alike():
-    older = with_rival(0.03)[0]
-    old = list(older.rivals[0].logprobs)
-    older = replace(older, logprobs=tuple(old), rivals=())
+    older = with_decoy(0.03)[0]
+    old = list(older.decoys[0].logprobs)
+    older = replace(older, logprobs=tuple(old), decoys=())
     newer = replace(older, logprobs=tuple(flat()))
     proof = Proof(score=lambda _: noisy(old, 1, 0.01), engine_dtype="bfloat16")
     proof.prove(8, older)

@@ -19,14 +19,14 @@ from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.errors import NonFiniteError
 from asyncrl.learner.batch.packing import Pack
 from asyncrl.learner.model.policy import PolicyModel
-from asyncrl.learner.publishing.probes import agreed_probes
+from asyncrl.learner.publishing.probes import SETS, agreed_probes
 from asyncrl.schema import Config
 from asyncrl.weights.base import Publisher, PublishStats
-from asyncrl.weights.canary import SPACING, Canary, Rival
+from asyncrl.weights.canary import SPACING, Canary, Decoy
 
 DISTURBED = 8.0
-RIVALS = 8
-"""Pairs of adjacent layers, the last of the model, that the first canary has exchanged as rivals. Layers before them
+DECOYS = 8
+"""Pairs of adjacent layers, the last of the model, that the first canary has exchanged as decoys. Layers before them
 change log-probs by far more than rounding."""
 
 
@@ -62,7 +62,7 @@ class ProvingPublisher:
             f"The last optimizer step caused this. Lower learner.lr (it is {config.learner.lr:g}) and continue from "
             "the last checkpoint with resume=auto"
         )
-        self._rivals = RIVALS if self._look else 0
+        self._decoys = DECOYS if self._look else 0
         self._stats: dict[str, float] = {}
 
     def publish(
@@ -71,9 +71,12 @@ class ProvingPublisher:
         started = time.perf_counter()
         if canary is None:
             canary = canary_of(
-                *(self._model, self._probes, self._device, *self._dtypes), with_noise=self._look, rivals=self._rivals
+                *(self._model, self._probes, self._device, *self._dtypes),
+                first=-(-len(self._probes) // SETS),
+                with_noise=self._look,
+                decoys=self._decoys,
             )
-            self._rivals = 0  # where a loader puts each tensor does not change from version to version
+            self._decoys = 0  # where a loader puts each tensor does not change from version to version
             if any(np.isnan(logprobs).any() for logprobs in canary.logprobs):
                 raise NonFiniteError(
                     f"log-probs of version {policy_version} of the policy are not numbers (nan), so no engine gets it. "
@@ -113,13 +116,14 @@ def canary_of(
     learner_dtype: str,
     wire_dtype: str,
     *,
+    first: int = 0,
     with_noise: bool = False,
-    rivals: int = 0,
+    decoys: int = 0,
 ) -> Canary:
     """Canary of sequences, [T] token ids each: log-probs of tokens 1.. at temperature 1, from the forward used in
-    training.
+    training. `first` is `Canary.first`.
 
-    Collective over the ranks; all compute the same. `with_noise` computes them twice, see `Canary.noise`; `rivals` once
+    Collective over the ranks; all compute the same. `with_noise` computes them twice, see `Canary.noise`; `decoys` once
     more for each of so many pairs of layers.
     """
 
@@ -134,17 +138,18 @@ def canary_of(
             others, *_ = model.judge(pack)
         if layers:  # for a model that does not name its layers the noise is unknown, which does not mean 0
             noise = float((others.float() - logprobs.float()).abs().mean()) / DISTURBED
-    exchanged = tuple(Rival(name=name, logprobs=split(model.judge(pack)[0])) for name in exchanging(model, rivals))
+    exchanged = tuple(Decoy(name=name, logprobs=split(model.judge(pack)[0])) for name in exchanging(model, decoys))
     model.settle()
     return Canary(
         sequences=tuple(sequences),
         logprobs=split(logprobs),
         learner_dtype=learner_dtype,
         wire_dtype=wire_dtype,
+        first=first,
         routed=is_routed(model),
         largest_logit=float(largest.max()),
         noise=noise,
-        rivals=exchanged,
+        decoys=exchanged,
     )
 
 

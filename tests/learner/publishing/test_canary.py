@@ -21,7 +21,7 @@ from asyncrl.engines.hf.runner import ModelRunner
 from asyncrl.errors import NonFiniteError
 from asyncrl.learner.backends.fsdp2 import FSDP2
 from asyncrl.learner.model.policy import PolicyModel, build_model
-from asyncrl.learner.publishing.canary import RIVALS, ProvingPublisher, canary_of, exchanging, layers_of
+from asyncrl.learner.publishing.canary import DECOYS, ProvingPublisher, canary_of, exchanging, layers_of
 from asyncrl.learner.publishing.probes import Probes, probes_of, probes_of_run
 from asyncrl.schema import Config, DataConfig, ModelConfig, RunConfig
 from asyncrl.weights.base import Publisher
@@ -112,7 +112,7 @@ def test_of_24_layers_of_experts_two_layers_or_two_experts_exchanged_are_found(
     sizes = DEEP | {"initializer_range": 0.1, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     policy = policy_of(tmp_path, "qwen3_moe", dtype, backend, **sizes)
     chosen = probes_from(probes, policy, tmp_path)
-    canary = canary_of(policy, chosen, CPU, dtype, "bfloat16", with_noise=True, rivals=RIVALS)
+    canary = canary_of(policy, chosen, CPU, dtype, "bfloat16", with_noise=True, decoys=DECOYS)
     allowed = Canary.from_wire(canary.to_wire()).tolerance("bfloat16")
     engine = tiny_model("qwen3_moe", **sizes).bfloat16().eval()
     honest = compare(canary, scored(engine, canary), allowed.max)
@@ -123,21 +123,21 @@ def test_of_24_layers_of_experts_two_layers_or_two_experts_exchanged_are_found(
         assert not allowed.admits(found) and found.mean > 1.1 * allowed.mean, (found, allowed)
         assert ROUTED.admits(found) == (wrong is middle)  # what is allowed of any mixture would let that pass
     right, last = scored(engine, canary), scored(exchanged(engine, 22, 23), canary)
-    assert allowed.admits(compare(canary, last, allowed.max))  # only the rivals find it
-    assert [rival.name for rival in canary.rivals if serves(rival, canary, last)] == ["layers 22 and 23 exchanged"]
-    assert not any(serves(rival, canary, right) for rival in canary.rivals)
+    assert allowed.admits(compare(canary, last, allowed.max))  # only the decoys find it
+    assert [decoy.name for decoy in canary.decoys if serves(decoy, canary, last)] == ["layers 22 and 23 exchanged"]
+    assert not any(serves(decoy, canary, right) for decoy in canary.decoys)
 
 
-def test_rivals_are_the_last_pairs_of_layers_and_leave_the_model_as_it_was(backend: FSDP2, tmp_path: Path):
+def test_decoys_are_the_last_pairs_of_layers_and_leave_the_model_as_it_was(backend: FSDP2, tmp_path: Path):
     policy = policy_of(tmp_path, "qwen3", "float32", backend, num_hidden_layers=4)
     probes, before = probes_of(policy, 0), layers_of(policy)
-    canary = canary_of(policy, probes, CPU, "float32", "bfloat16", rivals=2)
-    assert [rival.name for rival in canary.rivals] == ["layers 1 and 2 exchanged", "layers 2 and 3 exchanged"]
+    canary = canary_of(policy, probes, CPU, "float32", "bfloat16", decoys=2)
+    assert [decoy.name for decoy in canary.decoys] == ["layers 1 and 2 exchanged", "layers 2 and 3 exchanged"]
     assert layers_of(policy) == before
     engine = tiny_model("qwen3", num_hidden_layers=4).eval()
-    for rival, first in zip(canary.rivals, (1, 2), strict=True):
+    for decoy, first in zip(canary.decoys, (1, 2), strict=True):
         expected = scored(exchanged(engine, first, first + 1), canary)
-        for ours, theirs in zip(rival.logprobs, expected, strict=True):
+        for ours, theirs in zip(decoy.logprobs, expected, strict=True):
             np.testing.assert_allclose(ours, theirs, atol=1e-4)
     with pytest.raises(RuntimeError):
         for _ in exchanging(policy, 1):
@@ -151,12 +151,12 @@ def test_rivals_are_the_last_pairs_of_layers_and_leave_the_model_as_it_was(backe
 def test_layers_of_two_kinds_are_not_exchanged(family: str, names: list[str], tmp_path: Path):
     """A linear layer of MiniMax fails on the mask of its neighbour: the run ended before its first version."""
     policy = build(family, tmp_path)
-    canary = canary_of(policy, probes_of(policy, 0), CPU, "float32", "bfloat16", rivals=RIVALS)
-    assert [rival.name for rival in canary.rivals] == [f"layers {name} exchanged" for name in names]
+    canary = canary_of(policy, probes_of(policy, 0), CPU, "float32", "bfloat16", decoys=DECOYS)
+    assert [decoy.name for decoy in canary.decoys] == [f"layers {name} exchanged" for name in names]
 
 
 @pytest.mark.parametrize(("dtype", "pairs"), [("bfloat16", 1), ("float32", 0)])
-def test_only_the_first_canary_of_a_learner_has_rivals_and_none_in_float32(
+def test_only_the_first_canary_of_a_learner_has_decoys_and_none_in_float32(
     dtype: str, pairs: int, backend: FSDP2, tmp_path: Path
 ):
     sent: list[Canary] = []
@@ -166,7 +166,7 @@ def test_only_the_first_canary_of_a_learner_has_rivals_and_none_in_float32(
     publisher = ProvingPublisher(cast(Publisher, inner), config, policy_of(tmp_path, "qwen2", dtype, backend), CPU)
     for version in range(2):
         publisher.publish(version, [])
-    assert [len(canary.rivals) for canary in sent] == [pairs, 0]
+    assert [len(canary.decoys) for canary in sent] == [pairs, 0]
 
 
 @pytest.mark.parametrize(("version", "said"), [(2, r"Lower learner\.lr \(it is 1e\+30\)"), (0, "is broken")])
