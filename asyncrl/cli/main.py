@@ -13,7 +13,7 @@ from pathlib import Path
 
 from asyncrl.cli.arguments.parser import parse
 from asyncrl.collector import load
-from asyncrl.errors import AsyncRLError, ConfigError, RunFolderError
+from asyncrl.errors import AsyncRLError, RunFolderError
 from asyncrl.plain_text import make_streams_plain
 
 EXIT_REFUSED = 2
@@ -44,8 +44,7 @@ keys in {}, one pair per role. Copy *.key to every machine of the run, but of th
   the replay server's machine      server.key_secret and shard.key_secret
   machines of shards, if any       shard.key_secret
   the learner's machines           learner.key_secret
-  the rollout workers' machines    worker.key_secret
-  machines that only watch         viewer.key_secret (with server.key and viewer.key alone): sees counts"""
+  the rollout workers' machines    worker.key_secret"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -122,20 +121,6 @@ def _doctor(given: argparse.Namespace) -> int:
     return load("asyncrl.cli.doctor").main(given.folder, as_json=given.json)
 
 
-def _watch(given: argparse.Namespace) -> int:
-    if "://" in given.run:
-        return load("asyncrl.cli.watch_address").main(given.run, given.keys)
-    if given.keys:
-        raise ConfigError(f"--keys is for the address of a run, but {given.run} is a folder. Leave one of the two out")
-    return load("asyncrl.cli.watch").main(Path(given.run))
-
-
-def _report(given: argparse.Namespace) -> int:
-    if given.serve:
-        return load("asyncrl.cli.report_server").serve(given.runs)
-    return load("asyncrl.cli.report").main(given.runs, given.to)
-
-
 def _run_role(given: argparse.Namespace) -> int:
     """Run `data`, or a command of COMMANDS."""
     given.overrides = load("asyncrl.cli.arguments.settings_file").with_files(given.overrides)
@@ -155,8 +140,8 @@ WAYS: dict[str, Callable[[argparse.Namespace], int]] = {
     "keys": _make_keys,
     "audit": _audit,
     "doctor": _doctor,
-    "watch": _watch,
-    "report": _report,
+    "watch": lambda given: load("asyncrl.cli.watch").main(given.run),
+    "report": lambda given: load("asyncrl.cli.report").main(given.runs, given.to),
     "verify": lambda given: load("asyncrl.cli.verify").main(given.path, given.overrides),
     "eval": lambda given: load("asyncrl.cli.eval").main(given.path, given.overrides, dry_run=given.dry_run),
     "export": lambda given: load("asyncrl.cli.export").main(given.run, given.step, given.to, average=given.average),

@@ -114,51 +114,6 @@ class TrainedReply:
     """The first `MOST_DROPPED` samples of groups and members dropped since then."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerSeen:
-    """A process that has contacted the server and has not said goodbye."""
-
-    role: str
-    name: str
-    silent_s: float
-    """Seconds since its last message."""
-    served: int
-    """Policy version that a worker serves; NO_VERSION for other roles, and before its first."""
-    held: int
-    """Number of groups that a worker is generating."""
-    tokens_per_s: float
-    """Rate at which a worker generated tokens between its last two heartbeats."""
-    still_s: float
-    """Seconds since a worker's last token or environment step; 0 for other roles."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
-    """State of a run at one moment, as its replay server sends it to a viewer: counts, times and short texts; no
-    payload, prompt, incarnation or address."""
-
-    run: str
-    clock: float
-    """The server's clock, in seconds."""
-    trained_steps: int
-    committed_steps: int
-    """Number of steps that a checkpoint holds."""
-    policy_version: int
-    finished: bool
-    waits: str
-    """Whom the learner waits for; empty while it has a batch."""
-    paused: str
-    """Why nothing new is admitted; empty if nothing is wrong."""
-    now: dict[str, float]
-    """Current values by metric name: the states of groups, counts of drops, the queue by age."""
-    last: dict[str, float]
-    """The server's metrics of the last step trained since it started."""
-    peers: tuple[PeerSeen, ...]
-    """Peers, those silent for longest first."""
-    more_peers: int
-    """Number of peers that are not in `peers`."""
-
-
 class RolloutReplay(Protocol):
     """Interface of a rollout worker, called from its asyncio loop."""
 

@@ -28,7 +28,6 @@ from asyncrl.replay.server.payloads import refuse_other_store
 from asyncrl.replay.server.router import Entrance, entrance
 from asyncrl.replay.server.sessions import silence_of
 from asyncrl.replay.server.survivors import learner_of
-from asyncrl.replay.server.viewing import Viewing
 from asyncrl.replay.shards.payloads import InShards, with_shards
 from asyncrl.replay.shards.receipts import Seals
 from asyncrl.settings.replay import ReplayConfig
@@ -118,8 +117,6 @@ def server_of(
         sync=sync,
     )
     handlers.beside = server.measured
-    viewing = Viewing(run["run_id"], core, server.sessions.values())
-    handlers.verbs_of["viewer"] = ({"view": viewing.view},)
     return server
 
 

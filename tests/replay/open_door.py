@@ -24,7 +24,7 @@ class AnyRole(str):
 
 
 class Everybody:
-    def __init__(self, keys: str, server: str) -> None:
+    def __init__(self, keys: str) -> None:
         pass
 
     def role(self, connection: zmq.Frame) -> str:

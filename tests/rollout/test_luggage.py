@@ -60,7 +60,6 @@ def test_a_file_travels_with_what_it_imports_from_beside_it_and_no_more(tmp_path
         "learner.key",
         "server.key",
         "shard.key",
-        "viewer.key",
         "worker.key",
         "worker.key_secret",
     ]

@@ -113,7 +113,6 @@ EXAMPLES = {
     "asyncrl plan experiment=NAME model.path=DIR data.path=FILE.jsonl gpus=64 \\\n"
     "    cost.tokens_per_s=1:60,32:1500,256:6000 cost.length_mean=900 cost.train_tokens_per_s=20000 cost.sync_s=3\n"
     "docs/planning.md explains each cost.",
-    "watch": "asyncrl watch runs/first\nasyncrl watch tcp://10.0.0.5:5577 --keys keys",
     "eval": "asyncrl eval runs/first eval.samples=8 eval.temperature=1\n"
     "asyncrl eval MODEL data.path=heldout.jsonl reward.function=my_reward.py:score",
     "rerun": "asyncrl rerun runs/first\nasyncrl rerun runs/first loss=ppo",
@@ -195,18 +194,12 @@ def _add_preparing(commands: Any) -> None:
 
 def _add_looking(commands: Any) -> None:
     watch = _add(commands, "watch")
-    watch.add_argument("run", metavar="RUN|ADDRESS", help="a run folder on this machine, or the address of a run's "
-                       "replay server, tcp://HOST:PORT")  # fmt: skip
-    watch.add_argument("--keys", default="", metavar="DIR", help="with ADDRESS: folder with server.key, viewer.key and "
-                       "viewer.key_secret")  # fmt: skip
+    watch.add_argument("run", metavar="RUN", type=Path, help="a run folder")
     report = _add(commands, "report")
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
-    target = report.add_mutually_exclusive_group()
-    target.add_argument(
+    report.add_argument(
         "--to", type=Path, metavar="FILE", help="where to write it; by default report.html in the first run"
     )
-    target.add_argument("--serve", action="store_true", help="serve it on this machine at a secret address instead, "
-                        "kept current until Ctrl-C")  # fmt: skip
     compare = _add(commands, "compare")
     compare.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
     compare.add_argument("--json", action="store_true", help="print JSON instead of tables")

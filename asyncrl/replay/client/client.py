@@ -1,17 +1,14 @@
-"""The clients of the replay server: `RolloutClient` for a worker's asyncio loop, `LearnerClient` for a rank, `Viewer`
-for `asyncrl watch ADDRESS`.
+"""The clients of the replay server: `RolloutClient` for a worker's asyncio loop, `LearnerClient` for a rank.
 
-All are thin: they encode arguments, call `Connection.request`, and decode and check the reply.
+Both are thin: they encode arguments, call `Connection.request`, and decode and check the reply.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import platform
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +23,6 @@ from asyncrl.replay.codec import headers, messages, wire
 from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.codec.group import EncodedGroup, encode_group
 from asyncrl.replay.codec.lease import SAMPLE_GROUPS, Unpacking
-from asyncrl.replay.net.keyring import VIEWER
 from asyncrl.replay.protocol import (
     Acquired,
     Board,
@@ -36,7 +32,6 @@ from asyncrl.replay.protocol import (
     Member,
     Restored,
     TrainedReply,
-    View,
 )
 from asyncrl.settings.replay import ReplayConfig
 from asyncrl.types import Assignment, DropReason, StepPlan, TrajectoryGroup
@@ -235,33 +230,6 @@ class LearnerClient:
     def close(self) -> None:
         if self._shards is not None:
             self._shards.close()
-        self._connection.close()
-
-
-class Viewer:
-    """The client of a role that can change nothing. `config`: its `address` and `keys` are used. Raises ConfigError if
-    the viewer's key is missing."""
-
-    def __init__(self, config: ReplayConfig) -> None:
-        name = f"{platform.node()[:64]} {os.getpid()}"
-        self._connection = Connection(config.address, role=VIEWER, name=name, run_digest="", config=config)
-        self._asked: Future[Response] | None = None
-
-    def view(self, wait_s: float) -> View | None:
-        """Return the next view; None if it does not arrive within `wait_s` seconds, and then the next call waits for
-        the same one.
-
-        Raises:
-            AsyncRLError: the server refuses, or has not answered for `wait_timeout_s`.
-        """
-        asked = self._asked = self._asked or self._connection.request("view")
-        wait([asked], wait_s)
-        if not asked.done():
-            return None
-        self._asked = None
-        return messages.decode_record(View, asked.result().body)
-
-    def close(self) -> None:
         self._connection.close()
 
 

@@ -4,7 +4,6 @@
     shard.key    shard.key_secret      its shards; the replay server too, which checks their receipts
     learner.key  learner.key_secret    the ranks of the learner
     worker.key   worker.key_secret     rollout workers
-    viewer.key   viewer.key_secret     `asyncrl watch ADDRESS`: sees counts and changes nothing
 
 A machine needs all `*.key` and the secrets of the roles that run on it. Without `replay.keys`, the folder `keys` in the
 run folder is used, which the first process of the run creates.
@@ -26,8 +25,7 @@ from asyncrl.config import KEYS_DIR, LOG_DIR
 from asyncrl.errors import ConfigError, RunFolderError
 from asyncrl.schema import Config
 
-VIEWER = "viewer"
-ROLES = ("server", "shard", "learner", "worker", VIEWER)
+ROLES = ("server", "shard", "learner", "worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +125,10 @@ def key_pair(keys: str, role: str) -> KeyPair:
     return KeyPair(public, secret)
 
 
-def roles_by_key(keys: str, server: str = "server") -> dict[bytes, str]:
-    """Return public key -> role of all that may connect to the `server` or to a `shard`. Keys made by an earlier
-    asyncrl have none for the viewer; then no viewer is admitted. Raises ConfigError if another key is missing or
-    unreadable."""
-    guests = [role for role in ROLES if role not in ("server", VIEWER)]
-    if server == "server" and (Path(keys) / f"{VIEWER}.key").exists():
-        guests.append(VIEWER)
-    return {public_key(keys, role): role for role in guests}
+def roles_by_key(keys: str) -> dict[bytes, str]:
+    """Return public key -> role of all that may connect to the server or to a shard. Raises ConfigError if a key is
+    missing or unreadable."""
+    return {public_key(keys, role): role for role in ROLES if role != "server"}
 
 
 def _load(directory: Path, name: str) -> tuple[bytes, bytes | None]:
@@ -146,12 +140,6 @@ def _load(directory: Path, name: str) -> tuple[bytes, bytes | None]:
     try:
         return load_certificate(str(path))
     except (OSError, ValueError) as error:
-        if name.startswith(f"{VIEWER}.") and (directory / "server.key").exists():
-            raise ConfigError(
-                f"the key {path} cannot be read: {error}. A machine that watches needs server.key, viewer.key and "
-                "viewer.key_secret. A folder made by an earlier version of asyncrl has no viewer key. In that case "
-                "make new keys for the next run with `asyncrl keys NEWDIR`"
-            ) from error
         raise ConfigError(
             f"the key {path} cannot be read: {error}. `asyncrl keys DIR` makes keys; a machine needs all "
             f"*.key and the secrets of the roles that run on it"

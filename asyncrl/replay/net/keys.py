@@ -45,14 +45,13 @@ class Guests:
 
     Args:
         keys: `replay.keys`.
-        server: the one that is connected to: `server`, or `shard`.
 
     Raises:
         ConfigError: a key is missing or unreadable.
     """
 
-    def __init__(self, keys: str, server: str = "server") -> None:
-        self._roles = roles_by_key(keys, server)
+    def __init__(self, keys: str) -> None:
+        self._roles = roles_by_key(keys)
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Called by the authenticator."""
@@ -73,7 +72,7 @@ def secure_server(context: zmq.Context, socket: zmq.Socket, keys: str, role: str
     Raises:
         ConfigError: a key is missing or unreadable.
     """
-    pair, allowed = key_pair(keys, role), Guests(keys, role)
+    pair, allowed = key_pair(keys, role), Guests(keys)
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
     authenticator.configure_curve_callback("*", allowed)

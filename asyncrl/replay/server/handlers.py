@@ -29,9 +29,9 @@ MAX_SLOTS = 65536
 
 ONCE = frozenset({"acquire", "insert", "trained", "wait_evaluations", "evaluate", "restore"})
 """Verbs whose answers are kept: running one again for a request whose answer was lost would apply it twice."""
-SETTLED = frozenset({"get", "view"})
+SETTLED = frozenset({"get"})
 """Verbs whose answers depend on no new event, so they need not wait for the journal."""
-QUIET = frozenset({"get", "shards", "heartbeat", "watch", "members", "snapshot", "acquire", "early", "view"})
+QUIET = frozenset({"get", "shards", "heartbeat", "watch", "members", "snapshot", "acquire", "early"})
 """Verbs that cannot unblock another waiting request."""
 
 

@@ -27,7 +27,6 @@ from asyncrl.replay.codec.reply import Hello, Pulse, ServerTime, Welcome, decode
 from asyncrl.replay.codec.together import Asked, decode_requests
 from asyncrl.replay.codec.wire import Envelope
 from asyncrl.replay.journal.sync_thread import SyncThread
-from asyncrl.replay.net.keyring import VIEWER
 from asyncrl.replay.server.doorkeeper import MAX_MALFORMED, STRANGER_BYTES, Doorkeeper, hang_up
 from asyncrl.replay.server.handlers import QUIET
 from asyncrl.replay.server.idle import Idle
@@ -36,7 +35,6 @@ from asyncrl.replay.server.router import Entrance
 from asyncrl.replay.server.served import Clerk, Host
 from asyncrl.replay.server.sessions import TICK_S, Answer, Session, silence_of
 from asyncrl.replay.server.shutdown import Shutdown
-from asyncrl.replay.server.viewing import MAX_VIEWERS
 from asyncrl.replay.server.waiting import WaitingRequests
 from asyncrl.settings.replay import ReplayConfig
 from asyncrl.storage.memory import free_share
@@ -174,9 +172,8 @@ class ReplayServer:
         return self._requests(session, envelope, frames[1:])
 
     def _says_little(self, identity: bytes) -> bool:
-        """Whether this connection has no reason to send large messages: an unknown peer, or a viewer."""
-        known = self.sessions.get(self.door.speaks_for(identity))
-        return known is None or known.role == VIEWER
+        """Whether this connection has no reason to send large messages, because its peer is unknown."""
+        return self.sessions.get(self.door.speaks_for(identity)) is None
 
     def _strange(self, identity: bytes, request: int, nbytes: int) -> None:
         self.door.strange(identity, nbytes)
@@ -215,9 +212,6 @@ class ReplayServer:
             self.sessions[envelope.incarnation] = session
         self._heard(session, identity)
         welcome = messages.encode_record(Welcome(self.run_id, self.boot, self.handlers.window()))
-        if session.role == VIEWER:  # nobody waits for it, and it is admitted even while the disk is full
-            self.replies.send(identity, "ok", envelope.request, welcome)
-            return
         self.waiting.changed = True
         self.replies.promise(session, envelope.request, welcome)
 
@@ -227,8 +221,6 @@ class ReplayServer:
             return (
                 f"its key is that of a {key_role}, but it says that it is a {hello.role}. Give each role its own secret"
             )
-        if hello.role == VIEWER:  # it knows no settings
-            return "" if run in ("", self.run_id) else "this address now belongs to another run. Start watching again"
         if hello.digest != self.run_digest or run not in ("", self.run_id):
             log.warning("%s %r has digest %s, run %r; here they are %s, %r", hello.role, hello.name, hello.digest, run,
                         self.run_digest, self.run_id)  # fmt: skip
@@ -241,7 +233,7 @@ class ReplayServer:
 
     def _welcome(self, hello: Hello, incarnation: str) -> None:
         """Report an admitted peer to the host. Raises FencedError if this incarnation was replaced or expelled, worked
-        for another boot or has another role here, or if there are too many viewers."""
+        for another boot or has another role here."""
         if hello.role == "worker" and hello.boot not in ("", self.boot):
             raise FencedError(
                 f"the replay server was restarted and does not know what {hello.name!r} works on. Restart it"
@@ -251,9 +243,6 @@ class ReplayServer:
         known = self.sessions.get(incarnation)
         if known is not None and known.role != hello.role:
             raise FencedError(f"{hello.role} {hello.name!r}: a {known.role} of this name is already connected")
-        viewers = sum(session.role == VIEWER for session in self.sessions.values())
-        if hello.role == VIEWER and known is None and viewers >= MAX_VIEWERS:
-            raise FencedError(f"{viewers} already watch this run, which is the limit. Try again when one has left")
         if hello.role == "worker":
             self.core.hello(hello.name, incarnation, hello.served)
         elif hello.role == "learner":
@@ -325,8 +314,7 @@ class ReplayServer:
     def _heartbeat(self, session: Session, request: int, body: object) -> None:
         stats, outstanding = wire.sequence(body, "heartbeat", 2)
         numbers = messages.numbers(stats, "stats")
-        if session.role != VIEWER:  # a viewer's machine is not part of the run and must not raise an alarm
-            session.machine = {name: numbers[name] for name in MACHINE if name in numbers}
+        session.machine = {name: numbers[name] for name in MACHINE if name in numbers}
         if session.role == "worker":
             self.core.heartbeat(session.name, session.incarnation, numbers)
         asked = [wire.integer(item, "request", 0, wire.MAX_ID) for item in wire.sequence(outstanding, "outstanding")]
@@ -371,7 +359,7 @@ class ReplayServer:
             self._forget(session)
 
     def _over(self, now: float) -> bool:
-        present = [session.role for session in self.sessions.values() if session.role != VIEWER]
+        present = [session.role for session in self.sessions.values()]
         leaving = self.shutdown.look(self.core.state.finished, present, now)
         self.handlers.over = self.shutdown.over
         return leaving

@@ -95,12 +95,12 @@ def entrance(config: ReplayConfig, role: str = "server") -> Iterator[Entrance]:
     Raises:
         ConfigError, ReplayError: as for `router`.
     """
-    with router(config, role) as tcp, _doors(config, tcp.context, role) as doors:
-        yield Entrance(tcp, Guests(config.keys, role), doors)
+    with router(config, role) as tcp, _doors(config, tcp.context) as doors:
+        yield Entrance(tcp, Guests(config.keys), doors)
 
 
 @contextlib.contextmanager
-def _doors(config: ReplayConfig, context: zmq.Context, server: str) -> Iterator[dict[str, zmq.Socket]]:
+def _doors(config: ReplayConfig, context: zmq.Context) -> Iterator[dict[str, zmq.Socket]]:
     """Open the doors, by role. Empty if they are switched off or cannot be opened; then all peers connect by tcp."""
     opened: dict[str, zmq.Socket] = {}
     with contextlib.ExitStack() as stack:
@@ -109,7 +109,7 @@ def _doors(config: ReplayConfig, context: zmq.Context, server: str) -> Iterator[
                 doors = Doors(config.keys, config.address, make=True)
                 stack.callback(doors.close)
                 doors.sweep()
-                for role in roles_by_key(config.keys, server).values():
+                for role in roles_by_key(config.keys).values():
                     opened[role] = stack.enter_context(_listening(config, context, doors, role))
             except (OSError, zmq.ZMQError) as error:  # a file system without sockets, or read-only
                 log.warning("no local sockets can be made in %s, so all connections use TCP: %s", config.keys, error)

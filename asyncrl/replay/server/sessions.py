@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +23,7 @@ class Session:
     """One incarnation of a peer, however often it reconnects."""
 
     role: str
-    """`worker`, `learner`, `shard` or `viewer`."""
+    """`worker`, `learner` or `shard`."""
     name: str
     incarnation: str
     identity: bytes
@@ -47,8 +46,6 @@ class Session:
     """Requests without an answer yet: they wait for an event or for the disk."""
     beside: Collection[str] = ()
     """For a learner rank: incarnations of the same name that were present when it connected."""
-    viewed: float = -math.inf
-    """For a viewer: when it last got a view."""
 
 
 def silence_of(config: ReplayConfig) -> float:

@@ -242,11 +242,8 @@ class WatchView(RunView):
         """Show how the roles ended, according to their logs."""
         if (ago := self._written_ago()) is not None:
             said = f"no process of this run is on this machine, but its files were written {clock(max(0.0, ago))} ago. "
-            said += (
-                "If it runs on other machines, watch it there with `asyncrl watch`, or here with `asyncrl watch "
-                "ADDRESS`"
-            )
-            return [Text(f"{said}, the address of its replay server. Its last step was {self._latest.get('step', 0)}")]
+            said += "If it runs on other machines, watch it there: `ssh -t HOST asyncrl watch RUN`"
+            return [Text(f"{said}. Its last step was {self._latest.get('step', 0)}")]
         ends = list(ends_in(self._run_dir / LOG_DIR))
         table = Table("who", "how it ended", "its last word", box=None, padding=(0, 2, 0, 0))
         for end in ends:

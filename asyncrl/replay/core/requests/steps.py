@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -216,11 +216,6 @@ class Steps:
         reply = TrainedReply(metrics=metrics, evaluations=self._take_evaluations())
         self._last_trained = (step, policy_version, reply)
         return reply
-
-    @property
-    def last_metrics(self) -> Mapping[str, float]:
-        """Metrics of the last step trained since this server started."""
-        return self._last_trained[2].metrics if self._last_trained else {}
 
     def commit(self, step: int) -> None:
         """Record that the checkpoint of `step` is durable. Raises ReplayError if `step` was not trained."""
