@@ -213,10 +213,6 @@ class RolloutConfig:
     max_in_flight: int = 64
     """Groups generated at the same time, over all workers (members, with `replay.admission=sample`). Raise it until
     engines are full; beyond that, groups only wait and age."""
-    autotune: bool = False
-    """Adjust `replay.pipeline_depth` and `rollout.max_in_flight` during the run, so that the learner is busy with
-    tokens as fresh as possible. They begin at their settings; the depth stays within the bound, `max_in_flight` below
-    its setting (docs/planning.md)."""
     min_group_size: int = 0
     """Train a group without members that failed in all `max_attempts`, if at least this many are left; with fewer it is
     dropped as `incomplete`. 0: all members are needed."""

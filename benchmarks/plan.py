@@ -66,7 +66,6 @@ class Case:
     groups: int = 4
     slower: float = 1.0
     """Factor on the learner's time."""
-    autotune: bool = False
 
     @property
     def name(self) -> str:
@@ -81,7 +80,6 @@ class Case:
             max_staleness=8,
             pipeline_depth=self.depth,
             max_in_flight=self.in_flight,
-            most_in_flight=self.in_flight if self.autotune else 0,
         )
         slots = max(1, -(-self.in_flight // self.workers))
         return Setup(settings=settings, engines=self.workers, slots=slots, max_sequences=MAX_SEQUENCES, ranks=1)

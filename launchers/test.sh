@@ -127,7 +127,7 @@ sums=(
     "tests/learner"
     "tests/advantages tests/checks tests/data tests/evaluator tests/planner tests/sft tests/cli/test_verify.py"
 )
-other_rooms=(tests --ignore=tests/replay --ignore=tests/chaos --ignore=tests/autotune --ignore=tests/losses
+other_rooms=(tests --ignore=tests/replay --ignore=tests/chaos --ignore=tests/losses
     --ignore=tests/settings --ignore=tests/test_balance.py)
 for path in ${sums[*]}; do other_rooms+=("--ignore=$path"); done
 # Of the slow tests with deadlines, one lane runs those that start Ray, another those of vLLM; either takes the rest.
@@ -147,8 +147,8 @@ numbers=(tests/advantages tests/losses tests/engines/test_transformers.py
     tests/learner/model/test_{attention,critic,fused,logprobs}.py tests/learner/step/test_targets.py
     tests/learner/test_{roles,train}.py)
 # The losses, the pure core of the replay, its wire format, and what these rest on: mistakes would be silent there.
-core="asyncrl/autotune/*,asyncrl/balance.py,asyncrl/losses/*,asyncrl/recorded.py,asyncrl/replay/*,asyncrl/settings/loss/*"
-of_the_replay="--cov=asyncrl.replay --cov=asyncrl.autotune --cov=asyncrl.balance --cov=asyncrl.recorded"
+core="asyncrl/balance.py,asyncrl/losses/*,asyncrl/recorded.py,asyncrl/replay/*,asyncrl/settings/loss/*"
+of_the_replay="--cov=asyncrl.replay --cov=asyncrl.balance --cov=asyncrl.recorded"
 sockets="asyncrl/replay/server/loop.py,asyncrl/replay/client/client.py,asyncrl/replay/client/connection.py,asyncrl/replay/net/keys.py,*/__main__.py"
 
 all_other_rooms() {
@@ -186,7 +186,7 @@ beside all_other_rooms
 beside static_checks_and_sums
 # Coverage is only measured here, because tests take twice as long with it.
 COVERAGE_FILE=.coverage.replay tests "replay" -m "$fast" $of_the_replay --cov-report= \
-    tests/replay tests/chaos tests/autotune tests/test_balance.py
+    tests/replay tests/chaos tests/test_balance.py
 later "sums" "$fast" "${sums[@]}"
 joined
 alone

@@ -144,18 +144,6 @@ REFUSED: Refused = [
     (["rollout.min_group_size=-1"], ["rollout.min_group_size must be at least 0", "-1"]),
     (["rollout.min_group_size=9"], ["at most rollout.group_size=8", "got 9", "0 requires all"]),
     (["rollout.min_group_size=1"], ["rollout.min_group_size=1 would train groups of one", "min_group_size=2 or more"]),
-    (
-        ["rollout.autotune=true", "replay.stale_policy=wait"],
-        ["rollout.autotune=true", "does not work with replay.stale_policy=wait", "Leave it out"],
-    ),
-    (
-        ["rollout.autotune=true", "replay.max_staleness=0", "replay.pipeline_depth=0"],
-        ["does not work with replay.max_staleness=0", "replay.max_staleness=1 or more"],
-    ),
-    (
-        ["rollout.autotune=true", "replay.max_times_sampled=2"],
-        ["does not work with replay.max_times_sampled=2", "replay.max_times_sampled=1"],
-    ),
     (["rollout.group_size=1"], ["rollout.group_size must be at least 2", "always 0", "got 1", "baseline=none"]),
     (
         ["rollout.group_size=1", "advantage.baseline=none", "advantage.std=group"],

@@ -57,7 +57,6 @@ def checkout(tmp_path: Path) -> Path:
         "asyncrl/replay/covered.py": COVERED,
         "asyncrl/losses/covered.py": "x = 1\n",
         "tests/replay/test_covered.py": TESTS,
-        "tests/autotune/none.py": "",
         "tests/chaos/none.py": "",
         "tests/test_balance.py": "",
         ".venv/bin/python": PYTHON,

@@ -109,7 +109,7 @@ def show_report(
 ) -> None:
     """Summary, curves and what to type next. Nothing is drawn when no step was trained."""
     rows = read_metrics(folder)
-    say(console, f"\n{summary(rows)}")
+    say(console, f"\n{summary(rows, config.replay)}")
     if not rows:
         again = "it contains nothing to keep: overwrite=true starts the run again in it"
         say(console, f"run folder: {folder}  ({again})")

@@ -25,7 +25,7 @@ from asyncrl.collector import load
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError, RunFolderError
 from asyncrl.placement import WHOLE_SHARE
-from asyncrl.planner.calibration import Row, RunMeasured, calibrate, engines_told, read_run
+from asyncrl.planner.calibration import RunMeasured, calibrate, engines_told, read_run
 from asyncrl.planner.costs import Costs
 from asyncrl.planner.given import Given
 from asyncrl.planner.search import Effort, Plan, Search, Split, Tried
@@ -39,7 +39,6 @@ from asyncrl.telemetry.reports.summary import read_metrics
 
 GPUS, COST = "gpus", "cost."
 PICTURES = (".png", ".svg", ".pdf")
-DEPTH, IN_FLIGHT = "autotune/pipeline_depth", "autotune/max_in_flight"
 LEARNERS = 24
 """Limit on the different numbers of learner ranks that are tried."""
 MANY = 3000
@@ -116,7 +115,7 @@ def read_settings(overrides: Sequence[str]) -> Config:
 def setup_of(config: Config) -> Setup:
     """Return the simulated setup of these settings."""
     return Setup(
-        settings=replace(AdmissionSettings.from_config(config), most_in_flight=0),  # 0: no autotuning
+        settings=AdmissionSettings.from_config(config),
         engines=config.rollout.workers,
         slots=slots_per_worker(config),
         max_sequences=config.engine.max_sequences,
@@ -151,17 +150,7 @@ def run_of(folder: Path) -> RunMeasured:
     """Raises RunFolderError."""
     config = read_settings([str(settings_file(folder))])
     rows = [dict(row) for row in read_metrics(folder)]
-    return read_run(folder, *since_moved(setup_of(config), rows))
-
-
-def since_moved(setup: Setup, rows: Sequence[Row]) -> tuple[Setup, Sequence[Row]]:
-    """With `rollout.autotune`, return the settings in force at the end, and the steps trained under them."""
-    if not rows or DEPTH not in rows[-1]:
-        return setup, rows
-    names, last = (DEPTH, IN_FLIGHT), rows[-1]
-    moved = max((place for place, row in enumerate(rows) if any(row.get(n) != last[n] for n in names)), default=-1)
-    settings = replace(setup.settings, pipeline_depth=int(last[DEPTH]), max_in_flight=int(last[IN_FLIGHT]))
-    return replace(setup, settings=settings), rows[moved + 1 :]
+    return read_run(folder, setup_of(config), rows)
 
 
 def feasible(config: Config, gpus: int, gpu_gb: float) -> list[Split]:

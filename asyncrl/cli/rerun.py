@@ -166,7 +166,6 @@ def rerun_config(run: Path, overrides: Sequence[str]) -> Config:
         "replay.max_staleness": recorded.replay.max_staleness,
         "replay.pipeline_depth": 0,
         "replay.max_bytes": recorded.replay.max_bytes,  # the default may be too small for the batches
-        "rollout.autotune": False,
         "learner.early_groups": early_groups(recorded),  # it may depend on replay settings left out here
         "learner.max_restarts": 0,  # there are no checkpoints to resume from
         "learner.copy_to": "",  # it has the run's own copies

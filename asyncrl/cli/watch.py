@@ -24,8 +24,10 @@ def main(folder: Path) -> int:
     steps, given = settings.get("learner.steps"), settings.get("telemetry.ignore_alarms")
     steps = steps if isinstance(steps, int) and steps else steps_noted(folder)
     ignored = [alarm.name for alarm in ALARMS if alarm.name in given] if isinstance(given, list) else []
+    depth, bound = settings.get("replay.pipeline_depth"), settings.get("replay.max_staleness")
+    bounds = (depth, bound) if isinstance(depth, int) and isinstance(bound, int) else None
     console = PlainConsole(highlight=False)
-    with WatchView(folder.resolve(), steps, console, ignored=ignored) as view:
+    with WatchView(folder.resolve(), steps, console, ignored=ignored, bounds=bounds) as view:
         while view.look():
             time.sleep(TURN_S)
     for part in view.below():

@@ -296,8 +296,6 @@ class Simulation:
     def _trained(self, plan: StepPlan, waited: float) -> None:
         step, settings = plan.step, self.core.run.settings
         self._slow(1.0)
-        if settings.most_in_flight:
-            self._beat()
         self.core.trained(step=step, policy_version=step + 1)
         self.core.commit(step)
         # A publication waits for the one before it, and the learner with it.
@@ -318,12 +316,6 @@ class Simulation:
         else:
             self._free()
         self._changed = True
-
-    def _beat(self) -> None:
-        """Workers tell what autotune asks."""
-        for engine in self.engines.values():
-            engine.advance(self.now)
-            self.core.heartbeat(engine.name, engine.name, {"generated_tokens": engine.generated})
 
     def _free(self) -> None:
         self._idle_since, self._changed = self.now, True

@@ -96,7 +96,6 @@ def test_a_profiled_run_is_trained_again_without_and_for_fewer_steps(run: Path) 
 def test_batches_that_need_a_larger_replay_are_trained_again(run: Path) -> None:
     settings = [f"{key}={run / 'model'}" for key in ("model.path", "data.path")]
     large = ["learner.groups_per_step=4096", "rollout.group_size=64", f"replay.max_bytes={1 << 40}"]
-    large += ["rollout.autotune=true"]
     write_config(load_config([*settings, "reward.function=a:b", *large]), run)
     assert rerun_config(run, []).learner.groups_per_step == 4096
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli.main import main
-from asyncrl.cli.plan import as_object, feasible, left_over, setup_of, since_moved, sorted_out
+from asyncrl.cli.plan import as_object, feasible, left_over, setup_of, sorted_out
 from asyncrl.config import load_config, settings_as_used, to_yaml
 from asyncrl.errors import ConfigError
 from asyncrl.planner.given import Given
@@ -157,13 +157,3 @@ def test_what_is_not_simulated_is_refused(tmp_path: Path, capsys: pytest.Capture
     (tmp_path / "config.yaml").write_text("learner:\n  rows_per_step: 32\n")
     assert main(["plan", "--from", str(tmp_path), "gpus=4"]) == 2
     assert "is a run of asyncrl sft" in capsys.readouterr().err
-
-
-def test_of_a_run_that_was_tuned_the_steps_under_its_last_bounds_count(tmp_path: Path) -> None:
-    config = load_config([*files(tmp_path), "rollout.autotune=true", "rollout.max_in_flight=32"])
-    made = setup_of(config)
-    assert made.settings.most_in_flight == 0, "what is planned is not moved"
-    rows = [{"autotune/pipeline_depth": depth, "autotune/max_in_flight": 9.0} for depth in (0.0, 3.0, 0.0, 1.0, 1.0)]
-    found, last = since_moved(made, rows)
-    assert (found.settings.pipeline_depth, found.settings.max_in_flight, len(last)) == (1, 9, 2)
-    assert since_moved(made, [{"time/step": 1.0}]) == (made, [{"time/step": 1.0}])

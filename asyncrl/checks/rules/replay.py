@@ -30,26 +30,6 @@ def depth_within_bound(config: Config) -> Problems:
         )
 
 
-def autotune_can_steer(config: Config) -> Problems:
-    replay = config.replay
-    if not config.rollout.autotune:
-        return
-    others = {
-        "replay.max_staleness=0": replay.max_staleness == 0,
-        f"replay.admission={replay.admission}": replay.admission != "group",
-        f"replay.stale_policy={replay.stale_policy}": replay.stale_policy == "wait",
-        f"replay.window={replay.window}": replay.window > 0,
-        f"replay.max_times_sampled={replay.max_times_sampled}": replay.max_times_sampled > 1,
-    }
-    found = [name for name, speaks_against in others.items() if speaks_against]
-    if found:
-        yield (
-            f"rollout.autotune=true does not work with {', '.join(found)}. Leave it out, or set replay.max_staleness=1 "
-            "or more, replay.admission=group, replay.stale_policy=mask or drop, replay.window=0 and "
-            "replay.max_times_sampled=1"
-        )
-
-
 def filters_leave_something(config: Config) -> Problems:
     if not config.rollout.drop_zero_variance:
         return
@@ -150,22 +130,17 @@ def store_bytes_needed(config: Config) -> int:
     """Return the maximum bytes of tokens in the replay store: the batch in training, one sealed ahead, and the lead."""
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     sequences = config.learner.groups_per_step * config.rollout.group_size
-    return (deepest_of(config) + 2) * sequences * longest * bytes_per_token(config)
-
-
-def deepest_of(config: Config) -> int:
-    """Return the largest value that `replay.pipeline_depth` may take."""
-    return config.replay.max_staleness if config.rollout.autotune else config.replay.pipeline_depth
+    return (config.replay.pipeline_depth + 2) * sequences * longest * bytes_per_token(config)
 
 
 def store_holds_a_batch(config: Config) -> Problems:
     need, each = store_bytes_needed(config), bytes_per_token(config)
-    depth = "replay.max_staleness" if config.rollout.autotune else "replay.pipeline_depth"
     if config.replay.max_bytes < need:
         yield (
             f"replay.max_bytes={config.replay.max_bytes} is too small and would deadlock: workers wait for bytes to be "
-            f"freed while the learner waits for a batch that does not fit. ({depth} + 2) * learner.groups_per_step * "
-            f"rollout.group_size * longest sequence * {each} bytes = {need}. Set replay.max_bytes={need} or more"
+            "freed while the learner waits for a batch that does not fit. (replay.pipeline_depth + 2) * "
+            "learner.groups_per_step * rollout.group_size * longest sequence * "
+            f"{each} bytes = {need}. Set replay.max_bytes={need} or more"
         )
 
 
@@ -240,7 +215,6 @@ def _network_address(config: Config, key: str, address: str) -> Problems:
 
 RULES = (
     depth_within_bound,
-    autotune_can_steer,
     filters_leave_something,
     small_groups_teach_something,
     order_can_be_kept,

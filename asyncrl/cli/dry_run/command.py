@@ -106,12 +106,7 @@ def staleness_lines(config: Config) -> list[str]:
         f"hard bound: no token more than {config.replay.max_staleness} versions old is trained "
         f"(stale_policy={config.replay.stale_policy})",
     ]
-    if config.rollout.autotune:
-        lines.append(
-            f"rollout.autotune: the depth is adjusted between 0 and {config.replay.max_staleness}, the groups in "
-            f"flight between 1 and {config.rollout.max_in_flight}"
-        )
-    elif depth == 0:
+    if depth == 0:
         lines.append("pipeline_depth=0: rollouts and learner take turns; neither runs ahead of the other")
     if config.rollout.max_in_flight < groups:
         lines.append(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from asyncrl.checks.sources import sources
@@ -41,9 +41,6 @@ class AdmissionSettings:
     """New groups are admitted member by member."""
     curriculum: Curriculum | None = None
     """How prompts are chosen by measured pass rate; None: in their order."""
-    most_in_flight: int = 0
-    """With `rollout.autotune`, the run's `rollout.max_in_flight`; `pipeline_depth` and `max_in_flight` are then the
-    values currently in force. 0: they do not change."""
 
     @classmethod
     def from_config(cls, config: Config) -> AdmissionSettings:
@@ -64,7 +61,6 @@ class AdmissionSettings:
             min_group_size=config.rollout.min_group_size,
             by_sample=config.replay.admission == "sample",
             curriculum=curriculum_of(config.data),
-            most_in_flight=config.rollout.max_in_flight if config.rollout.autotune else 0,
         )
 
     def plain(self) -> dict[str, Any]:
@@ -73,17 +69,6 @@ class AdmissionSettings:
         if self.curriculum is not None:
             values["curriculum"]["weights"] = list(self.curriculum.weights)
         return values
-
-    def as_tuned(self, before: Mapping[str, Any]) -> AdmissionSettings:
-        """Return these settings with the depth and groups in flight that autotune had reached before the server was
-        restarted, as far as they are still allowed. `before`: from `plain`, perhaps of an older version."""
-        if not self.most_in_flight or not before.get("most_in_flight"):
-            return self
-        return replace(
-            self,
-            pipeline_depth=min(int(before["pipeline_depth"]), self.max_staleness - self.bypass_steps),
-            max_in_flight=min(int(before["max_in_flight"]), self.most_in_flight),
-        )
 
     @property
     def fewest_members(self) -> int:

@@ -8,7 +8,6 @@ No call blocks. A request that cannot be answered yet returns None or an empty r
 asks again after the next event. All durable changes go through `Run.record`, which passes them to the journal.
 
     requests/   requests of workers and the learner: `rollouts` and `steps`, above `retries` and `space`
-    autotune    how far rollouts run ahead
     batches/    which groups make up a step
     run         settings, clock, durable state and live workers, shared by all of these
     live/       current workers and evaluations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 
 from asyncrl.errors import FencedError
 from asyncrl.pace import PACES
@@ -55,15 +54,6 @@ class Run:
         if self._journal is not None:
             self._journal(event)
         self.state.apply(event)
-        if self.settings.most_in_flight:
-            self.meter.flight.note(self.clock(), self.state.in_flight)
-
-    def allow(self, *, pipeline_depth: int, max_in_flight: int) -> None:
-        """Apply these bounds to admission from now on, and record them in the journal."""
-        settings = replace(self.settings, pipeline_depth=pipeline_depth, max_in_flight=max_in_flight)
-        self.record(ev.Configured(settings.plain()))
-        self.settings = settings
-        self.workers.revision += 1  # every worker's share of the window changes
 
     def refuse_replaced(self, peer: str, incarnation: str) -> None:
         """Raises FencedError when a newer incarnation of this peer has said hello."""

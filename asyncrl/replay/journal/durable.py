@@ -141,7 +141,6 @@ def open_core(
     if found:
         # Found does not mean durable: a killed process leaves it in the page cache.
         disk.sync(segment_name(segment_of(found.end)))
-        settings = settings.as_tuned(found.run["settings"])
     identity = {**run, "settings": settings.plain()}
     if found:
         identity |= {name: found.run[name] for name in ("run_id", "boot")}

@@ -6,7 +6,9 @@ consumes: the run folder, /proc · waits for: nothing; `look` is called about on
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,7 @@ from asyncrl.storage.occupancy import living_in
 from asyncrl.telemetry.live.over import ENDS_FILE, ends_in
 from asyncrl.telemetry.live.progress import RunView
 from asyncrl.telemetry.live.tails import MetricsTail, Row
+from asyncrl.telemetry.metrics.advice import tuning_advice
 from asyncrl.telemetry.metrics.log import SAMPLES_FILE, fate_of
 from asyncrl.telemetry.metrics.printed import clock
 
@@ -35,6 +38,8 @@ ITS_GROUPS, NOBODY = "its groups wait", "nobody waits yet"
 ELSEWHERE_S = 120.0
 """If a run's files were written within this many seconds, on a disk that several machines may share, the run may
 continue on another machine."""
+ADVICE_STEPS = 10
+"""Number of the last steps on which the advice is based; with fewer there is none."""
 SAID, SAMPLES, TEXT = 6, 3, 160
 """Number of messages and of samples shown, and characters shown of each text."""
 
@@ -67,6 +72,7 @@ class WatchView(RunView):
     """The run's own view, and below it the processes of the run, the last messages, and the last samples.
 
     Args:
+        bounds: `replay.pipeline_depth` and `replay.max_staleness`, for the advice which setting to change; None: none.
         living: returns the processes that are in the run now.
     """
 
@@ -77,6 +83,7 @@ class WatchView(RunView):
         console: Console,
         *,
         ignored: Sequence[str] = (),
+        bounds: tuple[int, int] | None = None,
         living: Callable[[Path], Sequence[ProcessId]] = in_run,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -88,6 +95,7 @@ class WatchView(RunView):
         self._samples_tail = MetricsTail(run_dir / SAMPLES_FILE, TAIL_BYTES)
         self._samples: list[dict[str, object]] = []
         self._moved, self._trained_s = now(), 0.0
+        self._bounds, self._last_rows = bounds, deque[Row](maxlen=ADVICE_STEPS)
         self._board, self._notice = run_dir / LOG_DIR / BOARD_FILE, ""
         self._full: Seen | None = None
         self._over = False
@@ -190,6 +198,8 @@ class WatchView(RunView):
         super()._take(row)
         seconds = row.get("time/step")
         self._trained_s += seconds if isinstance(seconds, int | float) else 0.0
+        if "idle/learner" in row:
+            self._last_rows.append(row)
 
     def _elapsed(self) -> str:
         """The time for which the run trained, without pauses; not the time for which it was watched."""
@@ -219,7 +229,16 @@ class WatchView(RunView):
         for row in self._samples:
             samples.add_row(*(one_line(cell)[:TEXT] for cell in sample_cells(row)))
         said = [one_line(text) for text in self._said]
-        return [*head, *said, *([samples] if self._samples else [])]
+        advice = [Text(f"advice: {text}")] if (text := self._advice()) else []
+        return [*head, *advice, *said, *([samples] if self._samples else [])]
+
+    def _advice(self) -> str:
+        """Return which setting to change, by the means of the last steps."""
+        if self._bounds is None or len(self._last_rows) < ADVICE_STEPS:
+            return ""
+        names = ("idle/learner", "idle/rollout", "staleness/mean")
+        means = {name: statistics.fmean(row.get(name) or 0.0 for row in self._last_rows) for name in names}
+        return tuning_advice({**self._last_rows[-1], **means}, *self._bounds)
 
     def _last_step(self) -> Text:
         """Describe the last step of a finished run."""

@@ -16,9 +16,6 @@ time/checkpoint | s | lower | standing still for the checkpoint after the previo
 idle/learner | share | lower | share of the step in which the learner waited for a batch
 idle/learner_s_<reason> | s | lower, total | time in which the learner could have trained but had no batch, for this
     reason
-autotune/pipeline_depth | steps | - | `replay.pipeline_depth` in force, with `rollout.autotune`
-autotune/max_in_flight | groups | - | `rollout.max_in_flight` in force, with `rollout.autotune`
-autotune/moves | moves | total | changes that autotuning made since the server started; its log gives the reasons
 idle/replay | share | - | share of the time since the previous step in which the replay server waited for messages
 idle/rollout | share | lower | share of the last seconds in which workers had nothing to generate
 idle/rollout_s | s | lower, total | time in which workers had nothing to generate, added up over all workers

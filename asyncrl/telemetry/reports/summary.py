@@ -13,8 +13,10 @@ from typing import Any
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Config
+from asyncrl.settings.replay import ReplayConfig
 from asyncrl.storage.checkpoints import CHECKPOINT_DIR, last_saved
 from asyncrl.storage.lines import read_lines
+from asyncrl.telemetry.metrics.advice import tuning_advice
 from asyncrl.telemetry.metrics.evaluations import by_step, evaluations
 from asyncrl.telemetry.metrics.log import METRICS_FILE
 from asyncrl.telemetry.metrics.printed import clock, failed_rewards, who_waits
@@ -69,8 +71,8 @@ def evaluated(rows: Sequence[Row]) -> list[tuple[str, str]]:
     return sorted({(name, found.metric) for row in rows for name, found in evaluations(row).items() if found.metric})
 
 
-def summary(rows: Sequence[Row]) -> str:
-    """Summarize a run in a few lines, from its metrics."""
+def summary(rows: Sequence[Row], replay: ReplayConfig | None = None) -> str:
+    """Summarize a run in a few lines, from its metrics. `replay`: its settings, which the advice at the end needs."""
     trained = [row for row in rows if row["step"] > 0]
     if not trained:
         return "no step was trained"
@@ -95,8 +97,11 @@ def summary(rows: Sequence[Row]) -> str:
     ages = staleness_table(trained)
     if ages:
         lines += ["learner compared with its training data, by age of the token in policy versions:", *ages]
-    waiting = who_waits(_mean_idle(rows))
-    return "\n".join([*lines, waiting] if waiting else lines)
+    means = _means_of_idle_and_age(rows)
+    lines += filter(None, [who_waits(means)])
+    if replay is not None:
+        lines += filter(None, [tuning_advice({**last, **means}, replay.pipeline_depth, replay.max_staleness)])
+    return "\n".join(lines)
 
 
 def _trained_for(rows: Sequence[Row]) -> float:
@@ -136,8 +141,8 @@ def evaluation_lines(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _mean_idle(rows: Sequence[Row]) -> Row:
-    names = ("idle/learner", "idle/rollout")
+def _means_of_idle_and_age(rows: Sequence[Row]) -> Row:
+    names = ("idle/learner", "idle/rollout", "staleness/mean")
     return {name: statistics.mean(values) for name in names if (values := series(rows, name)[1])}
 
 

@@ -203,6 +203,18 @@ def test_nobody_waits_for_a_process_that_was_replaced_between_two_looks(tmp_path
     assert f"a rollout worker (pid {first.pid}) has ended" in shown and "was not restarted yet" not in shown
 
 
+def test_the_advice_rests_on_ten_steps_and_the_settings(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as metrics:
+        for step in range(3, 13):
+            metrics.write(json.dumps({"step": step, "time": 1.0, "idle/learner": 0.6, "idle/rollout": 0.3}) + "\n")
+    for bounds, shown in (((2, 4), True), (None, False)):
+        with WatchView(run, 12, Console(file=io.StringIO()), bounds=bounds, living=lambda _: []) as view:
+            view.look()
+            said = [str(part) for part in view.below()]
+        assert any("advice: the learner waits 60% and the rollouts 30%" in text for text in said) == shown
+
+
 def test_when_no_worker_is_left_the_share_of_the_last_step_is_no_answer_to_who_waits(
     tmp_path: Path, role: subprocess.Popen
 ) -> None:

@@ -170,9 +170,6 @@ ELSEWHERE = {
     "tests/learner/test_roles.py": ("kl/coef", "kl/in_reward", "kl/of_policy"),
     "tests/learner/step/test_turn_rewards.py": ("reward/turn_mean", "reward/turn_std", "reward/turns"),
     "tests/losses/test_own.py": ("own/",),
-    "tests/replay/core/test_autotune.py": (
-        "autotune/pipeline_depth", "autotune/max_in_flight", "autotune/moves",
-    ),
     "tests/replay/core/test_curriculum.py": (
         "data/pass_rate_above", "data/pass_rate_below", "data/pass_rate_mean", "data/pass_rate_measured",
         "data/passed_over",

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from asyncrl.config import load_config
+from asyncrl.settings.replay import ReplayConfig
 from asyncrl.storage.checkpoints import CHECKPOINT_DIR
 from asyncrl.storage.full_disk import Patience
 from asyncrl.storage.lines import LineFile
@@ -43,6 +44,11 @@ EVALUATIONS = [
     | {"eval/heldout/failed": 256 - count, "eval/heldout/superseded": superseded}
     for step, mean, count, superseded in ((10, 0.97, 256, 2), (0, 0.2, 18, 0))
 ]
+
+
+def test_the_summary_ends_with_the_setting_to_change() -> None:
+    assert "give GPUs to rollout.workers" in summary(ROWS, ReplayConfig()).splitlines()[-1]
+    assert "rollout.workers" not in summary(ROWS)
 
 
 def test_the_summary_says_from_where_to_where() -> None:

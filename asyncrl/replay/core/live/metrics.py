@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from typing import Generic, TypeVar
 
 from asyncrl.replay.core.admission import stale_by_quartile
 from asyncrl.replay.core.live.workers import LOST, Workers
 from asyncrl.types import DropReason, GroupHeader, StepPlan
-
-State = TypeVar("State", str, int)
 
 QUARTILES = ("q1", "q2", "q3", "q4")
 MAX_FILTERS = 16
@@ -19,16 +16,16 @@ RECENT_GROUPS = 512
 """Number of recent groups over which `data/zero_variance` is computed."""
 
 
-class Stopwatch(Generic[State]):
+class Stopwatch:
     """Adds up the seconds spent in each state."""
 
     def __init__(self) -> None:
-        self.seconds: dict[State, float] = {}
-        self.state: State | None = None
+        self.seconds: dict[str, float] = {}
+        self.state: str | None = None
         """The present state; None: its time is not counted."""
         self._since = 0.0
 
-    def note(self, now: float, state: State | None) -> None:
+    def note(self, now: float, state: str | None) -> None:
         """Record the state from `now` on; the time until now is counted for the previous one."""
         if self.state is not None:
             self.seconds[self.state] = self.seconds.get(self.state, 0.0) + now - self._since
@@ -60,10 +57,8 @@ class Meter:
     """Cumulative counters, turned into one metrics row per trained step."""
 
     def __init__(self, now: float) -> None:
-        self.idle = Stopwatch[str]()
+        self.idle = Stopwatch()
         """Seconds in which the learner could have trained but had no batch, by the reason at the time."""
-        self.flight = Stopwatch[int]()
-        """Seconds by the number of groups in flight; kept only for `rollout.autotune`."""
         self.wasted = [0, 0, 0, 0]
         """`[4]` loss tokens not trained because of staleness, by quartile of their position in the trajectory."""
         self.masked_tokens = 0

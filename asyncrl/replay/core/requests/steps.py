@@ -9,7 +9,6 @@ from typing import Any
 
 from asyncrl.errors import FencedError, ReplayError
 from asyncrl.evaluation.orders import EvalSummary
-from asyncrl.replay.core.autotune import Autotune
 from asyncrl.replay.core.batches.selection import certain_members, choose_batch
 from asyncrl.replay.core.durable import events as ev
 from asyncrl.replay.core.durable.ledger import Entry, GroupState
@@ -45,7 +44,6 @@ class Steps:
         """The evaluation results that were last given to the learner."""
         self._handed_to = ("", -1)
         """Incarnation and number of the request that they answered."""
-        self._autotune = Autotune(run)
 
     def restore(
         self,
@@ -89,7 +87,6 @@ class Steps:
         again = remembered and same and not branch
         self._run.record(ev.Restored(number, policy_version, incarnation, settings, again, run))
         self._run.meter.restore(number)
-        self._autotune.interrupted()
         self._run.evaluations.cancel()
         self._last_trained, self._handed_out = None, ()
         return Restored(next_step=number + 1, next_version=self._state.tree.newest + 1)
@@ -212,7 +209,7 @@ class Steps:
             self._run.record(ev.Reused(tuple(again)))
         self._space.make_room()
         staleness = self._run.meter.train(plan, before)
-        metrics = self._run.metrics() | staleness | self._autotune.trained(plan)
+        metrics = self._run.metrics() | staleness
         reply = TrainedReply(metrics=metrics, evaluations=self._take_evaluations())
         self._last_trained = (step, policy_version, reply)
         return reply
