@@ -45,7 +45,7 @@ def shared_settings(config: Config) -> dict[str, Any]:
             config.rollout.max_new_tokens,
         ],
         "replay": {key: value for key, value in asdict(config.replay).items() if key not in OWN_TO_A_PROCESS},
-        "engine": [config.engine.record_topk, "exact"] if config.engine.exact else config.engine.record_topk,
+        "engine": config.engine.record_topk,
         **({"routing": True} if config.learner.router_replay else {}),
         "advantage": [config.advantage.baseline == "greedy", sorted(config.advantage.components)],
         # "float32" was the dtype on the wire. It stays for compatibility: each version now says its own dtype.
@@ -105,7 +105,6 @@ def learner_digest(config: Config) -> str:
     # A path alone would not show that the file has changed.
     code = {key: code_fingerprint(spec) for key, spec in own_learning(config).items()}
     settings |= {"code": code} if code else {}
-    settings |= {"exact": True} if config.engine.exact else {}
     settings |= {"fp32_head": True} if config.model.fp32_head else {}
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -181,9 +181,6 @@ class EngineConfig:
     record_topk: int = 0
     """Record this many of the likeliest tokens and their log-probs at each sampled token, for `loss.centering`; each
     takes 8 bytes in the replay. 0: none."""
-    exact: bool = False
-    """Make engine and learner compute the same log-probs bit for bit, at some cost in time (see docs/exact.md). Needs
-    the built-in engine, CPUs, float32 and `weights.on_update=recompute`."""
     vllm: dict[str, Any] = field(default_factory=dict)
     """Any other engine argument of vLLM, by its own name: `engine.vllm.gpu_memory_utilization=0.8`. Those that would
     make log-probs or versions wrong are refused (docs/vllm.md)."""

@@ -124,13 +124,6 @@ def test_the_digest_changes_with_every_shared_setting(change: str) -> None:
     assert run_digest(load_config(given)) != run_digest(load_config([*given, change]))
 
 
-def test_exact_workers_belong_to_an_exact_learner_and_make_another_history_of_a_run() -> None:
-    exact = load_config([*REQUIRED, "engine.exact=true", "weights.on_update=recompute"])
-    ordinary = load_config([*REQUIRED, "weights.on_update=recompute"])
-    assert run_digest(exact) != run_digest(ordinary) == run_digest(load_config(REQUIRED))
-    assert learner_digest(exact) != learner_digest(ordinary) == learner_digest(load_config(REQUIRED))
-
-
 def test_importing_the_config_loads_no_torch() -> None:
     code = "import sys, asyncrl.config; sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=150).returncode == 0

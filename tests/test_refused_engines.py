@@ -68,17 +68,6 @@ REFUSED: Refused = [
     ([*SERVER, "engine=sglang", "rollout.top_k=4"], ["before anything was left out"]),
     (["weights.on_update=recomputed"], ["weights.on_update must be one of keep, recompute", "`recompute`"]),
     (["weights.on_update=recompute", "engine=fake"], ["does nothing with engine=fake", "on_update=keep"]),
-    (["engine.exact=true"], ["with weights.on_update=keep", "on keys of the old weights", "on_update=recompute"]),
-    (["engine.exact=true", "engine=vllm"], ["with engine=vllm", "need a GPU", "Use engine=transformers"]),
-    (["engine.exact=true", "engine=fake"], ["with engine=fake: it has no model", "engine.exact=false"]),
-    (["engine.exact=true", "model=hf_bf16"], ["needs model.dtype=float32; got bfloat16", "Set model.dtype=float32"]),
-    (["engine.exact=true", "engine.dtype=bfloat16"], ["needs engine.dtype=float32; got bfloat16"]),
-    (["engine.exact=true", "weights.wire_dtype=bfloat16"], ["needs weights.wire_dtype=float32; got bfloat16"]),
-    (["engine.exact=true", "model=lora"], ["with model.lora_rank=16", "rounded differently", "Set model.lora_rank=0"]),
-    (
-        ["engine.exact=true", "learner.device=cuda"],
-        ["with learner.device=cuda", "only tested on CPUs", "Set learner.device=cpu"],
-    ),
     (["weights.delta=allways"], ["weights.delta must be one of never, always, auto", "`always`"]),
     (["weights.url=s3://b/run"], ["weights.url does nothing with weights.transport=broadcast", "Use weights=pull"]),
     (
@@ -194,7 +183,6 @@ REFUSED: Refused = [
     (["rollout.group_size=null"], ["`rollout.group_size=null` is refused", "not Optional"]),
     (["model.checkpoint_every=2"], ["model.checkpoint_every=2 does nothing", "model.activation_checkpointing=true"]),
     (["model.checkpoint_keep=matmul"], ["model.checkpoint_keep=matmul does nothing", "activation_checkpointing=true"]),
-    (["model.compile=true", "engine.exact=true"], ["model.compile=true does not go with engine.exact=true"]),
     (["model.compile=true", "learner.router_replay=true"], ["does not go with learner.router_replay=true"]),
     (
         ["model.compile=true", "learner.tensor_parallel=2", "learner.ranks=2"],

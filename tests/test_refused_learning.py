@@ -206,10 +206,6 @@ REFUSED: Refused = [
         ],
     ),
     (
-        ["learner.ranks=2", "learner.sequence_parallel=2", "engine.exact=true", "weights.on_update=recompute"],
-        ["learner.sequence_parallel=2 was not tested with engine.exact=true. Set learner.sequence_parallel=1"],
-    ),
-    (
         ["learner.ranks=12", "learner.replicas=2", "learner.expert_parallel=4"],
         ["expert_parallel=4 must divide the ranks", "learner.ranks=12, 6 to a copy", "Set it to one of 1, 2, 3, 6"],
     ),

@@ -21,16 +21,14 @@ def dtype_on(dtype: str, device: str) -> str:
 def with_dtypes(config: Config, *, learner: str = "", engine: str = "") -> Config:
     """Return `config` with `auto` resolved for a learner or an engine on these devices; empty leaves it unchanged.
 
-    Weights are sent in the learner's dtype. If both sides must compute the same bits, everything is float32.
+    Weights are sent in the learner's dtype.
     """
     settled = replace(config)
     if learner:
-        kind = "cpu" if config.engine.exact else learner
-        settled.model = replace(config.model, dtype=dtype_on(config.model.dtype, kind))
-        half = settled.model.dtype == "bfloat16" and kind.startswith("cuda")
+        settled.model = replace(config.model, dtype=dtype_on(config.model.dtype, learner))
+        half = settled.model.dtype == "bfloat16" and learner.startswith("cuda")
         wire = dtype_on(config.weights.wire_dtype, "cuda" if half else "cpu")
         settled.weights = replace(config.weights, wire_dtype=wire)
     if engine:
-        kind = "cpu" if config.engine.exact else engine
-        settled.engine = replace(config.engine, dtype=dtype_on(config.engine.dtype, kind))
+        settled.engine = replace(config.engine, dtype=dtype_on(config.engine.dtype, engine))
     return settled

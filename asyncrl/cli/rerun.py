@@ -162,7 +162,6 @@ def rerun_config(run: Path, overrides: Sequence[str]) -> Config:
         "run.name": f"rerun-{name_of(overrides)}",
         "run.dir": str(run.resolve() / f"rerun-{name_of(overrides)}"),
         "engine.record_topk": recorded.engine.record_topk,
-        **({"engine.exact": True, "weights.on_update": "recompute"} if recorded.engine.exact else {}),
         "replay.max_staleness": recorded.replay.max_staleness,
         "replay.pipeline_depth": 0,
         "replay.max_bytes": recorded.replay.max_bytes,  # the default may be too small for the batches

@@ -132,7 +132,7 @@ def verify_engine(
     canary: Canary,
 ) -> Row:
     """Load `policy` into a new engine, cast to `dtype` as in a run, and compare. A failing engine gets a row, too."""
-    settings = replace(config, engine=replace(config.engine, name=engine, dtype=dtype, exact=False))
+    settings = replace(config, engine=replace(config.engine, name=engine, dtype=dtype))
     if engine != "vllm":
         settings.engine = replace(settings.engine, tensor_parallel=1, max_model_len=0, kv_cache_mb=0, vllm={})
     canary = replace(canary, wire_dtype=dtype)

@@ -68,7 +68,6 @@ def make_engine(config: Config) -> Engine:
         device,
         engine.max_sequences,
         adapters=config.model.lora_rank > 0,
-        exact=engine.exact,
         fp32_head=config.model.fp32_head,
     )
     recompute = config.weights.on_update == "recompute"

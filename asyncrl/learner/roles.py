@@ -100,8 +100,7 @@ def build_roles(config: Config, device: torch.device, backend: Backend | None) -
     Raises:
         ConfigError: one of them cannot be loaded; the message names its setting.
     """
-    exact = config.engine.exact
-    policy = build_model(config, device, backend, exact=exact)
+    policy = build_model(config, device, backend)
     roles = Roles(policy=policy, optimizer=make_optimizer(policy.parameters(), config.learner))
     advantage, ema = config.advantage, config.learner.proximal_ema
     if advantage.uses_critic:
@@ -110,9 +109,9 @@ def build_roles(config: Config, device: torch.device, backend: Backend | None) -
     roles.base_is_reference = needs_reference(config) and policy.adapters is not None and not config.reference.path
     roles.reference_comes = needs_reference(config) and config.reference.from_rollout
     if needs_reference(config) and not roles.base_is_reference and not roles.reference_comes:
-        roles.reference = build_model(config, device, backend, path=config.reference.path, frozen=True, exact=exact)
+        roles.reference = build_model(config, device, backend, path=config.reference.path, frozen=True)
     if ema > 0:
-        roles.average = build_model(config, device, backend, averaged=True, exact=exact)
+        roles.average = build_model(config, device, backend, averaged=True)
     if config.learner.router_replay:
         for model in filter(None, (policy, roles.average)):
             model.replay = RouterReplay(model, f"model.path={config.model.path}")

@@ -43,8 +43,6 @@ class Tolerance:
         return found.within >= self.share and found.mean <= self.mean and found.max <= self.outer
 
 
-EXACT = Tolerance(max=0.0, mean=0.0)
-"""Tolerance with `engine.exact`: the log-probs must be bitwise equal."""
 FULL = Tolerance(max=2e-3, mean=2e-4)
 HALF = Tolerance(max=0.75, mean=0.1, share=0.99, outer=3.0)
 ROUTED = Tolerance(max=0.75, mean=0.15, share=0.95)
@@ -279,7 +277,6 @@ def serves(decoy: Decoy, canary: Canary, scored: Sequence[NDArray[np.float32]]) 
 
 
 WAY_OUT = "`asyncrl verify` shows which engine loads this model correctly"
-SAME_BITS = "With engine.exact=true, learner and engine must both be exact and have the same torch and transformers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,8 +291,6 @@ class Proof:
     score: Score
     engine_dtype: str
     verify_every: int = 0
-    exact: bool = False
-    """Whether the engine computes exactly as the learner does, so that no difference counts as rounding."""
     everywhere: Callable[[Sequence[NDArray[np.int32]]], list[list[NDArray[np.float32]]]] | None = None
     """For an engine of several replicas: the result of `score` from each. All must agree with the learner."""
 
@@ -324,12 +319,12 @@ class Proof:
             f"the engine does not serve version {policy_version} as the learner has it"
             + "; and so it is with a second set of probes".join(refused)
             + f". {canary.learner_dtype}, wire {canary.wire_dtype}, engine {self.engine_dtype}. "
-            + (SAME_BITS if self.exact else WAY_OUT)
+            + WAY_OUT
         )
 
     def _judge(self, canary: Canary, older: tuple[Decoy, ...]) -> tuple[Difference, str]:
         """Compare on one set of probes. Returns the largest difference of a replica, and why it is refused, if so."""
-        allowed = EXACT if self.exact else canary.tolerance(self.engine_dtype)
+        allowed = canary.tolerance(self.engine_dtype)
         answers = self.everywhere(canary.sequences) if self.everywhere else [self.score(canary.sequences)]
         compared = [compare(canary, scored, allowed.max) for scored in answers]
         found = max(compared, key=lambda each: (not allowed.admits(each), each.max))

@@ -127,7 +127,6 @@ def make_subscriber(
             score=score,
             engine_dtype=engine.dtype,
             verify_every=weights.verify_every,
-            exact=engine.exact,
             everywhere=everywhere,
         )
     if weights.transport in FILES:

@@ -30,7 +30,6 @@ def dtypes(*overrides: str, **devices: str) -> tuple[str, str, str]:
         (["model.dtype=float32"], "cuda", "cuda", ("float32", "float32", "bfloat16")),
         (["model=hf_bf16"], "cpu", "cpu", ("bfloat16", "float32", "float32")),  # as it was before there was auto
         (["weights.wire_dtype=bfloat16", "engine.dtype=bfloat16"], "cpu", "cpu", ("float32", "bfloat16", "bfloat16")),
-        (["engine.exact=true", "weights.on_update=recompute"], "cuda", "cuda", ("float32", "float32", "float32")),
         ([], "", "", ("auto", "auto", "auto")),
     ],
 )

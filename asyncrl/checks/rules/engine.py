@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from asyncrl.checks.dtypes import AUTO
 from asyncrl.checks.problem import Problems
 from asyncrl.checks.servers import SERVERS, refused
 from asyncrl.schema import Config
@@ -73,51 +72,6 @@ def experts_are_recorded(config: Config) -> Problems:
             "learner.router_replay=true needs engine=transformers, which records the experts of each token; "
             f"engine={config.engine.name} does not. Set learner.router_replay=false, or use engine=transformers"
         )
-
-
-NO_SAME_BITS = {
-    "vllm": "its batch-invariant kernels need a GPU and have not been tried here, and they are not the learner's",
-    "server": "vLLM's kernels are not the learner's",
-    "sglang": "SGLang's kernels are not the learner's",
-    "fake": "it has no model",
-}
-"""Why an engine's log-probs cannot equal the learner's bit for bit."""
-
-
-def exact_engines_can_be(config: Config) -> Problems:
-    if not config.engine.exact:
-        return
-    reason = NO_SAME_BITS.get(config.engine.name)
-    if reason:
-        yield (
-            f"engine.exact=true with engine={config.engine.name}: {reason}. Use engine=transformers, or set "
-            "engine.exact=false"
-        )
-    halves = {
-        "model.dtype": config.model.dtype,
-        "engine.dtype": config.engine.dtype,
-        "weights.wire_dtype": config.weights.wire_dtype,
-    }
-    for key, dtype in halves.items():
-        if dtype not in (AUTO, "float32"):
-            yield (
-                f"engine.exact=true needs {key}=float32; got {dtype}: the engine would serve other weights than the "
-                f"learner trains. Set {key}=float32"
-            )
-    if config.model.lora_rank > 0:
-        yield (
-            f"engine.exact=true with model.lora_rank={config.model.lora_rank}: the learner adds the output of an "
-            "adapter, the engine adds the adapter to its weights, and the two are rounded differently. Set "
-            "model.lora_rank=0"
-        )
-    if config.weights.on_update != "recompute" and config.engine.name == "transformers":
-        yield (
-            "engine.exact=true with weights.on_update=keep: a sequence that spans an update continues on keys of the "
-            "old weights, which the learner does not have. Set weights.on_update=recompute"
-        )
-    for key, device in (("engine.device", config.engine.device), ("learner.device", config.learner.device)):
-        if device == "cuda":
-            yield f"engine.exact=true with {key}=cuda: it was only tested on CPUs. Set {key}=cpu"
 
 
 def adapters_keep_their_keys(config: Config) -> Problems:
@@ -270,7 +224,6 @@ RULES: tuple[Callable[[Config], Problems], ...] = (
     likeliest_tokens_are_recorded,
     experts_are_recorded,
     wide_heads_have_a_use,
-    exact_engines_can_be,
     adapters_keep_their_keys,
     engine_processes_are_its_own,
     tokens_are_drawn_from_the_policy,

@@ -78,7 +78,6 @@ def batch_divides(config: Config) -> Problems:
 def ranks_are_laid_out(config: Config) -> Problems:
     yield from ranks_divide(config.learner, config.learner.ranks)
     unproven = {
-        "engine.exact=true": config.engine.exact,
         f"learner.hook={config.learner.hook}": bool(config.learner.hook),
         f"learner.early_groups={config.learner.early_groups}": config.learner.early_groups > 0,
     }
@@ -303,13 +302,11 @@ def moments_have_a_place(config: RunSettings) -> Problems:
 
 
 def compiles_with_the_rest(config: Config) -> Problems:
-    others = {
-        "engine.exact": (config.engine.exact, "computes by kernels of its own, bit for bit"),
-        "learner.router_replay": (config.learner.router_replay, "reaches into every layer while it computes"),
-    }
-    for name, (given, why) in others.items():
-        if given and config.model.compile:
-            yield f"model.compile=true does not go with {name}=true, which {why}. Set one of them to false"
+    if config.learner.router_replay and config.model.compile:
+        yield (
+            "model.compile=true does not go with learner.router_replay=true, which reaches into every layer while it "
+            "computes. Set one of them to false"
+        )
 
 
 def layers_can_be_compiled(config: RunSettings) -> Problems:

@@ -14,13 +14,12 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from asyncrl.engines.hf.kv import SlotCache, check_mergeable
-from asyncrl.engines.hf.sampling import at_temperature, log_softmax, sample
+from asyncrl.engines.hf.sampling import at_temperature, sample
 from asyncrl.engines.hf.truncation import Truncation, supports, written
 from asyncrl.engines.lora import AdapterTable
 from asyncrl.engines.parameters import ParameterTable
 from asyncrl.errors import ConfigError
-from asyncrl.exact.model import EXACT_ATTENTION, make_exact
-from asyncrl.exact.wide_head import widen
+from asyncrl.fp32_head import make_head_fp32
 from asyncrl.routers import Recorder
 from asyncrl.types import TOPK_IDS, TOPK_LOGPROBS
 
@@ -57,12 +56,11 @@ class ModelRunner:
         max_sequences: int,
         *,
         adapters: bool = False,
-        exact: bool = False,
         fp32_head: bool = False,
     ) -> None:
         check_mergeable(type(model), model.config)
         if fp32_head:
-            widen(model.get_output_embeddings())
+            make_head_fp32(model.get_output_embeddings())
         self.model = model.to(device).eval().requires_grad_(False)  # pyright: ignore[reportArgumentType]
         self.device = device
         config = model.config.get_text_config(decoder=True)
@@ -74,9 +72,6 @@ class ModelRunner:
         self.slots = SlotCache(self.num_layers, max_sequences, device)
         self.parameters = AdapterTable(self.model) if adapters else ParameterTable(self.model)
         self._recorder: Recorder | None = None
-        self.exact = make_exact(self.model, device, keep=True) if exact else None
-        if exact:
-            self.model.config._attn_implementation = EXACT_ATTENTION
 
     @classmethod
     def from_pretrained(
@@ -87,24 +82,20 @@ class ModelRunner:
         max_sequences: int,
         *,
         adapters: bool = False,
-        exact: bool = False,
         fp32_head: bool = False,
     ) -> ModelRunner:
         """Load from a directory or hub name; code shipped with a checkpoint is never run.
 
         Args:
             adapters: updates are adapters for these weights, not full weights.
-            exact: as `engine.exact`.
             fp32_head: as `model.fp32_head`.
         """
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
-        return cls(model, device, max_sequences, adapters=adapters, exact=exact, fp32_head=fp32_head)
+        return cls(model, device, max_sequences, adapters=adapters, fp32_head=fp32_head)
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Swap in an update that has passed `parameters.check`."""
         self.parameters.load(tensors)
-        if self.exact is not None:
-            self.exact.forget()
 
     def prefill(self, prompts: list[NDArray[np.int32]]) -> tuple[DynamicCache, torch.Tensor]:
         """Return the keys of all `prompts`, padded on the right, and the logits [P, V] after the last token of each.
@@ -171,9 +162,7 @@ class ModelRunner:
             top_p, top_k, min_p = self._tensor(truncation)
             given = Truncation(top_p=top_p, top_k=top_k, min_p=min_p)
             support = supports(at_temperature(logits, heat, any_greedy), given)
-        tokens, logprobs, likeliest = sample(
-            *(logits, heat, self._tensor(uniform), any_greedy, support, topk), exact=self.exact is not None
-        )
+        tokens, logprobs, likeliest = sample(logits, heat, self._tensor(uniform), any_greedy, support, topk)
         both = torch.stack([tokens, logprobs.view(torch.int32).to(torch.int64)]).cpu().numpy()
         return Drawn(
             tokens=both[0],
@@ -190,7 +179,7 @@ class ModelRunner:
         for ids in sequences:
             tokens = self._tensor(ids.astype(np.int64))
             logits = self.model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
-            logprobs = log_softmax(logits, self.exact is not None).gather(1, tokens[1:, None])[:, 0]
+            logprobs = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
             scored.append(logprobs.cpu().numpy())
         return scored
 

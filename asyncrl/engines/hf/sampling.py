@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from asyncrl.exact import kernels
-from asyncrl.exact.arithmetic import exp
-
 
 def at_temperature(logits: torch.Tensor, temperature: torch.Tensor, any_greedy: bool) -> torch.Tensor:
     """[R, V] float32 logits, divided by the temperature."""
     scale = torch.where(temperature > 0, temperature, 1.0) if any_greedy else temperature
     return logits.float() / scale.unsqueeze(1)
-
-
-def log_softmax(logits: torch.Tensor, exact: bool) -> torch.Tensor:
-    """[..., V] float32 log-probs."""
-    return kernels.log_softmax(logits) if exact else torch.log_softmax(logits, dim=-1)
 
 
 def sample(
@@ -26,8 +18,6 @@ def sample(
     any_greedy: bool,
     support: torch.Tensor | None = None,
     topk: int = 0,
-    *,
-    exact: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
     """Inverse-CDF sampling: one uniform per row, so a row's draw does not depend on its batch-mates.
 
@@ -38,7 +28,6 @@ def sample(
         any_greedy: whether any temperature is 0 (known on the host; saves a device synchronisation).
         support: [R, V] bool, the tokens that each row may sample; None is the whole vocabulary.
         topk: number of most likely tokens to return too; 0 returns none.
-        exact: use the kernels of `engine.exact`.
 
     Returns:
         [R] int64 token ids; their [R] float32 log-probs, `log_softmax(logits / temperature)` over the support; and the
@@ -47,12 +36,10 @@ def sample(
     scaled = at_temperature(logits, temperature, any_greedy)
     if support is not None:
         scaled = scaled.masked_fill(~support, -torch.inf)
-    logprobs = log_softmax(scaled, exact)
+    logprobs = torch.log_softmax(scaled, dim=-1)
     # float64: with a float32 sum the rare tail of a large vocabulary would be sampled in lumps of 1e-7. The
-    # probabilities are computed from the recorded log-probs, so that the two agree. The exact `exp` never returns 0, so
-    # tokens outside the support are masked: uniform 0 would sample them.
-    probs = exp(logprobs.double()).masked_fill_(logprobs == -torch.inf, 0.0) if exact else logprobs.exp()
-    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
+    # probabilities are computed from the recorded log-probs, so that the two agree.
+    cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
     threshold = (uniform * cumulative[:, -1]).unsqueeze(1)
     # `right=True` and the clamp: a token of probability 0 is never sampled, even at uniform 0 or by rounding up.
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())

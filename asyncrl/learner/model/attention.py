@@ -12,7 +12,6 @@ CPU a shared prompt is then computed once, and its keys and values are held once
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,16 +21,12 @@ from torch.nn import functional
 from transformers import AttentionInterface
 
 from asyncrl.errors import ConfigError
-from asyncrl.exact import kernels
-from asyncrl.exact.model import valued
 from asyncrl.learner.batch.packing import Packing
 from asyncrl.learner.model.attention_rows import Rows, attend
 from asyncrl.learner.model.attention_shared import attend_apart
 from asyncrl.learner.model.attention_trial import kernel_of
 
 PACKED_ATTENTION = "asyncrl_packed"
-EXACT_PACKED_ATTENTION = "asyncrl_packed_exact"
-"""The same with the kernels of `engine.exact`."""
 REFUSED_KWARGS = {
     "softcap": "a cap on its scores (softcap)",
     "s_aux": "attention sinks (s_aux)",
@@ -53,8 +48,6 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     packing: Packing | None = None,
-    *,
-    exact: bool = False,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "1 tokens heads value_dim"], None]:
     """Attention function with the signature that transformers calls. Dropout is never applied: the behavior policy had
@@ -76,7 +69,7 @@ def packed_attention(
         query, key, value = packing.sequence.to_heads(query, key, value)
     kernel = kernel_of(query.device, query.dtype, max(query.shape[-1], value.shape[-1]))
     shared, scale = packing.shared, query.shape[-1] ** -0.5 if scaling is None else scaling
-    if shared is not None and not exact and (sliding_window is None or sliding_window >= packing.max_length):
+    if shared is not None and (sliding_window is None or sliding_window >= packing.max_length):
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         out = attend_apart(q, k, v, shared, scale)
         return (out if packing.sequence is None else packing.sequence.to_tokens(out))[None], None
@@ -86,7 +79,7 @@ def packed_attention(
         rows = Rows(packing.cu_seqlens, packing.max_length, packing.lengths)
         out = attend(kernel.name, q, k, v, rows, scale, sliding_window)
     else:
-        out = _blockwise(q, k, v, packing.padded.shapes, scale, sliding_window, exact=exact)
+        out = _blockwise(q, k, v, packing.padded.shapes, scale, sliding_window)
     out = out.index_select(0, gather.owner)
     return (out if packing.sequence is None else packing.sequence.to_tokens(out))[None], None
 
@@ -98,8 +91,6 @@ def _blockwise(
     shapes: Sequence[tuple[int, int]],
     scale: float,
     window: int | None,
-    *,
-    exact: bool,
 ) -> Float[Tensor, "slots heads value_dim"]:
     """
     Args:
@@ -116,9 +107,7 @@ def _blockwise(
             "scale": scale,
             "enable_gqa": grouped,
         }
-        plain = partial(functional.scaled_dot_product_attention, bq, bk, bv, **options)
-        seen = None if mask is None else mask[None, None]
-        out = valued(plain, partial(kernels.attention, bq, bk, bv, scale, seen)) if exact else plain()
+        out = functional.scaled_dot_product_attention(bq, bk, bv, **options)
         outputs.append(out.transpose(1, 2).reshape(rows * length, q.shape[1], v.shape[2]))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -132,4 +121,3 @@ def _band(length: int, window: int, device: torch.device) -> Bool[Tensor, "lengt
 
 # Without a mask function, so that transformers builds no mask at all for this implementation.
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
-AttentionInterface.register(EXACT_PACKED_ATTENTION, partial(packed_attention, exact=True))

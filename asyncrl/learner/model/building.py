@@ -23,7 +23,6 @@ from asyncrl.checks.dtypes import dtype_on
 from asyncrl.checks.parallel import EXPERT, TENSOR
 from asyncrl.errors import ConfigError
 from asyncrl.learner.backends.base import Backend
-from asyncrl.learner.model.attention import EXACT_PACKED_ATTENTION
 from asyncrl.learner.model.attention_kernel import widest_head
 from asyncrl.learner.model.attention_trial import kernel_of
 from asyncrl.learner.model.compiling import compile_layers, refuse_unbuildable, warm_up
@@ -181,8 +180,6 @@ def said_of_attention(model: PackedModel, settings: ModelConfig) -> str:
     """What attention is computed with, and why."""
     if model.layout is not Layout.PACKED:
         return "transformers' own, each sequence in a row"
-    if model.hf.config._attn_implementation == EXACT_PACKED_ATTENTION:
-        return "the kernels of engine.exact on rows of similar length"
     width = widest_head(model.hf.config.get_text_config(decoder=True))
     return kernel_of(model.device, compute_dtype(settings.dtype, model.device), width).why
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from asyncrl.exact import kernels
 from asyncrl.learner.batch.support import Support
 from asyncrl.learner.memory_plan import head_backward_rows, head_rows
 
@@ -26,7 +24,6 @@ def token_logprobs(
     temperature: float,
     support: Support | None = None,
     *,
-    exact: bool = False,
     through_entropy: bool = False,
     wide: bool = False,
 ) -> tuple[Tensor, Float[Tensor, " tokens"]]:
@@ -40,13 +37,12 @@ def token_logprobs(
 
     Args:
         targets: [tokens], or [tokens, columns] for the log-probs of several tokens of each distribution.
-        exact: use the kernels of `engine.exact`, in float32; the gradient is the ordinary one.
         through_entropy: the entropy has a gradient; otherwise it is only a diagnostic.
         wide: see `model.fp32_head`. The gradient of the weight is accumulated in fp32 in any case.
     """
     if wide:
         hidden, weight, bias = _widened(hidden, weight, bias)
-    return _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, support, exact, through_entropy)  # pyright: ignore[reportReturnType]
+    return _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, support, through_entropy)  # pyright: ignore[reportReturnType]
 
 
 @torch.no_grad()
@@ -57,20 +53,18 @@ def judged_logprobs(
     targets: Int[Tensor, " tokens"],
     temperature: float,
     *,
-    exact: bool = False,
     wide: bool = False,
 ) -> tuple[Float[Tensor, " tokens"], Bool[Tensor, " tokens"], Float[Tensor, " tokens"]]:
     """Log-probs bitwise as `token_logprobs`, whether each target is a most likely token (ties count), and the largest
     |logit / temperature| of its distribution."""
     if wide:
         hidden, weight, bias = _widened(hidden, weight, bias)
-    factors, product, total = _kernels(weight, exact)
     logprobs, largest = (torch.empty(len(targets), dtype=_wide(hidden), device=hidden.device) for _ in range(2))
     likeliest = torch.empty(len(targets), dtype=torch.bool, device=hidden.device)
     for rows in _chunks(len(targets), head_rows(len(weight))):
-        logits = _logits(hidden, factors, bias, temperature, None, rows, product)
+        logits = _logits(hidden, weight, bias, temperature, None, rows)
         chosen = logits.gather(-1, targets[rows, None])[:, 0]
-        logprobs[rows] = chosen - total(logits)
+        logprobs[rows] = chosen - logits.logsumexp(-1)
         lowest, highest = logits.aminmax(dim=-1)
         likeliest[rows], largest[rows] = chosen >= highest, highest.maximum(-lowest)
     return logprobs, likeliest, largest
@@ -86,7 +80,7 @@ def _columns(values: Tensor, rows: slice) -> Tensor:
 
 
 def _widened(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The factors in fp32, for a model that computes in a narrower dtype (`asyncrl.exact.wide_head`)."""
+    """The factors in fp32, for a model that computes in a narrower dtype (`asyncrl.fp32_head`)."""
     dtype = _wide(hidden)
     return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
@@ -102,24 +96,12 @@ def _logits(
     temperature: float,
     support: Support | None,
     rows: slice,
-    product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = functional.linear,
 ) -> Tensor:
     """Logits of tokens `rows`."""
-    logits = product(hidden[rows], weight, bias).to(_wide(hidden))
+    logits = functional.linear(hidden[rows], weight, bias).to(_wide(hidden))
     if temperature != 1.0:
         logits = logits.div_(temperature)
     return logits if support is None else support.narrow(logits, rows)
-
-
-def _logsumexp(logits: Tensor) -> Tensor:
-    return logits.logsumexp(-1)
-
-
-def _kernels(weight: Tensor, exact: bool) -> tuple[Tensor, Callable[..., Tensor], Callable[[Tensor], Tensor]]:
-    """The weight as the product takes it, the product of the head, and the log-normaliser of its logits."""
-    if exact:
-        return kernels.rounded_weight(weight), kernels.linear, kernels.logsumexp
-    return weight, functional.linear, _logsumexp
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -134,15 +116,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         support: Support | None,
-        exact: bool,
         through_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        factors, product, total = _kernels(weight, exact)
         logprobs = torch.empty(targets.shape, dtype=_wide(hidden), device=hidden.device)
         entropy, normaliser = (logprobs.new_empty(len(targets)) for _ in range(2))
         for rows in _chunks(len(targets), head_rows(len(weight))):
-            logits = _logits(hidden, factors, bias, temperature, support, rows, product)
-            normaliser[rows] = total(logits)
+            logits = _logits(hidden, weight, bias, temperature, support, rows)
+            normaliser[rows] = logits.logsumexp(-1)
             chosen = logits.gather(-1, _columns(targets, rows)) - normaliser[rows, None]
             logprobs[rows] = chosen.view_as(logprobs[rows])
             mean_logit = torch.linalg.vecdot(functional.softmax(logits, -1), logits)
@@ -154,7 +134,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None, None, None]:
         hidden, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros(weight.shape, dtype=_wide(hidden), device=weight.device)
@@ -183,4 +163,4 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 d_weight += d_logits.t() @ hidden[rows]
             del logits, d_logits  # otherwise they would still be allocated while the next chunk's are made
         d_bias = None if d_bias is None else d_bias.to(weight.dtype)
-        return d_hidden, d_weight.to(weight.dtype), d_bias, None, None, None, None, None
+        return d_hidden, d_weight.to(weight.dtype), d_bias, None, None, None, None

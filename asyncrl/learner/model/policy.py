@@ -19,11 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from asyncrl.checks.architecture import foreign_maths, logit_factor, longest_sequence
 from asyncrl.checks.dtypes import dtype_on
 from asyncrl.errors import ConfigError
-from asyncrl.exact.model import make_exact
 from asyncrl.learner.backends.base import Backend
 from asyncrl.learner.batch.packing import Pack
 from asyncrl.learner.batch.support import Support
-from asyncrl.learner.model.attention import EXACT_PACKED_ATTENTION
 from asyncrl.learner.model.building import DTYPES, built
 from asyncrl.learner.model.flops import Work
 from asyncrl.learner.model.layout import blank, with_our_attention
@@ -46,8 +44,6 @@ class PolicyModel(PackedModel):
 
     adapters: Adapters | None = None
     """With LoRA: the adapters, which alone are trained; everything else is frozen."""
-    exact: bool = False
-    """Whether log-probs are bitwise those of an exact engine (`compute_exactly`)."""
     through_entropy: bool = False
     """Whether the entropy has a gradient, because the loss has an entropy bonus (`loss.entropy_coef`)."""
     entries = ("judge", "seen_alone")
@@ -81,7 +77,7 @@ class PolicyModel(PackedModel):
             wanted = torch.cat([wanted[:, None], candidates], 1)
         if mine is not None:
             wanted, support = wanted[mine], None if support is None else support.of(mine)
-        how = {"exact": self.exact, "through_entropy": self.through_entropy, "wide": self.fp32_head}
+        how = {"through_entropy": self.through_entropy, "wide": self.fp32_head}
         scores = token_logprobs(hidden, *self.head_weights, wanted, temperature / self.factor, support, **how)
         found, entropy = (self.told(each, mine, len(pack.predictors)) for each in scores)
         zeros = torch.zeros(len(pack.input_ids), dtype=torch.float32, device=hidden.device)
@@ -124,8 +120,9 @@ class PolicyModel(PackedModel):
         hidden, mine = self.states_at(pack)
         wanted = pack.input_ids.index_select(0, pack.loss_positions)
         wanted = wanted if mine is None else wanted[mine]
-        how = {"exact": self.exact, "wide": self.fp32_head}
-        logprobs, likeliest, largest = judged_logprobs(hidden, *self.head_weights, wanted, 1.0 / self.factor, **how)
+        logprobs, likeliest, largest = judged_logprobs(
+            hidden, *self.head_weights, wanted, 1.0 / self.factor, wide=self.fp32_head
+        )
         found = logprobs, likeliest.to(logprobs.dtype), largest
         logprobs, counted, largest = (self.told(each, mine, len(pack.predictors)) for each in found)
         return logprobs, counted.bool(), largest
@@ -158,7 +155,6 @@ def build_model(
     path: str = "",
     frozen: bool = False,
     averaged: bool = False,
-    exact: bool = False,
 ) -> PolicyModel:
     """Load a policy with fp32 master weights on `device`, held by `backend` (None: a single rank).
 
@@ -169,7 +165,6 @@ def build_model(
         path: path of the checkpoint, as `reference.path`; empty is `model.path`.
         frozen: weights that never change, for the reference.
         averaged: without gradients, for the averaged policy.
-        exact: see `engine.exact`.
 
     Raises:
         ConfigError: the checkpoint cannot be loaded, or the learner does not support how it computes its logits.
@@ -184,8 +179,6 @@ def build_model(
     def change(model: PolicyModel, read: nn.Module) -> None:
         refuse_scores(config, model.hf.config, device, model.layout)
         model.fp32_head = settings.fp32_head
-        if exact:
-            compute_exactly(model, device)
         if frozen or averaged:
             model.requires_grad_(False)
         if frozen:
@@ -221,17 +214,6 @@ def keep_in(model: nn.Module, dtype: torch.dtype) -> None:
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point():
                 module._buffers[name] = buffer.float()
-
-
-def compute_exactly(model: PolicyModel, device: torch.device) -> None:
-    """Make `model`, in float32, compute the log-probs of an exact engine, however it is packed or sharded.
-
-    Raises:
-        ConfigError: see `make_exact`.
-    """
-    make_exact(model.hf, device)
-    model.exact = True
-    model.hf.config._attn_implementation = EXACT_PACKED_ATTENTION
 
 
 def causal_lm(config: ModelConfig, setting: str, dtype: torch.dtype) -> tuple[Made, Made]:

@@ -227,7 +227,7 @@ ALARMS: tuple[Alarm, ...] = (
         "engine_drift",
         "the root mean square log-ratio of tokens that are 0 versions old is above 0.3: for the same weights, the "
         "engine computes other log-probs than the learner",
-        "`asyncrl verify RUN` shows which engine it is. engine.exact=true makes the log-probs equal bit for bit. "
+        "`asyncrl verify RUN` shows which engine it is. "
         "Several updates per batch at a high learning rate have the same symptom: look at ratio/B",
         above("staleness/age_0/rms_log_ratio", 0.3),
     ),

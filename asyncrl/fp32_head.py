@@ -15,13 +15,7 @@ from torch.nn import functional
 from asyncrl.errors import ConfigError
 
 
-def wide_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """float32 [..., out], from hidden [..., in] and weight [out, in] of any dtype; float64 inputs stay float64."""
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    return functional.linear(hidden.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
-
-
-def widen(head: nn.Module | None) -> None:
+def make_head_fp32(head: nn.Module | None) -> None:
     """Make `head` return its logits in float32.
 
     Raises:
@@ -36,4 +30,7 @@ def widen(head: nn.Module | None) -> None:
 
 
 def _forward(head: nn.Linear, input: Tensor) -> Tensor:
-    return wide_linear(input, head.weight, head.bias)
+    """float32 [..., out] from hidden [..., in] of any dtype; float64 stays float64."""
+    wide = torch.promote_types(input.dtype, torch.float32)
+    bias = None if head.bias is None else head.bias.to(wide)
+    return functional.linear(input.to(wide), head.weight.to(wide), bias)
