@@ -217,6 +217,9 @@ class RolloutConfig:
     """How often a group (or a failed member) is tried before it is dropped with its reason."""
     drop_zero_variance: bool = False
     """Drop groups whose rewards are all equal, and sample another prompt for each (DAPO's dynamic sampling)."""
+    zero_variance_of: str = ""
+    """The part of the reward that `drop_zero_variance` compares (`right/acc`), as its metric `rewards/<part>` is named.
+    Empty: the reward; of several functions all but `overlong`, whose penalty is no accuracy."""
     drop_truncated: str = "never"
     """Drop groups in which `any` or `all` completions were cut at `max_new_tokens`; `never` keeps them."""
     filters: list[str] = field(default_factory=list)

@@ -116,6 +116,11 @@ REFUSED: Refused = [
         ["rollout.drop_zero_variance=true", "rollout.group_size=1"],
         ["rollout.drop_zero_variance=true drops every group of size one", "rollout.group_size to 2"],
     ),
+    (["rollout.zero_variance_of=acc"], ["rollout.zero_variance_of=acc says what rollout.drop_zero_variance compares"]),
+    (
+        ["reward=dapo", "reward.function=", "rollout.drop_zero_variance=true", "rollout.zero_variance_of=acc"],
+        ["rollout.zero_variance_of=acc is no part of the reward", "right, overlong", "NAME/PART"],
+    ),
     *(
         (
             ["rollout.drop_zero_variance=true", *advantage],

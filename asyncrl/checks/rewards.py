@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncrl.checks.hints import nearest, refuse_others
 from asyncrl.errors import ConfigError
-from asyncrl.schema import RewardConfig
+from asyncrl.schema import Config, RewardConfig
 
 LIBRARY = {
     "exact_match": "asyncrl.rewards.exact_match:exact_match",
@@ -123,6 +123,20 @@ def _term(name: str, entry: Any) -> RewardTerm:
         data_source=(sources,) if isinstance(sources, str) else tuple(map(str, sources)),
         model=str(values.get("model") or ""),
     )
+
+
+def compared_parts(config: Config) -> tuple[str, ...]:
+    """Return the parts of the reward that `rollout.drop_zero_variance` compares; empty for the reward itself.
+
+    DAPO filters by accuracy and adds its penalty for length afterwards. By the total, a group whose answers are all
+    wrong would be kept if their lengths differ, and a baseline with a standard deviation would make full advantages of
+    the penalty.
+    """
+    if config.rollout.zero_variance_of:
+        return (config.rollout.zero_variance_of,)
+    terms = reward_terms(config.reward)
+    others = tuple(term.name for term in terms if term.function != LIBRARY["overlong"])
+    return others if len(others) < len(terms) else ()
 
 
 def full_name(function: str, key: str = "reward.function") -> str:

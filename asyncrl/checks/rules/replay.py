@@ -6,6 +6,7 @@ import math
 
 from asyncrl.checks.addresses import host_of, is_everywhere, is_loopback, tcp
 from asyncrl.checks.problem import Problems
+from asyncrl.checks.rewards import reward_terms
 from asyncrl.schema import Config
 
 BYTES_PER_TOKEN = 13
@@ -31,8 +32,20 @@ def depth_within_bound(config: Config) -> Problems:
 
 
 def filters_leave_something(config: Config) -> Problems:
+    part = config.rollout.zero_variance_of
     if not config.rollout.drop_zero_variance:
+        if part:
+            yield (
+                f"rollout.zero_variance_of={part} says what rollout.drop_zero_variance compares, which is false. Set "
+                "it to true, or leave zero_variance_of out"
+            )
         return
+    names = [term.name for term in reward_terms(config.reward) if term.name]
+    if part and names and part.partition("/")[0] not in names:
+        yield (
+            f"rollout.zero_variance_of={part} is no part of the reward, whose functions are {', '.join(names)}. Name "
+            "one of them, or one of its parts: NAME/PART"
+        )
     given = config.advantage
     if given.estimator not in ("group", "reinforce_pp") or given.baseline not in SIBLING_BASELINES:
         yield (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -24,9 +25,11 @@ GroupFilter = Callable[[TrajectoryGroup], bool]
 """Returns True if the group is to be dropped."""
 
 
-def zero_variance(group: TrajectoryGroup) -> bool:
-    """All rewards are equal: with a group baseline every advantage is 0."""
-    return len({trajectory.reward for trajectory in group.trajectories}) < 2
+def zero_variance(group: TrajectoryGroup, parts: Sequence[str] = ()) -> bool:
+    """All rewards are equal: with a group baseline every advantage is 0. With `parts`, each of these parts is."""
+    if not parts:
+        return len({trajectory.reward for trajectory in group.trajectories}) < 2
+    return len({tuple(each.rewards.get(name) for name in parts) for each in group.trajectories}) < 2
 
 
 def any_truncated(group: TrajectoryGroup) -> bool:
@@ -109,12 +112,16 @@ def finished(group: TrajectoryGroup, prompt: Prompt) -> FinishedGroup:
     )
 
 
-def built_in_filters(config: RolloutConfig) -> BuiltIn:
-    """The built-in filters that the settings ask for."""
+def built_in_filters(config: RolloutConfig, parts: Sequence[str] = ()) -> BuiltIn:
+    """The built-in filters that the settings ask for.
+
+    Args:
+        parts: the parts of the reward that `drop_zero_variance` compares; empty for the reward itself.
+    """
     filters: list[tuple[DropReason, GroupFilter]] = []
     truncated = TRUNCATED[config.drop_truncated]
     if truncated is not None:
         filters.append((DropReason.OVER_LENGTH, truncated))
     if config.drop_zero_variance:
-        filters.append((DropReason.FILTERED_ZERO_VARIANCE, zero_variance))
+        filters.append((DropReason.FILTERED_ZERO_VARIANCE, partial(zero_variance, parts=parts)))
     return filters

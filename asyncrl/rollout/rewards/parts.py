@@ -22,6 +22,8 @@ class RewardParts:
 
     required: tuple[str, ...] = ()
     """Reward components required of the reward function."""
+    compared: str = ""
+    """The part that `rollout.drop_zero_variance` compares, by name; empty for none."""
     greedy: SamplingParams | None = None
     """Sampling of the one completion per attempt whose reward is the baseline (ReMax); None for no such baseline."""
     reference: bool = False
@@ -37,10 +39,14 @@ class RewardParts:
     """Whether the engine records the experts of each token (`learner.router_replay`)."""
 
     @classmethod
-    def of(cls, config: AdvantageConfig, sampling: SamplingParams, *, reference: bool = False) -> RewardParts:
+    def of(
+        cls, config: AdvantageConfig, sampling: SamplingParams, *, reference: bool = False, compared: str = ""
+    ) -> RewardParts:
+        """Args: compared: `rollout.zero_variance_of`, which every reward must have; empty for none."""
         greedy = replace(sampling, temperature=0.0) if config.baseline == "greedy" else None
         return cls(
             required=tuple(config.components),
+            compared=compared,
             greedy=greedy,
             reference=reference,
             turns=config.credits_turns,
@@ -92,10 +98,13 @@ class RewardParts:
                 if fault := fault_of(trajectory):
                     raise EpisodeError(f"trajectory {place}: {fault}. {why}")
             lacking = [name for name in self.required if name not in trajectory.rewards]
+            setting = "advantage.components"
+            if not lacking and self.compared and self.compared not in trajectory.rewards:
+                lacking, setting = [self.compared], "rollout.zero_variance_of"
             if lacking:
                 raise RewardError(
-                    f"the reward function did not return {', '.join(lacking)}, which advantage.components names (it "
-                    f"returned: score, {', '.join(trajectory.rewards)}). Return every component each time",
+                    f"the reward function did not return {', '.join(lacking)}, which {setting} names (it returned: "
+                    f"score, {', '.join(trajectory.rewards)}). Return every component each time",
                     "no_number",
                 )
             if self.greedy is not None and GREEDY_REWARD in trajectory.rewards:

@@ -12,6 +12,7 @@ from asyncrl.chat.choice import open_chat, told
 from asyncrl.chat.renderer import RendererChat
 from asyncrl.chat.turn_end import described
 from asyncrl.checks.evaluations import EvalSet, eval_sets
+from asyncrl.checks.rewards import compared_parts
 from asyncrl.checks.sources import Source
 from asyncrl.data.dataset import open_alone, open_dataset
 from asyncrl.data.local_tokenizer import LocalTokenizer, own_tokenizer, tokenizer_digest
@@ -151,7 +152,8 @@ async def filters_of(config: Config, texts: Texts, opened: contextlib.AsyncExitS
         await opened.enter_async_context(FilterPool(function, timeout_s=config.reward.timeout_s))
         for function in config.rollout.filters
     ]
-    built_in, most = built_in_filters(config.rollout), config.reward.max_failure_share
+    built_in = built_in_filters(config.rollout, compared_parts(config))
+    most = config.reward.max_failure_share
     return Filters(built_in, own, max_failure_share=most, where=texts.prompts.where)
 
 
@@ -241,7 +243,12 @@ def make_runner(
         decode=make_decode(texts.tokenizer, texts.chat.end_texts),
         encode=make_encode(texts.tokenizer),
         score=rewards.score,
-        parts=RewardParts.of(config.advantage, texts.sampling, reference=config.reference.from_rollout),
+        parts=RewardParts.of(
+            config.advantage,
+            texts.sampling,
+            reference=config.reference.from_rollout,
+            compared=config.rollout.zero_variance_of,
+        ),
         stepped=lambda: report.count("environment_steps"),
         sampled=report.sampled,
         watch=watch,

@@ -182,11 +182,9 @@ def test_a_whole_number_that_a_table_keeps_as_a_float_is_that_number(reward: str
 GRADERS = ["gsm8k", "math_dapo", "qa_exact_match", "f1", "math", "exact_match", "choice"]
 
 
-def scored(reward: str, said: str, answer: object, **args: Any) -> float:
+def scored(reward: str, said: str, answer: object) -> float:
     function: Any = load_function(LIBRARY[reward])
-    returned = (
-        function(**args)(said, {"answer": answer}) if inspect.isclass(function) else function(said, {"answer": answer})
-    )
+    returned = (function() if isinstance(function, type) else function)(said, {"answer": answer})
     return returned["score"] if isinstance(returned, dict) else returned
 
 

@@ -10,6 +10,8 @@ from typing import cast
 import numpy as np
 import pytest
 
+from asyncrl.checks.rewards import compared_parts
+from asyncrl.config import load_config
 from asyncrl.errors import FilterError, HopelessFilterError
 from asyncrl.replay.client.client import LearnerClient, WorkerRendezvous
 from asyncrl.rewards.filter_pool import FilterPool
@@ -38,6 +40,45 @@ def made(*members: tuple[float, str]):
 FLAT = made((1.0, "stop"), (1.0, "stop"))
 MIXED = made((0.0, "stop"), (1.0, "length"))
 CUT = made((0.0, "length"), (1.0, "length"))
+
+
+def shaped(*members: tuple[float, float]):
+    """A group of `reward=dapo`: (accuracy as -1 or 1, penalty of the length)."""
+    base: Trajectory = replay_group(ORDER, [0]).trajectories[0]
+    trajectories = tuple(
+        replace(base, reward=right + long, rewards={"right": right, "right/acc": float(right > 0), "overlong": long})
+        for right, long in members
+    )
+    return replace(replay_group(ORDER, [0]), trajectories=trajectories)
+
+
+@pytest.mark.parametrize("named", [[], ["rollout.zero_variance_of=right/acc"], ["rollout.zero_variance_of=right"]])
+def test_dynamic_sampling_compares_accuracy_and_not_lengths(named):
+    """Yu et al. 2025, section 3.2: prompts whose accuracy is 0 or 1 are left out."""
+    given = [
+        "model.path=m",
+        "data.path=d.jsonl",
+        "reward=dapo",
+        "advantage=grpo_std",
+        "rollout.drop_zero_variance=true",
+    ]
+    config = load_config([*given, *named])
+    filters = Filters(built_in_filters(config.rollout, compared_parts(config)))
+    groups = [
+        shaped((-1.0, 0.0), (-1.0, -0.5)),
+        shaped((1.0, -0.5), (1.0, 0.0)),
+        shaped((1.0, 0.0), (-1.0, 0.0)),
+        shaped((1.0, -1.0), (-1.0, 0.0)),
+    ]
+    said = [asyncio.run(filters.why_dropped(group, PROMPT)) for group in groups]
+    assert [unwanted is not None for unwanted in said] == [True, True, False, False]
+
+
+def test_the_recipe_of_dapo_filters_by_accuracy():
+    given = ["model.path=m", "data.path=d.jsonl", "eval.sets.aime24.path=e.jsonl"]
+    config = load_config(["experiment=dapo_math_17k", *given])
+    assert config.rollout.drop_zero_variance and compared_parts(config) == ("right",)
+    assert compared_parts(load_config(["reward=gsm8k", *given[:2]])) == ()
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,13 @@ import pytest
 
 from asyncrl.engines.base import GenerateRequest
 from asyncrl.engines.fake import FakeEngine
+from asyncrl.errors import RewardError
 from asyncrl.rewards.score import RewardScore
 from asyncrl.rollout.rewards.parts import RewardParts
 from asyncrl.schema import AdvantageConfig
 from asyncrl.types import GREEDY_REWARD, Completion, DropReason
+from tests.replay.core.batches.test_order import ORDER
+from tests.replay.helpers import group as replay_group
 from tests.rollout.rollout_fakes import SAMPLING, ByteTokenizer, ScriptedReplay, make_worker, rows_file
 
 
@@ -90,6 +93,14 @@ def test_parts_that_do_not_fit_fail_the_attempt_with_their_names(tmp_path, parts
     assert not replay.inserted
     assert [reason for _, reason, _ in replay.failed] == [DropReason.FAILED_REWARD] * 3
     assert all(says in detail for _, _, detail in replay.failed)
+
+
+def test_a_reward_without_the_part_that_dynamic_sampling_compares_has_no_score():
+    parts = RewardParts.of(AdvantageConfig(), SAMPLING, compared="acc")
+    trajectory = replay_group(ORDER, [0]).trajectories[0]
+    with pytest.raises(RewardError, match=r"did not return acc, which rollout\.zero_variance_of names"):
+        parts.check([replace(trajectory, rewards={"right": 1.0})])
+    parts.check([replace(trajectory, rewards={"acc": 1.0})])
 
 
 def test_the_greedy_completion_stops_where_a_sampled_one_does():
