@@ -133,6 +133,12 @@ def ending_of(failure: ProcessFailure) -> str:
     return failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
 
 
+def without_log_dir(arguments: list[str]) -> list[str]:
+    """Otherwise torchrun leaves an empty folder behind at every start; the ranks' output is in our logs."""
+    ours = arguments[: arguments.index("-m")] if "-m" in arguments else arguments
+    return arguments if any(text.startswith("--log-dir") for text in ours) else ["--log-dir=/dev/null", *arguments]
+
+
 def main(begun: Ahead) -> None:
     take_first(begun)
     hear_ranks()
@@ -140,7 +146,7 @@ def main(begun: Ahead) -> None:
     rendezvous_handler_registry.register(BACKEND, make_rendezvous)
     os.environ[LAUNCHER] = str(os.getpid())
     try:
-        torchrun(by_address(sys.argv[1:]))
+        torchrun(without_log_dir(by_address(sys.argv[1:])))
     # The ranks' own messages would scroll out of sight behind torchrun's tracebacks.
     except SignalException as error:
         sys.exit(f"torchrun: ended by {error.sigval.name}")

@@ -17,8 +17,9 @@ from asyncrl.checks.sources import Source, places
 from asyncrl.data.probe import look_over
 from asyncrl.data.rows import arrow
 from asyncrl.data.rows.base import plain
+from asyncrl.data.rows.messages import tools_of
 from asyncrl.data.rows.opening import open_source
-from asyncrl.data.rows.view import PromptRows
+from asyncrl.data.rows.view import PromptRows, checked_prompt
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.rewards.wire import FrameBuffer, pack_frame
 
@@ -280,3 +281,91 @@ def test_a_name_with_glob_letters_that_is_a_file_is_that_file(tmp_path: Path) ->
     file = tmp_path / "rows[1].jsonl"
     file.write_text('{"prompt": "a"}\n')
     assert [place.path for place in places(source(file))] == [str(file)]
+
+
+CALLS = (("weather", {"city": "Oslo"}), ("add", {"a": 1, "b": 2}), ("now", {}), ("find", {"in": {"word": "x"}}))
+
+
+def talk(name: str, arguments: Any) -> list[dict[str, Any]]:
+    call = {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "42", "tool_call_id": "c"},
+    ]
+
+
+def tool(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    properties = {key: {"type": "string", **({"enum": ["x"]} if key == "a" else {})} for key in arguments}
+    parameters = {"type": "object", "properties": properties, "required": [*arguments]}
+    return {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
+
+
+def tool_rows() -> list[dict[str, Any]]:
+    made = [{"prompt": talk(*call), "tools": [tool(*call)], "extra_info": {call[0]: "x"}} for call in CALLS]
+    return [*made, {"prompt": talk(*CALLS[0])[:1], "tools": [], "extra_info": {}}]
+
+
+@pytest.mark.parametrize("form", ["parquet", "saved", "own"])
+def test_a_tool_call_has_its_own_arguments_alone_in_every_form(form: str, tmp_path: Path) -> None:
+    """Arrow gives each call the arguments of all others, as nulls, and each schema the properties of all others."""
+    table = pa.Table.from_pylist(tool_rows())
+    if form == "saved":
+        (tmp_path / "d").mkdir()
+        with pa.OSFile(str(tmp_path / "d" / "data.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as out:
+            out.write_table(table)
+        (tmp_path / "d" / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data.arrow"}]}))
+        (tmp_path / "d" / "dataset_info.json").write_text("{}")
+        rows = opened(tmp_path / "d")
+    else:
+        pq.write_table(table, tmp_path / "d.parquet")
+        read = f"return pq.read_table({str(tmp_path / 'd.parquet')!r}).to_pylist()"
+        (tmp_path / "own.py").write_text(f"import pyarrow.parquet as pq\ndef rows(): {read}")
+        rows = opened(tmp_path / "d.parquet" if form == "parquet" else f"{tmp_path}/own.py:rows")
+    for number, row in enumerate(tool_rows()):
+        for found in (rows[number], list(rows.scan(["prompt", "tools"]))[number]):
+            prompt = checked_prompt(found["prompt"], "prompt", "row")
+            assert prompt == checked_prompt(row["prompt"], "prompt", "row")
+            assert list(tools_of(found, "row")) == row["tools"]
+    assert rows[0]["extra_info"]["add"] is None, "what rewards read is as the format defines it"
+
+
+def test_a_null_that_the_author_of_a_jsonl_file_wrote_stays_in_calls_and_schemas(tmp_path: Path) -> None:
+    schema = tool("find", {"in": 1})
+    schema["function"]["parameters"]["properties"]["in"]["default"] = None
+    row = {"prompt": talk("find", {"in": None}), "tools": [schema]}
+    (tmp_path / "d.jsonl").write_text(json.dumps(row) + "\n")
+    found = opened(tmp_path / "d.jsonl")[0]
+    assert found["prompt"][1]["tool_calls"][0]["function"]["arguments"] == {"in": None}
+    assert tools_of(found, "row") == (schema,)
+
+
+def test_columns_of_the_arrow_json_type_become_the_objects_that_were_stored(tmp_path: Path) -> None:
+    """`datasets` stores objects that differ from row to row as JSON, also within messages; a null there is a value."""
+
+    def stored(*values: Any) -> pa.Array:
+        texts = pa.array([None if each is None else json.dumps(each) for each in values], pa.utf8())
+        return pa.ExtensionArray.from_storage(pa.json_(), texts)
+
+    message = pa.StructArray.from_arrays(
+        [pa.array(["user", "user"]), pa.array(["a", "b"]), stored({"c": None}, None)],
+        names=["role", "content", "extra"],
+    )
+    table = pa.table(
+        {
+            "prompt": pa.ListArray.from_arrays(pa.array([0, 1, 2]), message),
+            "answer": stored("abc", {"n": [1, None]}),
+            "many": pa.ListArray.from_arrays(pa.array([0, 2, 2]), stored(1, "x")),
+            "talk": stored([{"role": "user", "content": "hi"}], [{"role": "user", "content": "ho"}]),
+        }
+    )
+    pq.write_table(table, tmp_path / "d.parquet")
+    rows = opened(tmp_path / "d.parquet")
+    assert rows[0] == {
+        "prompt": [{"role": "user", "content": "a", "extra": {"c": None}}],
+        "answer": "abc",
+        "many": [1, "x"],
+        "talk": [{"role": "user", "content": "hi"}],
+    }
+    assert rows[1]["answer"] == {"n": [1, None]} and rows[1]["prompt"] == [{"role": "user", "content": "b"}]
+    assert opened(tmp_path / "d.parquet", prompt_column="talk")[1]["prompt"] == [{"role": "user", "content": "ho"}]

@@ -70,8 +70,6 @@ def learner_command(config: Config, overrides: Sequence[str], run_id: str, modul
         *(f"--max-restarts={config.learner.max_restarts}", f"--rdzv-id={run_id}"),
         # Every store gets a free port on loopback only: torch's own backends listen on every interface.
         *("--rdzv-backend=bound", "--rdzv-endpoint=127.0.0.1:0"),
-        # Otherwise torchrun leaves an empty folder behind at every start; the ranks' output is in our logs.
-        "--log-dir=/dev/null",
     )
     return _python("learner", *torchrun, "-m", module, *overrides, environment=ONE_THREAD)
 

@@ -2,19 +2,26 @@
 
 Rows become Python objects one at a time. A saved dataset is memory-mapped. Of a parquet file, the row groups that were
 read are kept decoded, as Arrow memory, up to a limit.
+
+Structs have the same fields in every row: a tool call gets the arguments of all others, as nulls. They are left out
+where a null has no other meaning (`rows.messages.MADE_NULLS`). Columns of the Arrow JSON type, with which `datasets`
+stores objects that differ from row to row, become the objects.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from asyncrl.data.rows.base import Row, Rows, no_rows, plain
+from asyncrl.data.rows.messages import MADE_NULLS, is_message
 from asyncrl.errors import DataError
 
 KEPT_BYTES = 512 << 20
@@ -131,13 +138,54 @@ def _row(table: pa.Table, row: int, where: str) -> Row:
 
 def _rows(columns: pa.Table | pa.RecordBatch, where: str) -> list[Row]:
     """Raises DataError if a value has no Python equivalent, such as a date after the year 9999."""
+    mends = {field.name: mend for field in columns.schema if (mend := _mend(field.type, field.name in MADE_NULLS))}
     try:
-        return [plain(row) for row in columns.to_pylist()]
+        rows = [plain(row) for row in columns.to_pylist()]
+        for row in rows if mends else ():
+            row.update({name: mend(row[name]) for name, mend in mends.items()})
+        return rows
     except (TypeError, ValueError, OverflowError) as error:
         raise DataError(
             f"{where}: a value in the columns {', '.join(columns.schema.names)} cannot be read ({error}). Leave its "
             "column out, or write it as text"
         ) from error
+
+
+def _mend(kind: pa.DataType, below: bool) -> Callable[[Any], Any] | None:
+    """Return the function that makes of a Python value what was written; None if nothing changes.
+
+    Args:
+        below: whether null fields of structs were made by Arrow.
+    """
+    if isinstance(kind, pa.JsonType):
+        return _of_json
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        mend = _mend(kind.value_type, below)
+        return None if mend is None else partial(_each, mend)
+    if not pa.types.is_struct(kind):
+        return None
+    fields = [kind.field(place) for place in range(kind.num_fields)]
+    below = below or is_message({field.name for field in fields})
+    mends = {each.name: mend for each in fields if (mend := _mend(each.type, below or each.name in MADE_NULLS))}
+    if not below and not mends:
+        return None
+
+    def mended(value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value is None:
+            return None
+        given = {name: part for name, part in value.items() if part is not None} if below else value
+        return {name: mends[name](part) if name in mends else part for name, part in given.items()}
+
+    return mended
+
+
+def _each(mend: Callable[[Any], Any], values: list[Any] | None) -> list[Any] | None:
+    return None if values is None else [mend(value) for value in values]
+
+
+def _of_json(value: str | None) -> Any:
+    """Raises ValueError: the text is not JSON."""
+    return None if value is None else json.loads(value)
 
 
 def _unreadable(path: Path, error: Exception) -> DataError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from asyncrl.chat.base import ToolSpec
@@ -13,8 +13,31 @@ TOOLS = "tools"
 """Column of the tools that the prompt describes to the policy, as in TRL's datasets."""
 
 
+MADE_NULLS = frozenset({TOOLS, "tool_calls", "function_call"})
+"""Columns and fields below which a null, where rows come from Arrow, is no value but a field that only other rows have.
+The author of a JSONL file may mean one."""
+
+
+def is_message(fields: Collection[str]) -> bool:
+    """Whether an object with these fields is a message, in OpenAI's form or ShareGPT's."""
+    return "role" in fields or ("from" in fields and "value" in fields)
+
+
+def without_made_nulls(value: Any, below: bool = False) -> Any:
+    """Leave out the null fields that Arrow has made: of messages, and below `MADE_NULLS`."""
+    if isinstance(value, Mapping):
+        below = below or is_message(value)
+        return {
+            name: without_made_nulls(part, below or name in MADE_NULLS)
+            for name, part in value.items()
+            if part is not None or not below
+        }
+    return [without_made_nulls(part, below) for part in value] if isinstance(value, list) else value
+
+
 def messages_of(given: Any, column: str, where: str) -> list[dict[str, Any]]:
-    """Copy the messages, without null fields (parquet files fill them in), and with the text parts of a message joined.
+    """Copy the messages, without null fields (`"tool_calls": null`, as clients of OpenAI's API write them), and with
+    the text parts of a message joined. What is below them stays: a null argument of a tool call may be meant.
 
     Args:
         where: the row, for errors.
@@ -29,13 +52,12 @@ def messages_of(given: Any, column: str, where: str) -> list[dict[str, Any]]:
 
 
 def tools_of(row: Mapping[str, Any], where: str) -> tuple[ToolSpec, ...]:
-    """The tools in the row's column `tools`, a list or JSON text, without fields that are null (parquet files fill in
-    missing fields). Raises DataError naming the row."""
+    """The tools in the row's column `tools`, a list or JSON text. Raises DataError naming the row."""
     given = row.get(TOOLS)
     if not given:
         return ()
     try:
-        found = json.loads(given) if isinstance(given, str) else _without_nothing(given)
+        found = json.loads(given) if isinstance(given, str) else given
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: `{TOOLS}` is text, but not valid JSON ({error}). {_OWN_TOOLS}") from error
     if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
@@ -49,12 +71,6 @@ _OWN_TOOLS = (
     "The policy is shown the tools in this column: give a list of tools, or rename the column if it holds something "
     "else"
 )
-
-
-def _without_nothing(given: Any) -> Any:
-    if isinstance(given, Mapping):
-        return {key: _without_nothing(part) for key, part in given.items() if part is not None}
-    return [_without_nothing(part) for part in given] if isinstance(given, list) else given
 
 
 def refuse_halves(value: object, column: str, where: str) -> None:

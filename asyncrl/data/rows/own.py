@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from asyncrl.data.rows.base import Row, Rows, no_rows, plain
+from asyncrl.data.rows.messages import MADE_NULLS, without_made_nulls
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.own_code import load_function
 
@@ -48,7 +49,8 @@ class OwnRows(Rows):
             raise DataError(f"{self.where(row)} failed: {why:.400}. Fix the class, or the row") from error
         if not isinstance(found, dict):
             raise DataError(f'{self.where(row)} is a {type(found).__name__}. A row is a dict like {{"prompt": "..."}}')
-        return found
+        # Many of these classes read with `datasets`, which has the nulls of Arrow.
+        return {name: without_made_nulls(value, name in MADE_NULLS) for name, value in found.items()}
 
     def where(self, row: int) -> str:
         return f"{self._spec}[{row}]"
