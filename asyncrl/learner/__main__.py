@@ -18,6 +18,7 @@ if __name__ == "__main__":
 from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.checks.machine import check_machine
 from asyncrl.checks.parallel import ParallelDims
+from asyncrl.checks.permanent import refused_if_permanent
 from asyncrl.checks.placement import gpus_seen
 from asyncrl.checks.servers import on_to_servers
 from asyncrl.config import JOURNAL_DIR, KEYS_DIR, begin_trace, load_config
@@ -90,7 +91,8 @@ def run(config: Config, place: Place, backend: Backend, opened: ExitStack, overr
     opened.enter_context(lived_in(run_dir))
 
     asked = StopRequest(run_dir)
-    parts = assembled(config, place, backend, opened, replay, run_dir)
+    with refused_if_permanent(f"model.path={config.model.path} cannot be trained with these settings"):
+        parts = assembled(config, place, backend, opened, replay, run_dir)
     if place.rank == 0:
         begin_settings(config, {"model.dtype": config.model.dtype, "weights.wire_dtype": config.weights.wire_dtype})
     dims = ParallelDims.of(config.learner, place.world)

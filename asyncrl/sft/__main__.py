@@ -16,6 +16,7 @@ if __name__ == "__main__":
     collector.rest()
 
 from asyncrl.checks.dtypes import dtype_on
+from asyncrl.checks.permanent import refused_if_permanent
 from asyncrl.config import begin_trace
 from asyncrl.learner.backends.factory import joined_ranks
 from asyncrl.learner.checkpoints.resume import Start
@@ -60,14 +61,15 @@ def work(overrides: Sequence[str], opened: ExitStack) -> None:
         run_dir = prepare_run_folder(given, place.run_id, overrides=overrides)
     opened.enter_context(lived_in(run_dir))
     asked = StopRequest(run_dir)
-    parts = assemble(
-        given,
-        place,
-        opened,
-        backend=backend,
-        run_dir=run_dir,
-        log=lambda start: open_log(given, run_dir, start),
-    )
+    with refused_if_permanent(f"model.path={given.model.path} cannot be trained with these settings"):
+        parts = assemble(
+            given,
+            place,
+            opened,
+            backend=backend,
+            run_dir=run_dir,
+            log=lambda start: open_log(given, run_dir, start),
+        )
     if place.rank == 0:
         begin_settings(given, {"model.dtype": dtype})
     log.info(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import stat
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,11 +20,14 @@ from vllm.sampling_params import SamplingParams as VllmSampling
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from asyncrl.checks.permanent import is_permanent, raised_in
 from asyncrl.engines.vllm.requests import scores_of, scoring
 from asyncrl.engines.vllm.stats import EngineMeter, MeterLogger
 from asyncrl.errors import ConfigError, EngineDiedError, GenerationError
 
 T = TypeVar("T")
+CORE_FAILED = "ngine core initialization failed"
+"""Of the error that vLLM raises here for any error in its processes."""
 LOOK_S = 0.2
 """Seconds between two checks that the processes that owe an answer are alive."""
 
@@ -32,18 +37,26 @@ class VllmClient:
         """Start vLLM's processes; blocks until they are ready.
 
         Raises:
-            ConfigError: vLLM refuses its arguments.
+            ConfigError: vLLM refuses its arguments, or cannot serve the model with them.
             EngineDiedError: its processes did not come up.
         """
         # A factory, which vLLM calls with its config and the index of the engine.
         logger: Any = partial(MeterLogger, meter)
+        log = _OwnLog()
         try:
             self._llm = AsyncLLM.from_engine_args(args, stat_loggers=[logger])
         except ValueError as error:
             raise ConfigError(f"vLLM refuses its arguments: {error}. See the settings under engine") from error
         except RuntimeError as error:
+            kind, message = raised_in(log.since(), besides=CORE_FAILED)
+            if is_permanent(kind, message):
+                raise ConfigError(
+                    f"vLLM cannot serve this model with these settings: {kind}: {message}. See the settings under "
+                    "engine, or use engine=transformers"
+                ) from error
+            reason = f"{kind}: {message}. More" if kind else "Its own reason"
             raise EngineDiedError(
-                f"vLLM did not start: {error} Its own reason is above. If it ran out of memory, lower "
+                f"vLLM did not start: {error} {reason} is above. If it ran out of memory, lower "
                 "engine.kv_cache_mb, engine.max_model_len or engine.vllm.gpu_memory_utilization, or raise "
                 "engine.tensor_parallel. If the cache is too small for one sequence, raise engine.kv_cache_mb, or "
                 "lower engine.max_model_len"
@@ -115,6 +128,21 @@ class VllmClient:
 
     async def shut_down(self) -> None:
         self._llm.shutdown(timeout=5.0)
+
+
+class _OwnLog:
+    """What this process and its children write to standard error from now on, if that is a file."""
+
+    def __init__(self) -> None:
+        state = os.fstat(2)
+        self._start = state.st_size if stat.S_ISREG(state.st_mode) else -1
+
+    def since(self) -> str:
+        if self._start < 0:
+            return ""
+        with open("/proc/self/fd/2", "rb") as file:
+            file.seek(self._start)
+            return file.read().decode(errors="replace")
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 
+from asyncrl.checks.permanent import is_permanent
 from asyncrl.engines.base import GenerateRequest
 from asyncrl.engines.lora import AdapterTable
 from asyncrl.engines.parameters import ParameterTable
@@ -38,7 +39,7 @@ from asyncrl.engines.vllm.settings import engine_args, read_model_config, set_en
 from asyncrl.engines.vllm.sibling import Sibling
 from asyncrl.engines.vllm.sockets import memory_in, sockets_in
 from asyncrl.engines.vllm.stats import EngineMeter
-from asyncrl.errors import EngineDiedError, GenerationError
+from asyncrl.errors import EngineDiedError, GenerationError, ModelMismatchError
 from asyncrl.loops import LoopThread, together
 from asyncrl.schema import Config
 from asyncrl.spans import moment
@@ -291,7 +292,16 @@ class VllmEngine:
 
     async def _load_staged(self, policy_version: int) -> None:
         why = await load_staged(self._client.call_workers)
-        if why:
-            raise EngineDiedError(
-                f"version {policy_version} could not be loaded, and the engine's weights are now mixed: {why}"
+        if not why:
+            return
+        kind, _, message = why.partition(": ")
+        # Later loads have the same names and shapes: what they fail for is of the moment.
+        if self._policy_version == NO_VERSION and is_permanent(kind, message):
+            raise ModelMismatchError(
+                f"version {policy_version} does not fit vLLM's class of this model: {why}. vLLM and transformers build "
+                "it with different parameters from its config.json. Use engine=transformers, a config.json for which "
+                "both agree, or another version of vLLM"
             )
+        raise EngineDiedError(
+            f"version {policy_version} could not be loaded, and the engine's weights are now mixed: {why}"
+        )

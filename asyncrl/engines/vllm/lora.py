@@ -23,15 +23,16 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 
+from asyncrl.checks.permanent import is_permanent
 from asyncrl.engines.lora import AdapterTable
 from asyncrl.engines.vllm.adapter_book import AdapterBook, HeldAdapter
 from asyncrl.engines.vllm.engine import VllmEngine
 from asyncrl.engines.vllm.requests import completion_of, sampling_of
 from asyncrl.engines.vllm.settings import engine_args, read_model_config, set_environment
 from asyncrl.engines.vllm.sibling import Sibling
-from asyncrl.errors import ConfigError, NoProgress, WeightsError
+from asyncrl.errors import ConfigError, ModelMismatchError, NoProgress, WeightsError
 from asyncrl.schema import Config
-from asyncrl.types import Completion
+from asyncrl.types import NO_VERSION, Completion
 from asyncrl.weights.adapter import target_layers
 
 POLL_S = 0.005
@@ -131,12 +132,17 @@ class VllmLoraEngine(VllmEngine):
             self._seconds["stall_s"] += time.monotonic() - started
 
     async def _add(self, adapter: HeldAdapter) -> None:
-        """Load an adapter in all workers. Raises WeightsError if one cannot: then none keeps it."""
+        """Load an adapter in all workers. Raises WeightsError if one cannot: then none keeps it.
+        ModelMismatchError: of the first adapter, for a reason that every other has, too."""
         answers = await self._client.call_workers("asyncrl_add_adapter", (adapter.number,))
         errors = [error for error in answers if error]
         if errors:
             await self._client.call_workers("asyncrl_drop_adapters", ([adapter.number],))
-            raise WeightsError(f"version {adapter.policy_version} could not be loaded: {errors[0]}")
+            said = f"version {adapter.policy_version} could not be loaded: {errors[0]}"
+            kind, _, message = errors[0].partition(": ")
+            if self._policy_version == NO_VERSION and is_permanent(kind, message):
+                raise ModelMismatchError(f"{said}. vLLM's class of this model does not take the learner's adapter")
+            raise WeightsError(said)
         self._book.commit(adapter)
 
     async def _make_room(self, policy_version: int) -> None:

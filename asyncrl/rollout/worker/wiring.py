@@ -12,6 +12,7 @@ from asyncrl.chat.choice import open_chat, told
 from asyncrl.chat.renderer import RendererChat
 from asyncrl.chat.turn_end import described
 from asyncrl.checks.evaluations import EvalSet, eval_sets
+from asyncrl.checks.permanent import refused_if_permanent
 from asyncrl.checks.rewards import compared_parts
 from asyncrl.checks.sources import Source
 from asyncrl.data.dataset import open_alone, open_dataset
@@ -85,7 +86,8 @@ async def run_worker(config: Config, name: str, digest: str, ending: EndWatch) -
         rewards = await stack.enter_async_context(make_rewards(config))
         scorings = [Scoring(config.environment, config.reward, environment, rewards)]
         filters = await filters_of(config, texts, stack)
-        engine = make_engine(config)
+        with refused_if_permanent(f"engine={config.engine.name} cannot serve model.path={config.model.path}"):
+            engine = make_engine(config)
         stack.push_async_callback(engine.close)
         replay = RolloutClient(
             config.replay.address, worker=name, run_digest=digest, stats=report, config=config.replay

@@ -21,12 +21,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from asyncrl.checks.permanent import lacks_kernel
 from asyncrl.data.prompts import PromptSource
 from asyncrl.errors import (
     ConfigError,
     EpisodeError,
     FilterError,
     GenerationError,
+    HopelessRunError,
     IncompleteGroupError,
     NoProgress,
     OverlongError,
@@ -129,6 +131,7 @@ class RolloutWorker:
 
         Raises:
             GenerationError: the engine keeps failing.
+        HopelessRunError: no group can ever be trained on, or the engine lacks an operation for the model.
             NoProgress: work at hand, and no token or group for `wait_timeout_s`.
             AsyncRLError: whatever else ended the replay client, the subscriber or a group's task.
         """
@@ -180,6 +183,8 @@ class RolloutWorker:
             self._failures_in_row += not isinstance(error, RequestError)  # no engine could serve that
             await self._failed(assignment, DropReason.FAILED_GENERATION, error, prompt)
             if self._failures_in_row >= MAX_GENERATION_FAILURES:
+                if lacks_kernel(str(error)):
+                    raise HopelessRunError(f"the engine cannot run this model: {error}") from error
                 raise
             return
         except (RewardError, EpisodeError) as error:

@@ -12,7 +12,15 @@ import pytest
 from asyncrl.engines.base import GenerateRequest
 from asyncrl.engines.fake import FakeEngine
 from asyncrl.environments.single_turn import SingleTurn
-from asyncrl.errors import ConfigError, DataError, GenerationError, NoProgress, RewardError, WeightsError
+from asyncrl.errors import (
+    ConfigError,
+    DataError,
+    GenerationError,
+    HopelessRunError,
+    NoProgress,
+    RewardError,
+    WeightsError,
+)
 from asyncrl.evaluation.orders import EvalAssignment
 from asyncrl.replay.core.live.workers import LOST
 from asyncrl.rewards.score import RewardScore
@@ -20,6 +28,7 @@ from asyncrl.rollout.groups.evaluated import EvaluatedSet
 from asyncrl.rollout.groups.filters import Filters
 from asyncrl.rollout.worker import report as report_module
 from asyncrl.rollout.worker import worker as worker_module
+from asyncrl.rollout.worker.process import REFUSALS
 from asyncrl.rollout.worker.report import WorkerReport
 from asyncrl.types import NO_VERSION, DropReason
 from tests.rollout.rollout_fakes import SAMPLING, ScriptedReplay, make_worker, prompt_source, rows_file
@@ -296,6 +305,17 @@ def test_an_engine_that_only_fails_ends_the_worker_and_every_attempt_is_reported
     replay = asyncio.run(scenario())
     assert {reason for _, reason, _ in replay.failed} == {DropReason.FAILED_GENERATION}
     assert 8 <= len(replay.failed) < 20
+
+
+class KernellessEngine(FakeEngine):
+    async def generate(self, request):
+        raise GenerationError("request '1.1.0' was not finished: RuntimeError(\"mm not implemented for 'Half'\")")
+
+
+def test_an_engine_without_a_kernel_for_the_model_ends_the_run(rows):
+    with pytest.raises(HopelessRunError, match=r"cannot run this model: .* not implemented for 'Half'") as ended:
+        run(lambda: ScriptedReplay(100), rows, engine=KernellessEngine(), slots=4)
+    assert isinstance(ended.value, REFUSALS), "a restart cannot help"
 
 
 class StuckEngine(FakeEngine):
