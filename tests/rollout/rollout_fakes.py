@@ -51,6 +51,13 @@ class ByteTokenizer:
         return self._tokenizer.decode_batch([ids.tolist() for ids in sequences], skip_special_tokens=not special)
 
 
+class PromptTokenizer(ByteTokenizer):
+    """The same as a prompt source takes it: one sequence at a time."""
+
+    def decode(self, ids: list[int]) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
 def encode_bytes(text: str) -> NDArray[np.int32]:
     return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
@@ -154,7 +161,7 @@ def dataset(path: Path) -> Dataset:
 
 def prompt_source(path: Path, max_prompt_tokens: int = 32, overlong: str = "error") -> PromptSource:
     settings = {"max_prompt_tokens": max_prompt_tokens, "overlong": overlong}
-    return PromptSource(dataset(path), ByteTokenizer(), seed=0, shuffle=False, **settings)
+    return PromptSource(dataset(path), PromptTokenizer(), seed=0, shuffle=False, **settings)
 
 
 def make_worker(replay: Any, path: Path, **changes: Any) -> RolloutWorker:
