@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +26,7 @@ from asyncrl.checks.resources import missing_devices
 from asyncrl.cli.processes.commands import Command, with_gpus
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
+from asyncrl.learner.parallel.place import Place
 from asyncrl.placement import Demand, Placement, blocks, engine_share, fits, nearest, place
 from asyncrl.schema import Config
 from asyncrl.sft.settings import SftConfig, SftDataConfig, SftLearnerConfig, learner_config
@@ -384,6 +386,52 @@ def test_in_a_container_only_those_gpus_that_have_device_files_count_of_those_th
     monkeypatch.setattr("asyncrl.checks.placement.DEVICES", tmp_path / "dev")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert visible_gpus() == tuple(map(str, range(seen)))
+
+
+@pytest.fixture
+def no_driver_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine without /proc/driver/nvidia. Returns its folder of device files, still empty."""
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setattr("asyncrl.checks.placement.NVIDIA", tmp_path / "none")
+    monkeypatch.setattr("asyncrl.checks.placement.DEVICES", tmp_path / "dev")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return tmp_path / "dev"
+
+
+def smi(folder: Path, script: str) -> None:
+    file = folder.parent / "bin" / "nvidia-smi"
+    file.write_text(f"#!/bin/sh\n{script}\n")
+    file.chmod(0o755)
+
+
+def test_without_the_drivers_folder_device_files_count_and_else_nvidia_smi(no_driver_folder: Path) -> None:
+    assert visible_gpus() == ()
+    smi(no_driver_folder, "echo 'GPU 0: NVIDIA H200 (UUID: GPU-a)'; echo 'GPU 1: NVIDIA H200 (UUID: GPU-b)'")
+    assert visible_gpus() == ("0", "1")
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl"):
+        (no_driver_folder / name).touch()
+    assert visible_gpus() == ("0", "1", "2")
+
+
+@pytest.mark.parametrize("script", ["echo 'No devices were found'", "echo 'GPU 0: NVIDIA H200'; exit 9"])
+def test_an_nvidia_smi_that_fails_shows_no_gpu(script: str, no_driver_folder: Path) -> None:
+    smi(no_driver_folder, script)
+    assert visible_gpus() == ()
+
+
+def test_a_rank_whose_torch_sees_gpus_that_nothing_was_placed_on_is_refused(
+    no_driver_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for device in ("auto", "cuda"):
+        with pytest.raises(ConfigError, match=r"torch sees 2 GPUs and asyncrl 0 .* Set CUDA_VISIBLE_DEVICES=0,1"):
+            Place.of({}, device)
+    assert Place.of({}, "cpu").device.type == "cpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert Place.of({}, "auto").device.type == "cuda"
 
 
 def test_more_ranks_than_gpus_are_refused_by_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:

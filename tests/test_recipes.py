@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from asyncrl.cli import smoke
 from asyncrl.cli.main import main
@@ -48,6 +49,14 @@ def test_every_recipe_has_a_smoke_variant_that_has_what_it_needs() -> None:
     assert sorted(smoke.SMOKES) == VARIANTS
     for name in VARIANTS:
         assert (config_dir() / "experiment" / f"{name}.yaml").is_file()
+
+
+@pytest.mark.parametrize("file", sorted(config_dir().glob("experiment/*.yaml")), ids=lambda file: file.stem)
+def test_a_recipe_for_gpus_samples_with_vllm(file: Path) -> None:
+    """The built-in engine decodes without CUDA graphs."""
+    recipe = yaml.safe_load(file.read_text())
+    if recipe.get("learner", {}).get("device") == "cuda":
+        assert {"override /engine": "vllm"} in recipe["defaults"]
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,7 @@ def test_a_refused_setting_says_the_rule_the_value_and_the_way_out(overrides: li
         ("kv_offloading_size", "no update reaches"),
         ("cpu_offload_gb", "without an error"),
         ("enable_eplb", "without an error"),
+        ("quantization", "no run has shown a version change"),
     ],
 )
 def test_arguments_of_vllm_that_were_never_proven_are_refused_where_they_do_something(key: str, says: str) -> None:

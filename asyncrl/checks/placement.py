@@ -6,9 +6,12 @@ import itertools
 import math
 import os
 import re
+import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from shutil import which
 
 from asyncrl.checks.evaluations import served_rewards
 from asyncrl.checks.parallel import ranks_step
@@ -20,6 +23,8 @@ from asyncrl.schema import Config
 NVIDIA, AMD = Path("/proc/driver/nvidia/gpus"), Path("/dev/kfd")
 DEVICES, MOUNTS = Path("/dev"), Path("/proc/mounts")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+SMI_S = 30.0
+"""Longest time for nvidia-smi, which takes seconds where no process keeps the driver loaded."""
 KINDS = (r"\d+", r"GPU-.+", r"MIG-.+")
 """Kinds of names in CUDA_VISIBLE_DEVICES; all names in a list must be of the first one's kind."""
 NONE = ("", "-1", "NoDevFiles", "none", "void")
@@ -41,10 +46,23 @@ def visible_gpus() -> tuple[str, ...] | None:
 def _here() -> int:
     """Number of NVIDIA GPUs of this machine. In a container the driver may list those of the whole machine, and then
     only the device files of its own are there. Outside, files are made when they are first needed, some before others,
-    so that a machine of eight GPUs may have one after its start."""
-    listed = len(list(NVIDIA.iterdir())) if NVIDIA.is_dir() else 0
+    so that a machine of eight GPUs may have one after its start. In a sandbox (gVisor) only the device files are there,
+    and under WSL2 neither: then nvidia-smi is asked."""
     files = sum(re.fullmatch(r"nvidia\d+", file.name) is not None for file in DEVICES.iterdir())
+    if not NVIDIA.is_dir():
+        return files or _listed_by(which("nvidia-smi") or "")
+    listed = len(list(NVIDIA.iterdir()))
     return min(listed, files) if files and _has_own_devices() else listed
+
+
+@cache
+def _listed_by(smi: str) -> int:
+    """Number of GPUs that this nvidia-smi lists; 0 if it fails, or there is none."""
+    try:
+        done = subprocess.run([smi, "-L"], capture_output=True, text=True, timeout=SMI_S) if smi else None
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return len(re.findall(r"^GPU \d+:", done.stdout, re.MULTILINE)) if done and not done.returncode else 0
 
 
 def _has_own_devices() -> bool:
@@ -62,12 +80,25 @@ def _before_the_end(names: Sequence[str]) -> tuple[str, ...]:
     """Return the names that CUDA reads: up to the first that is invalid, of another kind than the first, or of a GPU
     that does not exist."""
     kind = next((kind for kind in KINDS if re.fullmatch(kind, names[0])), "")
-    here = _here() if NVIDIA.is_dir() else math.inf
+    here = _here() or (0 if NVIDIA.is_dir() else math.inf)
 
     def counts(name: str) -> bool:
         return re.fullmatch(kind, name) is not None and not (name.isdecimal() and int(name) >= here)
 
     return tuple(itertools.takewhile(counts, names)) if kind else ()
+
+
+def unplaced_gpus(torch_sees: int) -> str:
+    """Return why a process whose torch sees so many GPUs must not go on; empty if all were seen before torch was
+    loaded. Others were given to no process: learner and engines would all take the first."""
+    visible = visible_gpus()
+    if visible is None or torch_sees <= len(visible):
+        return ""
+    numbers = ",".join(map(str, range(torch_sees)))
+    return (
+        f"torch sees {torch_sees} GPUs and asyncrl {len(visible)} (neither {NVIDIA}, device files nor nvidia-smi -L "
+        f"show more), so it would place nothing on the others. Set {VISIBLE}={numbers}, or the device settings to cpu"
+    )
 
 
 def misread_gpus(config: Config) -> Iterator[str]:

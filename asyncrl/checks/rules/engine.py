@@ -137,7 +137,12 @@ MOVED_WEIGHTS = (
     "vLLM's reload does not write weights that lie elsewhere than it put them: an update could leave old ones in use, "
     "without an error"
 )
+REQUANTIZED = (
+    "no run has shown a version change under it: vLLM would have to quantize every version again, and nothing shows "
+    "whether it does"
+)
 UNPROVEN = {
+    "quantization": REQUANTIZED,
     **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), DRAFTED),
     **dict.fromkeys(("kv_transfer_config", "kv_offloading_size", "ec_transfer_config"), KEPT_KEYS),
     **dict.fromkeys(

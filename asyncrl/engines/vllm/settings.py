@@ -19,6 +19,7 @@ from vllm.platforms import current_platform
 from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.checks.hints import nearest
 from asyncrl.checks.installed_vllm import vllm_problem
+from asyncrl.engines.vllm.gpu_memory import GIB, batched_tokens, kv_cache_bytes
 from asyncrl.engines.vllm.names import BACKEND, EXTENSION
 from asyncrl.engines.vllm.plugin import OWNER_VARIABLE
 from asyncrl.errors import ConfigError
@@ -103,9 +104,28 @@ def engine_args(config: Config) -> AsyncEngineArgs:
         check_memory(config)
         # Without a size vLLM takes 92 % of the machine's memory.
         own |= {"kv_cache_memory_bytes": (kv_mb or CPU_KV_MB) << 20, "enforce_eager": True}
-    elif kv_mb:
-        own["kv_cache_memory_bytes"] = kv_mb << 20
+    else:
+        own |= gpu_args(config, own["dtype"], current_platform.get_device_total_memory())
     return AsyncEngineArgs(**own | dict(config.engine.vllm))
+
+
+def gpu_args(config: Config, dtype: str, gpu_bytes: int) -> dict[str, Any]:
+    """Arguments on GPUs of `gpu_bytes` each that `engine.vllm` may replace.
+
+    Raises:
+        ConfigError: see `kv_cache_bytes`, and `read_model_config`.
+    """
+    given: dict[str, Any] = {"max_num_batched_tokens": batched_tokens(config)}
+    if config.engine.kv_cache_mb:
+        return given | {"kv_cache_memory_bytes": config.engine.kv_cache_mb << 20}
+    settings = read_model_config(config.model.path).to_dict()
+    kv_bytes = None
+    if "kv_cache_memory_bytes" not in config.engine.vllm:
+        kv_bytes = kv_cache_bytes(config, settings, dtype, gpu_bytes)
+    if kv_bytes is not None:
+        log.info("vLLM gets %.1f GiB for keys and values: it shares its GPU", kv_bytes / GIB)
+        given["kv_cache_memory_bytes"] = kv_bytes
+    return given
 
 
 MAX_LOGPROBS = 20

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from transformers.utils import logging as transformers_logging
 
+from asyncrl.checks.placement import PLACED, unplaced_gpus
 from asyncrl.checks.rules.settings import one_device_for_all
 from asyncrl.errors import ConfigError
 from asyncrl.storage.log_stream import keep_logging
@@ -37,13 +38,16 @@ class Place:
         """Read it from torchrun's variables. `device` is `learner.device`: `auto`, `cpu`, `cuda` or `cuda:N`.
 
         Raises:
-            ConfigError: a GPU is requested but there is none, or one GPU for several ranks.
+            ConfigError: a GPU is requested but there is none, or one GPU for several ranks; or torch sees GPUs that
+                were assigned to no process.
         """
         here = int(environment.get("LOCAL_WORLD_SIZE", environment.get("WORLD_SIZE", "1")))
         if ":" in device and here > 1:
             raise ConfigError(one_device_for_all(device, here))
         if device.startswith("cuda") and not torch.cuda.is_available():
             raise ConfigError(f"learner.device={device}, but torch sees no GPU here. Use learner.device=auto or cpu")
+        if device in PLACED and (why := unplaced_gpus(torch.cuda.device_count())):
+            raise ConfigError(why)
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         local = int(environment.get("LOCAL_RANK", "0"))
         # torchrun without --rdzv-id names every run "none"; then its own process is what stays the same over restarts.
