@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Sequence
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from asyncrl.errors import ConfigError
@@ -74,6 +75,8 @@ ELSEWHERE_OF_ROWS = {
 OTHERWISE = {"reward.function": "Several are `reward.functions.NAME=FILE.py:FUNCTION`, one for each (docs/rewards.md)"}
 """Hints for values of a wrong type, by key."""
 
+MOST_WRITTEN = 10**15
+"""Limit on the numbers that a hint writes out."""
 SECOND_THOUGHT = ("critic", "reference", "eval", "telemetry", "ray")
 """Sections that most runs do not change, suggested last: `lr` probably means the learner's, not the critic's."""
 
@@ -82,6 +85,30 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """Return ` Did you mean X?` if a known word is close; otherwise an empty string."""
     found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" Did you mean `{found[0]}`?" if found else ""
+
+
+YAML_WORDS = ("yes", "no", "on", "off", "true", "false")
+
+
+def of_yaml(value: Any) -> str:
+    """Return a hint if a refused value is one of the words that YAML reads as true or false; otherwise an empty
+    string."""
+    if str(value).lower() not in YAML_WORDS:
+        return ""
+    return (
+        " In a YAML file yes, no, on and off mean true and false; this setting takes neither. Text needs quotes there"
+    )
+
+
+def _of_number(key: str, value: str) -> str:
+    """Return a hint for a number that is refused because it is written with an exponent or a decimal point."""
+    try:
+        number = Decimal(value.strip("\"'"))
+    except InvalidOperation:
+        return of_yaml(value).strip()
+    if not number.is_finite() or number != number.to_integral_value() or abs(number) > MOST_WRITTEN:
+        return "It is a whole number"
+    return f"It is a whole number, written without exponent and point: {key}={int(number)}"
 
 
 def refuse_others(
@@ -186,6 +213,8 @@ def explain_refused_value(message: str, overrides: Sequence[str]) -> str:
         value, known = given.partition("=")[2], f"`asyncrl settings {key}` says which values it takes"
         if reason.endswith("is not a ListConfig, list or tuple") and value and not set(value) & set("'\"[]"):
             known = f"It is a list: '{key}={_in_quotes(f'[{value}]')}'"
+        if reason.endswith(("to Integer", "to Float")):
+            known = (_of_number(key, value) if reason.endswith("Integer") else of_yaml(value).strip()) or known
         way_out = OTHERWISE.get(key, known)
         return f"`{given}` is refused: {reason}. {way_out}"
     if any(word in message for word in ("parsing", "mismatched", "NoViable", "no viable", "Ambiguous")):

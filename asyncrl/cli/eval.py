@@ -31,7 +31,7 @@ from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError
 from asyncrl.evaluation.intervals import CONFIDENCE
 from asyncrl.evaluator.folder import EvalFolder, opened
 from asyncrl.evaluator.identity import digest, identity
-from asyncrl.evaluator.results import reasons, results, table_of, text_of
+from asyncrl.evaluator.results import failure_lines, results, table_of, text_of
 from asyncrl.schema import Config
 from asyncrl.storage.checkpoints import EXPORT_DIR
 from asyncrl.storage.full_disk import Patience
@@ -227,8 +227,8 @@ def _tell(config: Config, kept: EvalFolder, made_of: dict[str, object]) -> int:
     path = kept.write_results(results(config, made_of, table, kept.done))
     print("\n".join(["", *text_of(table, config.eval.samples)]))
     print(f"in brackets: {CONFIDENCE:.0%} intervals over rows; every figure is in {path}")
-    for reason, count in reasons(kept.done):
-        print(f"failed, {count} sample(s): {' '.join(reason.split())}")
+    for line in failure_lines(kept.done):
+        print(line)
     if any(sample.failed for samples in kept.done.values() for sample in samples):
         print("The same command tries the failed rows again")
     return 0 if table[-1].samples else EXIT_NOTHING

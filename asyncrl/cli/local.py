@@ -10,13 +10,13 @@ from pathlib import Path
 from rich.console import Console
 
 from asyncrl.checks.placement import visible_gpus
-from asyncrl.cli.processes.commands import local_commands, with_gpus
+from asyncrl.cli.processes.commands import local_commands, tell_commands, with_gpus
 from asyncrl.cli.processes.ending import Ended, best_line, how_to_go_on, resumed_from
 from asyncrl.cli.processes.supervision import supervise
 from asyncrl.cli.starting.preflight import check_start
 from asyncrl.cli.starting.resuming import check_resumed, nothing_to_do, trained_whole
 from asyncrl.collector import load
-from asyncrl.config import JOURNAL_DIR
+from asyncrl.config import JOURNAL_DIR, LOG_DIR
 from asyncrl.errors import RunFolderError
 from asyncrl.replay.net.keyring import with_keys
 from asyncrl.schema import Config
@@ -66,9 +66,7 @@ def _run(config: Config, overrides: Sequence[str], typed: Sequence[str]) -> int:
             console,
             f"model.path={config.model.path} is not a folder here, so it is taken as a name on the Hugging Face hub",
         )
-    for each in commands:
-        console.print(f"[bold]{each.role}[/bold]", highlight=False)
-        say(console, f"  {each}")
+    say(console, *tell_commands(commands, typed, folder / LOG_DIR))
     if config.resume != "never":
         say(console, resumed_from(resumed))
     restarts = config.replay.max_restarts if config.replay.durability == "journal" else 0

@@ -52,8 +52,21 @@ def _plain(line: TableLine) -> dict[str, Any]:
 
 def reasons(done: Mapping[int, Sequence[Sample]]) -> list[tuple[str, int]]:
     """`(why samples failed, how many)`, the most common first."""
-    counted = Counter(sample.failed[:SHOWN] for samples in done.values() for sample in samples if sample.failed)
-    return counted.most_common(REASONS)
+    return _counted(done).most_common(REASONS)
+
+
+def failure_lines(done: Mapping[int, Sequence[Sample]]) -> list[str]:
+    """Lines of text: the most common reasons for which samples failed, and how many kinds of reasons there are."""
+    counted = _counted(done)
+    lines = [f"failed, {count} sample(s): {' '.join(reason.split())}" for reason, count in counted.most_common(REASONS)]
+    if len(counted) > 1:
+        shown = f", the {REASONS} most common above" if len(counted) > REASONS else ""
+        lines.append(f"{sum(counted.values())} samples failed, for {len(counted)} different reasons{shown}")
+    return lines
+
+
+def _counted(done: Mapping[int, Sequence[Sample]]) -> Counter[str]:
+    return Counter(sample.failed[:SHOWN] for samples in done.values() for sample in samples if sample.failed)
 
 
 def text_of(table: Sequence[TableLine], samples: int) -> list[str]:

@@ -29,6 +29,7 @@ from asyncrl.plain_text import make_streams_plain
 from asyncrl.rewards.call import Call, CallClock
 from asyncrl.rewards.filters import FinishedGroup, make_filter
 from asyncrl.rewards.loader import make_reward
+from asyncrl.rewards.printed import LimitedStream
 from asyncrl.rewards.score import Outcome, RewardScore
 from asyncrl.rewards.wire import PROGRESS_BYTES, FrameBuffer, begin_call, begin_place, end_call, pack_frame
 from asyncrl.storage.log_stream import take_pipes
@@ -83,6 +84,7 @@ KINDS = {"reward": reward_answers, "filter": filter_answers}
 def main(kind: str, what: str, timeout_s: float, at_once: int, progress_fd: int, parent_pid: int) -> int:
     calls_fd, results_fd = take_pipes()
     make_streams_plain()
+    sys.stdout, sys.stderr = LimitedStream(sys.stdout), LimitedStream(sys.stderr)
     # A reward stuck in C code never notices the closed pipe: without this it would outlive a killed worker.
     die_with_parent(parent_pid)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -114,6 +116,8 @@ class _Server:
         """Id of the running call. Its tasks keep this value: they may start after other calls have arrived."""
         self._left: set[asyncio.Future[Any]] = set()
         """As `CallClock.left`."""
+        self._own_loop: asyncio.AbstractEventLoop | None = None
+        """What `asyncio.get_event_loop()` returns in a function that is not async; it may run, set or close it."""
 
     def clocks(self, timeout_s: float, at_once: int) -> Callable[[int], CallClock]:
         """Return the clock of each function of a reward; those awaited share `at_once` slots."""
@@ -140,6 +144,7 @@ class _Server:
         flushed = time.monotonic()
         for call_id, *arguments in self._buffer.feed(data):
             self._call.set(call_id)
+            self._offer_loop()
             begin_call(self._progress, call_id)
             answer = _answer(functools.partial(answers, *arguments))
             end_call(self._progress)
@@ -151,6 +156,13 @@ class _Server:
                 _write(self._results_fd, b"".join(results))
                 results, flushed = [], time.monotonic()
         _write(self._results_fd, b"".join(results))
+
+    def _offer_loop(self) -> None:
+        """Set a loop for `asyncio.get_event_loop()`. Ours would be stopped by the next call, and after an `asyncio.run`
+        there is none."""
+        if self._own_loop is None or self._own_loop.is_closed():
+            self._own_loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(self._own_loop)
 
     async def _finish(self, call_id: int, answer: Awaitable[Any]) -> None:
         try:

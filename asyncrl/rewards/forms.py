@@ -15,8 +15,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from inspect import Parameter
 from typing import Any
 
@@ -34,6 +35,9 @@ CANCEL_S = 0.5
 deadline."""
 ABSENT = ("trainer_state",)
 """Arguments that TRL passes and a reward process does not have: None if they are named."""
+LOG_EXTRA, LOG_METRIC = "log_extra", "log_metric"
+"""TRL's functions `log_extra(column, values)`, one value per completion, and `log_metric(name, value)`, of the batch;
+numbers become parts of the reward."""
 
 
 def looks_at_tokens(function: Function) -> bool:
@@ -121,6 +125,9 @@ def _adapt_trl(function: Function, name: str, parameters: Parameters, clock: Cal
         }
         given.pop("prompt", None)
         given |= {key: None for key in ABSENT if key in parameters}
+        logged = Logged(size)
+        theirs = {LOG_EXTRA: logged.extra, LOG_METRIC: logged.metric}
+        given |= {key: each for key, each in theirs.items() if takes_any or key in parameters}
         # As in TRL, a conversational prompt gets conversational completions.
         texts = [[{"role": "assistant", "content": text}] if chat else text for text in call.completions]
         given |= {"completions": texts} if takes_any or "completions" in parameters else {}
@@ -131,9 +138,33 @@ def _adapt_trl(function: Function, name: str, parameters: Parameters, clock: Cal
         missing = [key for key in needed if key not in given]
         if missing:
             raise RewardError(f"{name} needs the column(s) {', '.join(missing)}; the row has: {', '.join(row)}")
-        return _score_together(lambda: _called(function, given, chat=chat), size, name, clock, applies=True)
+        return _score_together(
+            lambda: _called(function, given, chat=chat), size, name, clock, applies=True, logged=logged
+        )
 
     return score
+
+
+class Logged:
+    """Numbers that a function of TRL's form logs beside its rewards, per completion of a group of `size`."""
+
+    def __init__(self, size: int) -> None:
+        self._parts: list[dict[str, float]] = [{} for _ in range(size)]
+
+    def extra(self, column: str, values: Sequence[Any]) -> None:
+        """Keep the numbers of a column; texts, which TRL shows in its table of completions, are left out."""
+        for parts, value in zip(self._parts, values, strict=False):
+            if isinstance(value, int | float) and math.isfinite(value):
+                parts[str(column)] = float(value)
+
+    def metric(self, name: str, value: float) -> None:
+        """Keep a number of the whole group, for each of its completions."""
+        self.extra(name, [value] * len(self._parts))
+
+    def added_to(self, place: int, outcome: Outcome) -> Outcome:
+        if isinstance(outcome, RewardError) or not self._parts[place]:
+            return outcome
+        return replace(outcome, parts=self._parts[place] | outcome.parts)
 
 
 def _called(function: Function, given: Mapping[str, Any], *, chat: bool) -> Any:
@@ -181,15 +212,25 @@ async def _await_all(
     return [outcomes[place] for place in range(len(outcomes))]
 
 
-def _score_together(call: Callable[[], Any], size: int, name: str, clock: CallClock, *, applies: bool = False) -> Any:
-    """Make one call for the group. With `applies`, None in its list means that the function does not apply."""
+def _score_together(
+    call: Callable[[], Any],
+    size: int,
+    name: str,
+    clock: CallClock,
+    *,
+    applies: bool = False,
+    logged: Logged | None = None,
+) -> Any:
+    """Make one call for the group. With `applies`, None in its list means that the function does not apply; what it
+    `logged` is added to the parts."""
 
     def outcomes(returned: Any) -> list[Outcome]:
         if not isinstance(returned, list | tuple) and hasattr(returned, "tolist"):
             returned = returned.tolist()  # an array or a tensor
         if not isinstance(returned, list | tuple) or len(returned) != size:
             raise RewardError(f"{name} must return a list of {size} numbers, got {returned!r:.80}", "no_number")
-        return [NotApplicable(name) if applies and each is None else _outcome(each, name) for each in returned]
+        found = [NotApplicable(name) if applies and each is None else _outcome(each, name) for each in returned]
+        return found if logged is None else [logged.added_to(place, each) for place, each in enumerate(found)]
 
     async def later(awaitable: Awaitable[Any]) -> list[Outcome]:
         clock.begin(TOGETHER)

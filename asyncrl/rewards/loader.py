@@ -13,14 +13,14 @@ from asyncrl.checks.rewards import RewardTerm
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.own_code import load_function
 from asyncrl.rewards.call import UNTIMED, Call, CallClock, GroupReward
-from asyncrl.rewards.forms import adapt_reward, looks_at_tokens
+from asyncrl.rewards.forms import LOG_EXTRA, LOG_METRIC, adapt_reward, looks_at_tokens
 from asyncrl.rewards.several import combine
 
 SUPPLIED = {
     *("completion", "row", "completion_ids", "finish_reason"),
     *("data_source", "solution_str", "ground_truth", "extra_info"),
     *("data_sources", "solution_strs", "ground_truths", "extra_infos"),
-    *("prompts", "completions", "completions_ids", "trainer_state"),
+    *("prompts", "completions", "completions_ids", "trainer_state", LOG_EXTRA, LOG_METRIC),
 }
 """Parameters that each call supplies."""
 

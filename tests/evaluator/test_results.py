@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from asyncrl.config import load_config
 from asyncrl.evaluation.samples import Sample
-from asyncrl.evaluator.results import reasons, results, table_of, text_of
+from asyncrl.evaluator.results import REASONS, failure_lines, reasons, results, table_of, text_of
 
 
 def config(*overrides: str):
@@ -46,3 +46,18 @@ def test_results_tell_every_figure_per_data_source_and_why_samples_failed() -> N
     assert by_name["gsm8k"]["pass@2"]["value"] == 1.0 and "pass@2" not in by_name["math"]
     assert (by_name["all"]["rows"], by_name["all"]["samples"], by_name["all"]["failed"]) == (3, 3, 3)
     assert found["failures"] == {"RewardError: no judge": 3} and reasons(done) == [("RewardError: no judge", 3)]
+
+
+def test_a_failed_evaluation_says_how_many_kinds_of_reasons_there_are() -> None:
+    failed = [f"kind {kind}" for kind in range(REASONS + 3)] + ["kind 0"]
+    done = {
+        row: [Sample(row=row, sample=0, data_source="", completion="", reward=None, failed=why)]
+        for row, why in enumerate(failed)
+    }
+    lines = failure_lines(done)
+    assert lines[0] == "failed, 2 sample(s): kind 0" and len(lines) == REASONS + 1
+    assert (
+        lines[-1]
+        == f"{REASONS + 4} samples failed, for {REASONS + 3} different reasons, the {REASONS} most common above"
+    )
+    assert failure_lines({0: done[0]}) == ["failed, 1 sample(s): kind 0"]

@@ -73,6 +73,28 @@ def by_the_state(completions, trainer_state, **kwargs):
     return [0.0 if trainer_state is None else trainer_state.global_step for _ in completions]
 
 
+def logging_beside(completions, log_extra, log_metric, **kwargs):
+    log_extra("length", [len(text) for text in completions])
+    log_extra("first", [text[:1] for text in completions])
+    log_metric("share", 0.25)
+    return [1.0 for _ in completions]
+
+
+def logging_by_keyword(completions, **kwargs):
+    kwargs["log_metric"]("share", 0.5)
+    return [1.0 for _ in completions]
+
+
+def with_a_loop_of_its_own(completion, row):
+    async def later():
+        await asyncio.sleep(0.001)
+        return 1.0
+
+    if row.get("closes"):
+        return asyncio.run(later())
+    return asyncio.get_event_loop().run_until_complete(later())
+
+
 # ours
 
 

@@ -122,6 +122,16 @@ def test_what_trl_gives_and_nobody_has_here_is_none():
     assert values(term("by_the_state"), ["a"], {"prompt": "p"}) == [0.0]
 
 
+def test_what_trls_functions_log_are_parts_of_the_reward():
+    a, b = outcomes(term("logging_beside"), ["xy", "z"], {"prompt": "p"})
+    assert (a, b) == (
+        RewardScore(value=1.0, parts={"length": 2.0, "share": 0.25}),
+        RewardScore(value=1.0, parts={"length": 1.0, "share": 0.25}),
+    )
+    (only,) = outcomes(term("logging_by_keyword"), ["xy"], {"prompt": "p"})
+    assert only == RewardScore(value=1.0, parts={"share": 0.5})
+
+
 def test_none_is_left_out_of_the_sum_and_nothing_but_none_is_a_failure():
     both = [term("only_math", name="math", weight=2.0), term("only_code", name="code")]
 

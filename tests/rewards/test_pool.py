@@ -22,6 +22,7 @@ from asyncrl.rewards.pool import MAX_GUILTY, RewardPool
 from asyncrl.types import Completion
 
 FILE = str(Path(__file__).with_name("reward_functions.py"))
+DOCUMENTED = str(Path(__file__).with_name("documented.py"))
 COMMANDS = f"{FILE}:by_command"
 DOCUMENTED = str(Path(__file__).with_name("documented.py"))
 
@@ -130,6 +131,15 @@ def test_a_completion_that_cannot_be_scored_leaves_its_siblings_theirs(name):
     assert first.value == third.value == 1.0
     assert isinstance(failed, RewardError) and isinstance(none, RewardError)
     assert stats["reward_failures"] == 2
+
+
+def test_a_function_that_is_not_async_has_an_event_loop_of_its_own():
+    async def scenario():
+        async with RewardPool(f"{DOCUMENTED}:with_a_loop_of_its_own", workers=1, timeout_s=30) as pool:
+            rows = [{"prompt": "p", "closes": closes} for closes in (False, True, False, False)]
+            return await asyncio.gather(*(pool.score(["a", "b"], row) for row in rows))
+
+    assert [[score.value for score in scores] for scores in run(scenario())] == [[1.0, 1.0]] * 4
 
 
 MIXED = ["a", "raise", "bb", "nan", "exit", "ccc", "hang", "dddd"]

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from asyncrl.checks.evaluations import eval_sets
-from asyncrl.checks.hints import nearest
+from asyncrl.checks.hints import nearest, of_yaml
 from asyncrl.checks.problem import Problems
 from asyncrl.checks.rewards import MODEL_REWARD, reward_terms
 from asyncrl.checks.rules.sampling import truncation_needs_samples
@@ -103,7 +103,7 @@ def resume_or_overwrite(config: RunSettings) -> Problems:
         )
     # A path has a slash or names a checkpoint folder; otherwise a misspelt word would be taken for a path.
     if config.resume not in ("never", "auto") and "/" not in config.resume and not Path(config.resume).exists():
-        hint = nearest(config.resume, ("never", "auto"))
+        hint = nearest(config.resume, ("never", "auto")) or of_yaml(config.resume)
         yield f"resume must be never, auto or the path of a checkpoint; got {config.resume!r}.{hint}"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncrl.chat.names import AUTO, RENDERERS
 from asyncrl.checks.dtypes import DTYPES
-from asyncrl.checks.hints import nearest
+from asyncrl.checks.hints import nearest, of_yaml
 from asyncrl.checks.problem import Problems
 from asyncrl.evaluation.answers import EXTRACTORS
 from asyncrl.evaluation.samples import MOST_SAMPLES
@@ -128,7 +128,8 @@ def other_words(config: RunSettings, words: Mapping[str, tuple[str, ...]]) -> Pr
     for key, choices in words.items():
         value = attrgetter(key)(config)
         if value not in choices:
-            yield f"{key} must be one of {', '.join(choices)}; got {value!r}.{nearest(value, choices)}"
+            hint = nearest(value, choices) or of_yaml(value)
+            yield f"{key} must be one of {', '.join(choices)}; got {value!r}.{hint}"
 
 
 def out_of_range(config: RunSettings, ranges: Mapping[str, Range]) -> Problems:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +18,12 @@ from asyncrl.settings.replay import ReplayConfig
 
 # On a machine full of processes, two math threads per rank make all of them slower and none faster.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+COMMANDS_FILE = "commands.txt"
+"""File in the folder of logs, with the whole command line of each role."""
+DERIVED = ("run.dir=", "replay.address=", "replay.shard_address=")
+SHOWN = {sys.executable, "-m"}
+"""Arguments that are shown though all roles have them."""
 
 RESTARTED = "ASYNCRL_RESTARTED"
 """Environment variable set in a role that its supervisor restarted after a kill: a learner then resumes."""
@@ -43,6 +49,30 @@ class Command:
             f"{name}={shlex.quote(value)}" for name, value in sorted({**self.environment, **self.enforced}.items())
         ]
         return " ".join([*settings, shlex.join(("python", *self.arguments[1:]))])
+
+    def short(self, shared: Collection[str]) -> str:
+        """Return the command without the settings `shared` by all roles, torchrun's options and the variables."""
+        options = ("--nnodes=", "--max-restarts=", "--rdzv-", "--log-dir=")
+        shown = [text for text in self.arguments[1:] if text not in shared and not text.startswith(options)]
+        settings = [f"{name}={shlex.quote(value)}" for name, value in sorted(self.enforced.items())]
+        return " ".join([*settings, shlex.join(("python", *shown))])
+
+
+def tell_commands(commands: Sequence[Command], typed: Sequence[str], log_dir: Path) -> list[str]:
+    """Return lines for the screen: each role's command without what all have in common, which is what was typed. The
+    whole commands are written into `log_dir`."""
+    shared = set.intersection(*(set(command.arguments) for command in commands))
+    # Absolute paths and addresses are derived from what was typed.
+    shared |= {text for command in commands for text in command.arguments if text.startswith(DERIVED)}
+    log_dir.mkdir(parents=True, exist_ok=True)
+    file = log_dir / COMMANDS_FILE
+    file.write_text("".join(f"{command.role}: {command}\n" for command in commands))
+    given = shlex.join(typed[2:])
+    return [
+        *(f"{command.role}: {command.short(shared - SHOWN)}" for command in commands),
+        *([f"each with the settings {given}"] if given else []),
+        f"their whole command lines: {file}",
+    ]
 
 
 def _python(role: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Command:

@@ -40,6 +40,10 @@ ELSEWHERE_S = 120.0
 continue on another machine."""
 ADVICE_STEPS = 10
 """Number of the last steps on which the advice is based; with fewer there is none."""
+FIRST_WORD_S = 15.0
+"""Seconds until it is said again what a run waits for that has trained no step."""
+FIRST = ((WORKER, "a rollout worker"), (RANK, "a learner rank"))
+LAST_BYTES = 4096
 SAID, SAMPLES, TEXT = 6, 3, 160
 """Number of messages and of samples shown, and characters shown of each text."""
 
@@ -92,6 +96,7 @@ class WatchView(RunView):
         self._standstills = Standstills(clock=now)
         self._seen: dict[ProcessId, Seen] = {}
         self._said: list[str] = []
+        self._began = self._next_word = now()
         self._samples_tail = MetricsTail(run_dir / SAMPLES_FILE, TAIL_BYTES)
         self._samples: list[dict[str, object]] = []
         self._moved, self._trained_s = now(), 0.0
@@ -110,6 +115,8 @@ class WatchView(RunView):
         for said in self._standstills.look(living):
             self.say(said)
         self._notice_waits(now, bool(living))
+        if living:
+            self._notice_start(now)
         self._samples = [*self._samples, *map(dict, self._samples_tail.read())][-SAMPLES:]
         before = self._latest.get("step")
         self._over = not living
@@ -170,6 +177,21 @@ class WatchView(RunView):
             if self._live is None and known not in self._lasting and now - known[1] >= NAMED_S:
                 self._lasting.add(known)
                 super().say(text)
+
+    def _notice_start(self, now: float) -> None:
+        """Without a live display, say what the run waits for while no step is trained: at once, then ever more
+        rarely."""
+        if self._live is not None or self._latest or now < self._next_word:
+            return
+        self._next_word = now + max(FIRST_WORD_S, now - self._began)
+        running = {seen.kind for seen in self._seen.values() if seen.state == "runs"}
+        missing = [name for kind, name in FIRST if kind not in running]
+        what = f"{' and '.join(missing)} to start" if missing else "the first batch"
+        last = [
+            f"{log.stem}: {line}" for log in sorted((self._run_dir / LOG_DIR).glob("*.log")) if (line := _last(log))
+        ]
+        words = f" Last lines of the logs: {'; '.join(last)}" if last else ""
+        super().say(f"no step is trained yet, after {clock(now - self._began)} of watching: waits for {what}.{words}")
 
     def _waiting(self) -> Iterator[tuple[tuple[str, float], str]]:
         """Iterate over the current waits, as `X waits for Y since ...`, with what does not happen until then."""
@@ -281,6 +303,15 @@ class WatchView(RunView):
             pids = f"{found[0][0]} ..." if many else str(found[0][0])
             roles.add_row(f"{name}{many}", pids, state, f"{clock(now - max(since for _, since in found))} ago")
         return roles
+
+
+def _last(log: Path) -> str:
+    """Return the last line of a log that is not blank, cut; empty if there is none."""
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - LAST_BYTES))
+        lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+        return plain(lines[-1].strip())[:TEXT] if lines else ""
+    return ""
 
 
 def sample_cells(row: Row) -> list[str]:

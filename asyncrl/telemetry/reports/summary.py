@@ -16,6 +16,7 @@ from asyncrl.schema import Config
 from asyncrl.settings.replay import ReplayConfig
 from asyncrl.storage.checkpoints import CHECKPOINT_DIR, last_saved
 from asyncrl.storage.lines import read_lines
+from asyncrl.telemetry.folder.resumed import CONFIG_FILE
 from asyncrl.telemetry.metrics.advice import tuning_advice
 from asyncrl.telemetry.metrics.evaluations import by_step, evaluations
 from asyncrl.telemetry.metrics.log import METRICS_FILE
@@ -150,6 +151,9 @@ OF_ONE_RUN = ("seed", "run.name", "run.dir", "resume", "overwrite", "learner.cop
 """Settings in which repeats of one experiment differ."""
 
 
+LOCAL = ("asyncrl", "local")
+LONGEST_TYPED = 120
+"""Limit on the characters of a command that is repeated as it was typed; a longer one is repeated by its run folder."""
 QUICKSTART = ("bash", "launchers/quickstart.sh"), ("asyncrl", "quickstart")
 """Its commands, as one types them."""
 
@@ -178,6 +182,8 @@ def suggestions(config: Config, typed: Sequence[str], given: Sequence[str]) -> l
         )
     tries.append((f"-seed{config.seed + 1} seed={config.seed + 1}", "was it luck?"))
     again, kept = shlex.join(without(typed, OF_ONE_RUN)), without(given, OF_ONE_RUN)
+    if len(again) > LONGEST_TYPED and tuple(typed[:2]) == LOCAL:
+        again = shlex.join([*LOCAL, str(Path(config.run.dir) / CONFIG_FILE)])  # has what differs from the defaults
     lines = ((f"run.name={config.run.name}{settings}", why) for settings, why in tries)
     return [f"{again} {settings}        # {why}" for settings, why in lines if _allowed([*kept, *settings.split()])]
 

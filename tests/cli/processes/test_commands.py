@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from asyncrl.cli.processes.commands import learner_command, local_commands
+from asyncrl.cli.processes.commands import learner_command, local_commands, tell_commands
 from asyncrl.config import load_config
 
 REQUIRED = ["model.path=m", "data.path=d.jsonl", "reward.function=r.py:f"]
@@ -45,3 +45,17 @@ def test_the_learner_runs_under_torchrun_with_restarts_and_a_rendezvous_on_loopb
         "-m asyncrl.learner model.path=m",
     ):
         assert part in shown
+
+
+def test_the_start_shows_each_role_without_what_all_have_and_keeps_the_whole(tmp_path: Path) -> None:
+    overrides = [*REQUIRED[::2], f"data.path={'x' * 700}.jsonl", f"run.dir={tmp_path}/run"]
+    commands = local_commands(load_config(overrides), overrides, "id")
+    lines = tell_commands(commands, ["asyncrl", "local", "mine.yaml", "seed=3"], tmp_path / "logs")
+    assert lines[:3] == [
+        "replay: python -m asyncrl.replay",
+        "rollout: python -m asyncrl.rollout",
+        "learner: python -m asyncrl.learner.torchrun --nproc-per-node=1 -m asyncrl.learner",
+    ]
+    assert lines[3] == "each with the settings mine.yaml seed=3" and max(map(len, lines)) < 100 + len(str(tmp_path))
+    whole = (tmp_path / "logs" / "commands.txt").read_text().splitlines()
+    assert whole == [f"{command.role}: {command}" for command in commands]

@@ -430,3 +430,25 @@ def test_of_a_group_that_was_dropped_a_sample_says_why_and_nothing_of_what_it_do
     dropped = {"step": 3, "prompt": "p", "dropped": "failed_reward", "detail": "TypeError: 7"}
     assert sample_cells(dropped) == ["3", "", "p", "[failed_reward: TypeError: 7] "]
     assert sample_cells({"step": 3, "reward": 0.5, "prompt": "p", "completion": "c"}) == ["3", "0.5", "p", "c"]
+
+
+def test_a_pipe_hears_what_a_run_waits_for_before_its_first_step(tmp_path: Path) -> None:
+    folder, out, clock = make_run(tmp_path / "run"), io.StringIO(), Clock()
+    (folder / "metrics.jsonl").write_text("")
+    (folder / "logs" / "learner.log").write_text("torch is loaded\nloading the model\n\n")
+    me = ProcessId.of(os.getpid())
+    assert me is not None
+    with WatchView(folder, 4, Console(file=out, width=400), living=lambda _: [me], now=clock) as view:
+        assert view.look()
+        said = out.getvalue()
+        assert "no step is trained yet" in said and "waits for a rollout worker and a learner rank to start" in said
+        assert "learner: loading the model" in said
+        for _ in range(60):
+            clock.now += 1
+            assert view.look()
+        assert out.getvalue().count("no step is trained yet") == 4, "at once, after 15, 30 and 60 s"
+        (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "time": 1.0, "reward/mean": 0.5}) + "\n")
+        for _ in range(200):
+            clock.now += 1
+            assert view.look()
+    assert out.getvalue().count("no step is trained yet") == 4

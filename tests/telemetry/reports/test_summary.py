@@ -192,3 +192,15 @@ def test_a_command_that_would_be_refused_is_not_suggested() -> None:
         "sync replay",
         "seed1 seed",
     ]
+
+
+def test_a_long_command_is_suggested_by_its_run_folder(tmp_path: Path) -> None:
+    given = [
+        "model.path=m",
+        "reward.function=r.py:f",
+        f"run.dir={tmp_path}/run",
+        f"data.path={'x' * 700}.jsonl",
+    ]
+    lines = suggestions(load_config(given), ["asyncrl", "local", *given], given)
+    assert lines and all(line.startswith(f"asyncrl local {tmp_path}/run/config.yaml run.name=run-") for line in lines)
+    assert max(map(len, lines)) < 120 + len(str(tmp_path))
