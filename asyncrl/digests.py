@@ -10,12 +10,12 @@ from typing import Any
 
 from asyncrl.chat.names import AUTO
 from asyncrl.checks.evaluations import eval_sets
-from asyncrl.checks.own_code import own_learning
 from asyncrl.checks.parallel import LAID_OUT_BY
 from asyncrl.checks.rewards import reward_terms
 from asyncrl.checks.sources import Source, sources
-from asyncrl.own_code import code_fingerprint
+from asyncrl.checks.user_code import learner_code
 from asyncrl.schema import Config
+from asyncrl.user_code import code_fingerprint
 
 OWN_TO_A_PROCESS = ("address", "shard_address", "keys", "local_sockets", "durability", "max_restarts", "journal")
 """Replay settings that may differ between processes."""
@@ -103,7 +103,7 @@ def learner_digest(config: Config) -> str:
         **{name: _given(getattr(config, name)) for name in ("loss", "advantage", "critic", "reference")},
     }
     # A path alone would not show that the file has changed.
-    code = {key: code_fingerprint(spec) for key, spec in own_learning(config).items()}
+    code = {key: code_fingerprint(spec) for key, spec in learner_code(config).items()}
     settings |= {"code": code} if code else {}
     settings |= {"fp32_head": True} if config.model.fp32_head else {}
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]

@@ -53,7 +53,7 @@ class HopelessRunError(AsyncRLError, RuntimeError):
     """Every group is dropped, so no step will ever be trained. A restart cannot help."""
 
 
-class OwnCodeError(AsyncRLError, RuntimeError):
+class UserCodeError(AsyncRLError, RuntimeError):
     """A loss, an advantage or a hook of the user raised, or gave what is none. A restart cannot help."""
 
 

@@ -32,8 +32,8 @@ GOES_WITH = {
     "reward=dapo": ["reward.function="],
     "loss=reinforce_pp": ["advantage=reinforce_pp"],
     "loss=reinforce_pp_baseline": ["advantage=reinforce_pp_baseline"],
-    "loss=own": ["loss.function=mine.py:loss"],
-    "advantage=own": ["advantage.function=mine.py:advantages"],
+    "loss=custom": ["loss.function=mine.py:loss"],
+    "advantage=custom": ["advantage.function=mine.py:advantages"],
 }
 """Choices that are refused without their other half, or without files of the user's."""
 

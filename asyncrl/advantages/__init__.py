@@ -8,8 +8,8 @@ A sample that failed or was rejected must not be in the arrays: it would change 
 
 from __future__ import annotations
 
+from asyncrl.advantages.custom import AdvantageInputs
 from asyncrl.advantages.group import BASELINES, STDS, gdpo, group_advantages, reward_components
-from asyncrl.advantages.own import AdvantageInputs
 from asyncrl.advantages.returns import reinforce_plus_plus, returns_to_go, token_rewards
 from asyncrl.advantages.traces import gae, length_adaptive_lambda, retrace, segment_log_ratio, vtrace
 from asyncrl.advantages.turns import turn_advantages

@@ -27,11 +27,11 @@ from asyncrl.checks.architecture import (
 from asyncrl.checks.evaluations import eval_sets
 from asyncrl.checks.hints import join_problems
 from asyncrl.checks.installed_vllm import missing_vllm
-from asyncrl.checks.own_code import own_learning
 from asyncrl.checks.parallel import ranks_divide
 from asyncrl.checks.resources import missing_devices, missing_interfaces, taken_addresses, unwritable_folders
 from asyncrl.checks.rewards import EXTRAS, MODEL_REWARD, reward_terms
 from asyncrl.checks.sources import places, sources
+from asyncrl.checks.user_code import learner_code
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.schema import Config, LearnerSettings, ModelConfig, SinkSettings
 
@@ -73,7 +73,7 @@ def check_machine(config: Config, role: str, planned: bool = False) -> None:
             problem = path and not_laid_out(model_settings(path), config.learner, trained=key == "critic.path")
             problems += [f"{key}={path}: {problem}"] if problem else []
     if role in ("local", "learner"):
-        for key, spec in own_learning(config).items():
+        for key, spec in learner_code(config).items():
             problems += _missing_code(key, spec)
         problems += missing_extras(config.model, config.telemetry)
         problems += missing_checkpoint(config.resume)

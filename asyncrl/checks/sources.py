@@ -54,7 +54,7 @@ class Source:
         return f"{self.name} ({given})" if self.name else given
 
     @property
-    def runs_own_code(self) -> bool:
+    def runs_user_code(self) -> bool:
         return any(is_own(spec) for spec in self.specs)
 
 
@@ -148,7 +148,7 @@ def _places(spec: str, key: str) -> list[Place]:
         file = spec.rpartition(":")[0]
         if file.endswith(".py") and not Path(file).is_file():
             raise DataError(f"{key}={spec}: there is no file {file} (looked from {Path.cwd()})")
-        return [Place("own", spec)]
+        return [Place("custom", spec)]
     if glob.has_magic(spec):
         found = sorted(Path(name) for name in glob.glob(spec, recursive=True) if Path(name).is_file())
         if not found:

@@ -18,8 +18,8 @@ from asyncrl.data.local_tokenizer import LocalTokenizer, load_local_tokenizer
 from asyncrl.data.rows.opening import open_source
 from asyncrl.data.survey import FIRST, SAMPLED, Survey, survey
 from asyncrl.errors import AsyncRLError, ConfigError, DataError
-from asyncrl.own_code import ask_process, question_of
 from asyncrl.plain_values import packed, unpacked
+from asyncrl.user_code import ask_process, question_of
 
 LOOK_S = 600.0
 """Limit on the seconds for importing a user's class and reading all of its rows."""
@@ -45,7 +45,7 @@ def look_over(
         DataError: see `survey` and `open_source`.
         ConfigError: the tokenizer cannot be read; or a user's class cannot be made, ended its process or timed out.
     """
-    if not source.runs_own_code:
+    if not source.runs_user_code:
         return _looked(source, model_path, limit, counted, first, order_by)
     question = packed([asdict(source), model_path, limit, counted, first, order_by])
     doing = f"{source.key}={source.title}: importing it and reading its rows"

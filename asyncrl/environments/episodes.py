@@ -14,9 +14,9 @@ from asyncrl.environments.base import Episodes, EpisodeTools
 from asyncrl.environments.guard import causes
 from asyncrl.environments.together import Together
 from asyncrl.errors import AsyncRLError, EngineDiedError, EpisodeError, GenerationError, RewardError
-from asyncrl.own_code import described
 from asyncrl.rewards.score import Outcome, RewardScore, to_score, with_turns
 from asyncrl.types import Prompt, Trajectory
+from asyncrl.user_code import described
 
 
 class EpisodeOver(Exception):

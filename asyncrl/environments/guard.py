@@ -18,8 +18,8 @@ from asyncrl.environments.faults import find_fault
 from asyncrl.environments.own_thread import on_own_thread
 from asyncrl.errors import EngineDiedError, EpisodeError, GenerationError, RequestError, RewardError
 from asyncrl.log_rate import is_power_of_ten
-from asyncrl.own_code import described
 from asyncrl.types import Completion, Prompt
+from asyncrl.user_code import described
 
 log = logging.getLogger(__name__)
 

@@ -27,8 +27,8 @@ from asyncrl.environments.registry import (
     refuse_cut,
 )
 from asyncrl.environments.stepped import is_stepped
-from asyncrl.own_code import IMPORT_S, answer, try_in_process
 from asyncrl.schema import EnvironmentConfig, ModelConfig
+from asyncrl.user_code import IMPORT_S, answer, try_in_process
 
 
 def check_environment(

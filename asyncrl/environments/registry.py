@@ -21,9 +21,9 @@ from asyncrl.environments.tools.environment import Tools
 from asyncrl.environments.tools.interpreter import Python
 from asyncrl.environments.verifiers.environment import Verifiers
 from asyncrl.errors import ConfigError
-from asyncrl.own_code import load_function
 from asyncrl.replay.codec.group import MAX_VOCABULARY
 from asyncrl.schema import EnvironmentConfig
+from asyncrl.user_code import load_function
 
 SETTING = "environment.name"
 ENVIRONMENTS: dict[str, Callable[..., Environment]] = {

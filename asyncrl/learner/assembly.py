@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.checks.dtypes import with_dtypes
-from asyncrl.checks.own_code import CODE, workers_code
 from asyncrl.checks.rules.learner import early_groups, why_never_warm, why_not_early
+from asyncrl.checks.user_code import CODE, workers_code
 from asyncrl.config import disk_patience
 from asyncrl.data.local_tokenizer import TOKENIZER, LocalTokenizer, tokenizer_digest
 from asyncrl.digests import learner_digest
@@ -26,13 +26,13 @@ from asyncrl.learner.checkpoints.resume import Start, begin, highest_version
 from asyncrl.learner.checkpoints.sealing import refuse_unshared
 from asyncrl.learner.hook import Hook
 from asyncrl.learner.model.building import said_of_attention
-from asyncrl.learner.own_trial import try_own
 from asyncrl.learner.parallel.collectives import choice_of_rank_zero
 from asyncrl.learner.parallel.place import Place
 from asyncrl.learner.processes.out_of_memory import heed_note
 from asyncrl.learner.roles import Roles, build_roles
 from asyncrl.learner.step.accumulation import agree_on_reduction
 from asyncrl.learner.train import Training
+from asyncrl.learner.user_code_trial import try_own
 from asyncrl.replay.protocol import LearnerReplay
 from asyncrl.schema import Config
 from asyncrl.storage.best import BestCheckpoint
@@ -131,7 +131,7 @@ def assemble(
 
     Raises:
         RunFolderError, CheckpointError, ConfigError: see `open_checkpoints` and `build_roles`.
-        OwnCodeError: a user-defined loss or advantage function cannot be used.
+        UserCodeError: a user-defined loss or advantage function cannot be used.
     """
     if place.rank == 0 and config.learner.early_groups and (why := why_not_early(config)):
         log_of_start.warning("learner.early_groups=%d does nothing in this run: %s", config.learner.early_groups, why)

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from asyncrl.errors import OwnCodeError
+from asyncrl.errors import UserCodeError
 from asyncrl.learner.optimizer.update import UpdateReport
-from asyncrl.own_code import called, with_args
 from asyncrl.schema import LearnerConfig
+from asyncrl.user_code import called, with_args
 
 BEFORE, AFTER = "before", "after"
 
@@ -63,17 +63,17 @@ class Hook:
         """Call the hook and return its metrics as `hook/<name>`.
 
         Raises:
-            OwnCodeError: it raised, or returned something other than finite numbers.
+            UserCodeError: it raised, or returned something other than finite numbers.
         """
         where = f"{self._named}, {update.moment} update {update.index} of step {update.step}"
         found = called(self._call, where, update)
         if found is None:
             return {}
         if not isinstance(found, Mapping):
-            raise OwnCodeError(
+            raise UserCodeError(
                 f"{where}: it must return a dictionary of numbers, or None; got a {type(found).__name__}"
             )
         for name, value in found.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise OwnCodeError(f"{where}: {name!r} must be a finite number, as it is logged; got {value!r}")
+                raise UserCodeError(f"{where}: {name!r} must be a finite number, as it is logged; got {value!r}")
         return {f"hook/{name}": float(value) for name, value in found.items()} if self.rank == 0 else {}

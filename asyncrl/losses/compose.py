@@ -17,11 +17,11 @@ from torch import Tensor
 from asyncrl.errors import ConfigError
 from asyncrl.losses.aggregate import kept_factors, token_factors
 from asyncrl.losses.centering import centered, weight_log_ratio
+from asyncrl.losses.custom import custom_loss
 from asyncrl.losses.diagnostics import Sums, diagnose, summarize
 from asyncrl.losses.inputs import Denominators, Kept, LossInputs
 from asyncrl.losses.kept import first_pass
 from asyncrl.losses.kl import kl_estimate, without_rounding
-from asyncrl.losses.own import own_loss
 from asyncrl.losses.ratios import LOG_RATIO_LIMIT, Tokens, edge_ends, make_safe, surrogate_edge, with_anchor
 from asyncrl.losses.rejection import kept_tokens, rejections
 from asyncrl.losses.surrogates import SURROGATES
@@ -77,7 +77,9 @@ def policy_loss(
             )
         tokens = dataclasses.replace(tokens, whole=kept or first_pass([inputs], config))
     edge = surrogate_edge(tokens, row, config)
-    shaped = own_loss(tokens, config) if row.surrogate == "own" else SURROGATES[row.surrogate](tokens, config, edge)
+    shaped = (
+        custom_loss(tokens, config) if row.surrogate == "custom" else SURROGATES[row.surrogate](tokens, config, edge)
+    )
     loss, held = shaped.loss, {}
     if config.weight != "none":
         weight, below, above = behavior_weight(tokens, config, weight_log_ratio(tokens, row))

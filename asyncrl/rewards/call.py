@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.errors import RewardError
-from asyncrl.own_code import described
 from asyncrl.rewards.score import Outcome
+from asyncrl.user_code import described
 
 Row = dict[str, Any]
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.errors import ConfigError, FilterError
-from asyncrl.own_code import load_function
 from asyncrl.rewards.loader import settle
+from asyncrl.user_code import load_function
 
 SETTING = "rollout.filters"
 

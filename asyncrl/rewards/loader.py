@@ -11,10 +11,10 @@ from typing import Any
 
 from asyncrl.checks.rewards import RewardTerm
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.own_code import load_function
 from asyncrl.rewards.call import UNTIMED, Call, CallClock, GroupReward
 from asyncrl.rewards.forms import LOG_EXTRA, LOG_METRIC, adapt_reward, looks_at_tokens
 from asyncrl.rewards.several import combine
+from asyncrl.user_code import load_function
 
 SUPPLIED = {
     *("completion", "row", "completion_ids", "finish_reason"),

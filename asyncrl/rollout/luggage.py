@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ConfigError
-from asyncrl.own_code import with_imports
 from asyncrl.schema import Config
 from asyncrl.storage.held import held_folder
+from asyncrl.user_code import with_imports
 
 TRAVELLING = ("HF_*", "NCCL_*", "VLLM_*")
 OF_ONE_MACHINE = ("VLLM_HOST_IP",)

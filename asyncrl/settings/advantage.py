@@ -14,9 +14,9 @@ class AdvantageConfig:
     returns), `own` (`function`); with a critic `gae`, `vtrace`, `retrace`, or `vtrace_turns` and `retrace_turns`, which
     cut traces once per turn."""
     function: str = ""
-    """With `advantage=own`: your function, `file.py:name` or `package.module:name`. It takes
+    """With `advantage=custom`: your function, `file.py:name` or `package.module:name`. It takes
     `asyncrl.advantages.AdvantageInputs` (a whole step) and returns a number per trajectory or token; see
-    docs/own_learning.md."""
+    docs/custom_losses.md."""
     args: dict[str, Any] = field(default_factory=dict)
     """Arguments of `function`: `advantage.args.NAME=VALUE`. A class is instantiated with them."""
     baseline: str = "mean"

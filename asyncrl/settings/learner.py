@@ -149,7 +149,7 @@ class LearnerConfig(LearnerSettings):
     (policy and critic separately); its batch counts as trained. 0: never."""
     hook: str = ""
     """Your function, `file.py:name` or `package.module:name`, called before and after every optimizer step of the
-    policy with an `asyncrl.learner.hook.Update`. See docs/own_learning.md."""
+    policy with an `asyncrl.learner.hook.Update`. See docs/custom_losses.md."""
     hook_args: dict[str, Any] = field(default_factory=dict)
     """Arguments of `hook`: `learner.hook_args.NAME=VALUE`. A class is instantiated with them."""
     profile: str = ""

@@ -422,7 +422,8 @@ def test_a_warm_up_that_cannot_be_started_is_not_blamed_on_the_cache(
 
 
 @pytest.mark.parametrize(
-    ("name", "refused"), [("quickstart", "run.dir=a/ü"), ("search_quickstart", "loss=own"), ("reward_model", "seed=x")]
+    ("name", "refused"),
+    [("quickstart", "run.dir=a/ü"), ("search_quickstart", "loss=custom"), ("reward_model", "seed=x")],
 )
 def test_the_quickstart_refuses_settings_before_it_makes_a_model(
     name: str, refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

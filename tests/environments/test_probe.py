@@ -178,7 +178,7 @@ def test_ours_say_what_they_ask_of_the_chat(
 
 
 def test_ours_and_unknown_names_need_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.own_code.subprocess.run", None)
+    monkeypatch.setattr("asyncrl.user_code.subprocess.run", None)
     check_environment(EnvironmentConfig(name="single_turn"))
     with pytest.raises(ConfigError, match="does not exist"):
         check_environment(EnvironmentConfig(name="chess"))

@@ -37,7 +37,7 @@ def compare(name: str, seed: int, proximal: bool, noise: float = 0.4) -> None:
 def test_every_preset_has_a_reference_and_a_yaml() -> None:
     assert set(PRESETS) == set(REFERENCES)
     configs = Path(__file__).parents[2] / "configs" / "loss"
-    assert {path.stem for path in configs.glob("*.yaml")} == {*PRESETS, "own"}
+    assert {path.stem for path in configs.glob("*.yaml")} == {*PRESETS, "custom"}
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -6,15 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncrl import own_code
 from asyncrl.checks.rewards import RewardTerm
-from asyncrl.errors import ConfigError, OwnCodeError, RewardError
-from asyncrl.own_code import called, load_function
+from asyncrl.errors import ConfigError, RewardError, UserCodeError
 from asyncrl.rewards.call import Call
 from asyncrl.rewards.exact_match import exact_match
 from asyncrl.rewards.forms import adapt_reward
 from asyncrl.rewards.loader import make_reward, settle
 from asyncrl.rewards.score import RewardScore
+from asyncrl.user_code import called, load_function
 
 FILE = str(Path(__file__).with_name("reward_functions.py"))
 
@@ -67,7 +66,7 @@ def test_a_reward_file_can_import_its_neighbours_and_define_dataclasses(tmp_path
     assert load_function(f"{tmp_path}/mine.py:f")("", {}) == 3.0
 
 
-def test_files_of_one_name_are_two_and_each_has_its_own_neighbours_or_is_refused(tmp_path):
+def test_two_files_of_one_name_are_two_and_share_no_neighbour(tmp_path):
     """The second one was given the neighbour of the first, and scored by the code of another task."""
     for task in ("gsm8k", "math", "code"):
         (tmp_path / task).mkdir()
@@ -86,29 +85,43 @@ def test_files_of_one_name_are_two_and_each_has_its_own_neighbours_or_is_refused
         load_function(f"{tmp_path}/code/reward.py:f")
 
 
-def test_a_neighbour_that_a_function_imports_when_called_is_its_own_or_refused(tmp_path):
+def test_a_neighbour_imported_by_a_call_is_its_own_or_an_error(tmp_path):
     """It was that of the file loaded last."""
     for task in ("gsm8k", "math", "code"):
         (tmp_path / task).mkdir()
         (tmp_path / task / "late_neighbour.py").write_text(f"TASK = {task!r}")
         top = "import late_neighbour\n" if task == "code" else ""
-        late = "    import late_neighbour\n" if task != "math" else "    import late_neighbour_of_nobody\n"
         (tmp_path / task / "reward.py").write_text(
-            f"{top}def f(completion, row):\n{late}    return late_neighbour.TASK\n"
+            f"{top}def f(completion, row):\n    import late_neighbour\n    return late_neighbour.TASK\n"
         )
-    load_function(f"{tmp_path}/math/reward.py:f")
-    with pytest.raises(ConfigError, match=r"gsm8k/reward\.py imports late_neighbour when it .*at the top"):
-        load_function(f"{tmp_path}/gsm8k/reward.py:f")
-    own_code._LATE.clear()
-    for task in ("math", "code"):  # of data, which stands in for no module
-        (tmp_path / task / "numpy").mkdir()
+    (tmp_path / "code" / "numpy").mkdir()  # of data, which stands in for no module
     assert load_function(f"{tmp_path}/code/reward.py:f")("", {}) == "code"
+    with pytest.raises(ConfigError, match=r"imports late_neighbour from .*/gsm8k, and another .* from .*/code"):
+        load_function(f"{tmp_path}/gsm8k/reward.py:f")
 
 
-def test_a_file_beside_a_reward_does_not_stand_in_for_a_module_of_python(tmp_path, monkeypatch):
+def test_the_folder_of_a_file_is_on_the_path_only_while_it_loads(tmp_path):
+    (tmp_path / "called_late.py").write_text("")
+    (tmp_path / "mine.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(tmp_path / 'added')!r})\n"
+        "def f(completion, row):\n    import called_late\n"
+    )
+    before = list(sys.path)
+    function = load_function(f"{tmp_path}/mine.py:f")
+    try:
+        assert sys.path == [str(tmp_path / "added"), *before]
+    finally:
+        sys.path[:] = before
+    with pytest.raises(UserCodeError, match=r"reward\.function=mine raised ModuleNotFoundError.*\(mine\.py, line 4\)"):
+        called(function, "reward.function=mine", "", {})
+
+
+@pytest.mark.parametrize("where", ["", "    "])
+def test_a_file_beside_a_reward_does_not_stand_in_for_a_module_of_python(tmp_path, monkeypatch, where):
     (tmp_path / "colorsys.py").write_text("IS_OURS = True")
     (tmp_path / "mine.py").write_text(
-        "def f(completion, row):\n    import colorsys\n    return hasattr(colorsys, 'IS_OURS')\n"
+        f"{'' if where else 'import colorsys'}\ndef f(completion, row):\n"
+        f"{'    import colorsys' if where else ''}\n    return hasattr(colorsys, 'IS_OURS')\n"
     )
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     assert load_function(f"{tmp_path}/mine.py:f")("", {}) is False
@@ -119,7 +132,7 @@ def test_code_that_exits_has_failed_and_does_not_end_its_process_as_if_all_were_
         sys.exit(0)
 
     with pytest.raises(
-        OwnCodeError, match=r"learner\.hook=mine\.py:done raised SystemExit: 0 \(test_loader\.py, line \d+"
+        UserCodeError, match=r"learner\.hook=mine\.py:done raised SystemExit: 0 \(test_loader\.py, line \d+"
     ):
         called(done, "learner.hook=mine.py:done")
 

@@ -76,7 +76,7 @@ def test_every_override_key_is_used_by_some_preset() -> None:
             name, aggregation="constant", reject="k2", reject_high=1.0, kl_coef=0.1, opsm_delta=1.0, veto=0.1, max_age=4
         )
         reachable |= {key for key in KEYS if getattr(filled, key) is not None}
-    filled = preset("own", function="mine.py:loss", args={"cap": 2.0})
+    filled = preset("custom", function="mine.py:loss", args={"cap": 2.0})
     reachable |= {key for key in KEYS if getattr(filled, key) is not None}
     assert reachable == set(KEYS)
 

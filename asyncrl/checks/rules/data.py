@@ -29,7 +29,7 @@ def sources_are_some(config: Config) -> Problems:
         evaluated = [each.source for each in eval_sets(config)]
     except ConfigError:
         return  # refused by evaluation_has_rows
-    if data.args and not any(source.runs_own_code for source in (*found, *evaluated)):
+    if data.args and not any(source.runs_user_code for source in (*found, *evaluated)):
         yield "data.args are arguments for a class of your own, but no path names one (file.py:Name). Leave them out"
 
 

@@ -43,7 +43,7 @@ ESTIMATOR_SETTINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str,
     "vtrace_turns": (("none",), ("none", "batch"), ("gamma", "lam", "c_bar")),
     "retrace": (("none",), ("none", "batch"), ("gamma", "lam", "lam_alpha", "c_bar")),
     "retrace_turns": (("none",), ("none", "batch"), ("gamma", "lam", "lam_alpha", "c_bar")),
-    "own": (("none",), ("none",), ("function", "args", "components")),
+    "custom": (("none",), ("none",), ("function", "args", "components")),
 }
 """For each estimator: the baselines and stds it accepts, and the other settings it reads."""
 DEFAULTS: dict[str, object] = {"gamma": 1.0, "lam": 0.95, "lam_alpha": 0.0, "c_bar": 1.0, "components": {}}
@@ -216,11 +216,11 @@ def advantage_is_consistent(config: Config) -> Problems:
             yield (
                 f"advantage.{key}={value} does nothing with advantage.estimator={given.estimator}"
                 f"{f' and baseline={given.baseline}' if centred else ''}. "
-                f"{f'Write advantage=own advantage.function={value}' if key == 'function' else 'Leave it out'}"
+                f"{f'Write advantage=custom advantage.function={value}' if key == 'function' else 'Leave it out'}"
             )
-    if given.estimator == "own" and ":" not in given.function:
+    if given.estimator == "custom" and ":" not in given.function:
         yield (
-            "advantage=own needs advantage.function=file.py:name or package.module:name; got "
+            "advantage=custom needs advantage.function=file.py:name or package.module:name; got "
             f"{given.function or 'none'}"
         )
     if given.estimator == "gdpo":

@@ -26,7 +26,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "engine.dtype": DTYPES,
     "advantage.estimator": (
         *("group", "gdpo", "turns", "turns_by_number", "reinforce_pp"),
-        *("gae", "vtrace", "retrace", "vtrace_turns", "retrace_turns", "own"),
+        *("gae", "vtrace", "retrace", "vtrace_turns", "retrace_turns", "custom"),
     ),
     "advantage.baseline": ("mean", "loo", "opo", "greedy", "none"),
     "advantage.std": ("none", "group", "batch"),

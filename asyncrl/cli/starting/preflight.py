@@ -19,10 +19,10 @@ from asyncrl.checks.architecture import may_forget
 from asyncrl.checks.evaluations import EvalSet, eval_sets
 from asyncrl.checks.hints import nearest
 from asyncrl.checks.machine import check_machine, ends_of, model_settings
-from asyncrl.checks.own_code import own_learning
 from asyncrl.checks.rewards import MODEL_REWARD, RewardTerm, reward_terms
 from asyncrl.checks.servers import SERVERS
 from asyncrl.checks.sources import sources
+from asyncrl.checks.user_code import learner_code
 from asyncrl.cli.starting.reward_models import look_at_reward_model
 from asyncrl.collector import load
 from asyncrl.config import load_config
@@ -33,7 +33,6 @@ from asyncrl.environments.probe import check_environment
 from asyncrl.environments.registry import find_environment, is_of_the_user
 from asyncrl.errors import ConfigError, DataError, EpisodeError, RewardError
 from asyncrl.evaluation.table import OF_SOURCE
-from asyncrl.own_code import try_in_process
 from asyncrl.rewards.several import uncovered
 from asyncrl.rewards.trial import refuse_silent, refuse_unscored, try_reward
 from asyncrl.rollout.groups.evaluated import told_apart
@@ -42,6 +41,7 @@ from asyncrl.telemetry.folder.resumed import load_as_begun
 from asyncrl.telemetry.folder.run_folder import changes_in, refuse_used_folder
 from asyncrl.telemetry.metrics.alarms import Alarms
 from asyncrl.telemetry.metrics.registry import METRICS, metric_of
+from asyncrl.user_code import try_in_process
 
 TRIED_ROWS = 3
 """Number of the first rows of each source on which the reward is called."""
@@ -187,12 +187,12 @@ def check_environments(config: Config) -> None:
                 check_environment(each.config.environment, config.model, overlong=config.data.overlong)
 
 
-def check_own_learning(config: Config) -> None:
+def check_learner_code(config: Config) -> None:
     """Try a user's own loss, advantages and hook, in a process that loads torch. Raises ConfigError."""
-    named = ", ".join(f"{key}={spec}" for key, spec in own_learning(config).items())
+    named = ", ".join(f"{key}={spec}" for key, spec in learner_code(config).items())
     if named:
         settings = {"loss": asdict(config.loss), "advantage": asdict(config.advantage)}
-        try_in_process("asyncrl.learner.own_trial", settings | {"learner": asdict(config.learner)}, named)
+        try_in_process("asyncrl.learner.user_code_trial", settings | {"learner": asdict(config.learner)}, named)
 
 
 def check_start(
@@ -217,7 +217,7 @@ def check_start(
     if command in ("local", "rollout"):
         check_environments(config)
     if command in ("local", "learner"):
-        check_own_learning(config)
+        check_learner_code(config)
         refuse_used_folder(config)
         changes_in(config)  # a folder that cannot be resumed is refused before the rows are read
     if command in ("local", "rollout"):

@@ -8,8 +8,8 @@ from types import ModuleType
 
 from asyncrl.checks.sources import Place, Source, places
 from asyncrl.data.rows.base import Rows, joined
+from asyncrl.data.rows.custom import CustomRows
 from asyncrl.data.rows.jsonl import JsonlFile
-from asyncrl.data.rows.own import OwnRows
 from asyncrl.data.rows.view import PromptRows
 from asyncrl.errors import DataError
 
@@ -36,8 +36,8 @@ def open_rows(source: Source) -> Rows:
 def _open(place: Place, source: Source) -> Rows:
     if place.kind == "jsonl":
         return JsonlFile(place.path)
-    if place.kind == "own":
-        return OwnRows(place.path, source.args, source.key)
+    if place.kind == "custom":
+        return CustomRows(place.path, source.args, source.key)
     if place.kind == "parquet":
         return late_import("arrow", source).ParquetFile(place.path)
     if place.kind == "saved":

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from asyncrl.engines.hf.kv import check_mergeable
 from asyncrl.errors import ConfigError
-from asyncrl.own_code import answer
+from asyncrl.user_code import answer
 
 
 def trial(settings: dict[str, Any]) -> None:

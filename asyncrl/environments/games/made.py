@@ -14,7 +14,7 @@ from gymnasium import spaces
 
 from asyncrl.environments.stepped import shared
 from asyncrl.errors import ConfigError
-from asyncrl.own_code import load_function
+from asyncrl.user_code import load_function
 
 SETTING = "environment.args.env"
 SHINING = re.compile(r"\x1b\[[0-9;]*m(\S)\x1b\[0?m")

@@ -9,8 +9,8 @@ from typing import Any
 
 from asyncrl.environments.own_thread import on_own_thread
 from asyncrl.errors import ConfigError, EpisodeError
-from asyncrl.own_code import load_function
 from asyncrl.rewards.score import to_score
+from asyncrl.user_code import load_function
 
 SETTING = "environment.args.agent"
 GIVEN = ("base_url", "api_key", "model", "row")

@@ -24,10 +24,10 @@ from typing import Any
 from asyncrl.environments.tools.schema import CallFault, Tool, tool_of, tools_of_class
 from asyncrl.errors import ConfigError
 from asyncrl.family import die_with_parent
-from asyncrl.own_code import load_function
 from asyncrl.plain_text import make_streams_plain
 from asyncrl.rewards.wire import FrameBuffer, pack_frame
 from asyncrl.storage.log_stream import take_pipes
+from asyncrl.user_code import load_function
 
 SETTING = "environment.args.functions"
 READ_BYTES = 1 << 16

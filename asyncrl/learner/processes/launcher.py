@@ -22,10 +22,10 @@ from asyncrl.errors import (
     DiskFullError,
     EpisodeError,
     NonFiniteError,
-    OwnCodeError,
     RefusedPeerError,
     RewardError,
     RunFolderError,
+    UserCodeError,
 )
 from asyncrl.family import die_with_parent
 from asyncrl.standstill import watched_supervisors
@@ -42,7 +42,7 @@ AHEAD = "ASYNCRL_AHEAD"
 """Environment variable of a rank that was started before torchrun knew all of its variables (`ahead`)."""
 HOPELESS = (
     *(CheckpointDamagedError, CheckpointMismatchError, ConfigError, DataError, DiskFullError, EpisodeError),
-    *(NonFiniteError, OwnCodeError, RefusedPeerError, RewardError, RunFolderError),
+    *(NonFiniteError, UserCodeError, RefusedPeerError, RewardError, RunFolderError),
 )
 """Errors that would end the ranks in the same way after every restart."""
 

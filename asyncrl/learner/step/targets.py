@@ -34,7 +34,7 @@ from asyncrl.advantages import (
     vtrace,
     whitening_moments,
 )
-from asyncrl.advantages.own import RewardParts, own_advantages
+from asyncrl.advantages.custom import RewardParts, custom_advantages
 from asyncrl.errors import RewardError
 from asyncrl.learner.batch.micro_batch import MicroBatch
 from asyncrl.learner.batch.packing import sent
@@ -152,8 +152,8 @@ def with_targets(
         gap = without_rounding(rows.gather("current_logprobs"), ref) - ref
     penalty = None if gap is None else kl_coef * gap
     per_sequence = config.estimator in ("group", "gdpo") or config.credits_turns
-    if config.estimator == "own":
-        advantages, targets = from_own(rows, penalty, config, device), None
+    if config.estimator == "custom":
+        advantages, targets = custom_advantage_table(rows, penalty, config, device), None
     elif config.credits_turns:
         advantages, targets = against_turns(rows, config), None
     elif config.baseline == "greedy" and penalty is not None:
@@ -300,12 +300,12 @@ def against_greedy(rows: Rows, penalty: Table) -> Table:
     return torch.where(rows.mask, advantages - greedy[rows.places][:, None], 0.0)
 
 
-def from_own(rows: Rows, penalty: Table | None, config: AdvantageConfig, device: torch.device) -> Table:
+def custom_advantage_table(rows: Rows, penalty: Table | None, config: AdvantageConfig, device: torch.device) -> Table:
     """Advantages from the user's function for the headers of all ranks. A trajectory's trained tokens are its last."""
     inputs = own_inputs(rows.plan, config.components)
     if penalty is not None:
         inputs = replace(inputs, rewards=inputs.rewards - price_of_all(rows, penalty, device))
-    table = own_advantages(inputs, config)[rows.places]
+    table = custom_advantages(inputs, config)[rows.places]
     if table.shape[1] == 1 and rows.mask.shape[1] != 1:
         return torch.where(rows.mask, table, 0.0)
     skipped = (inputs.lengths - inputs.fresh)[rows.places, None]

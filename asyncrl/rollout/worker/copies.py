@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from asyncrl.checks.own_code import CODE, own_rollouts, workers_code
+from asyncrl.checks.user_code import CODE, rollout_code, workers_code
 from asyncrl.data.local_tokenizer import TOKENIZER
 from asyncrl.errors import ConfigError
 from asyncrl.replay.core.live.workers import OTHER_CODE
@@ -40,7 +40,7 @@ class SameCopies:
                 f"{data} has other rows here than on the learner's machine, which a resume would refuse",
             ),
         }
-        self._code, self._named = workers_code(config), own_rollouts(config)
+        self._code, self._named = workers_code(config), rollout_code(config)
         self._other: tuple[tuple[str, str, str], ...] = ()
         self.served = rendezvous.served
 

@@ -14,8 +14,8 @@ class LossConfig:
     """A named loss (`loss=NAME`); docs/losses.md says which to take when. The other settings of this group change parts
     of it."""
     function: str | None = None
-    """With `loss=own`: your function, `file.py:name` or `package.module:name`. It takes `asyncrl.losses.LossInputs` and
-    returns the loss of each token; see docs/own_learning.md."""
+    """With `loss=custom`: your function, `file.py:name` or `package.module:name`. It takes `asyncrl.losses.LossInputs`
+    and returns the loss of each token; see docs/custom_losses.md."""
     args: dict[str, Any] = field(default_factory=dict)
     """Arguments of `function`: `loss.args.NAME=VALUE`. A class is instantiated with them."""
     edge: str | None = None

@@ -11,16 +11,16 @@ from typing import Any
 
 from asyncrl.errors import ConfigError
 from asyncrl.settings.loss.keys import KEYS, LossConfig
-from asyncrl.settings.loss.presets import COMMON_DEFAULTS, OWN, PRESETS, Preset
+from asyncrl.settings.loss.presets import COMMON_DEFAULTS, CUSTOM, PRESETS, Preset
 from asyncrl.settings.loss.rules import GATED_BY_SIGN, check_values, used_keys
 
 
 def find_preset(name: str) -> Preset:
     """The preset of this name. Raises ConfigError listing the valid names."""
-    if name == OWN.name:
-        return OWN
+    if name == CUSTOM.name:
+        return CUSTOM
     if name not in PRESETS:
-        raise ConfigError(f"loss.preset must be one of {', '.join(PRESETS)}, {OWN.name}; got {name!r}")
+        raise ConfigError(f"loss.preset must be one of {', '.join(PRESETS)}, {CUSTOM.name}; got {name!r}")
     return PRESETS[name]
 
 
@@ -53,7 +53,7 @@ def resolve(config: LossConfig) -> LossConfig:
     if "function" in ignored:
         raise ConfigError(
             f"loss.function={given['function']} takes the place of a named loss, and preset {row.name!r} is one. Write "
-            f"loss=own loss.function={given['function']}"
+            f"loss=custom loss.function={given['function']}"
         )
     if ignored:
         raise ConfigError(
@@ -105,7 +105,7 @@ def check_loss(config: LossConfig, updates_per_batch: int, averaged_anchor: bool
             "and the run would not learn (docs/losses.md). Use a loss that treats both signs alike (dis, cispo, tis, "
             "icepop, no_correction), or set loss.centering=false"
         )
-    if row is OWN and (not averaged_anchor or config.edge == "U"):
+    if row is CUSTOM and (not averaged_anchor or config.edge == "U"):
         return  # the function itself decides on its ratios
     if config.edge == "U" and config.weight == "none" and row.surrogate != "m2po_areal":
         raise ConfigError(

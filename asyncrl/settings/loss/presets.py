@@ -139,5 +139,5 @@ PRESETS: dict[str, Preset] = {
 }
 """Every named loss."""
 
-OWN = Preset("own", "own")
+CUSTOM = Preset("custom", "custom")
 """The user-defined loss. It is not in the table, because it cannot be checked here."""

@@ -46,7 +46,7 @@ SURROGATE_KEYS: dict[str, tuple[str, ...]] = {
     "m2po_release": ("edge", "m2_tau"),
     "m2po_areal": ("edge", "level", "clip_low", "clip_high", "dual_clip", "delta", "m2_tau"),
     "reinforce": (),
-    "own": ("function", "args", "edge"),
+    "custom": ("function", "args", "edge"),
 }
 """Keys that each surrogate reads. `reinforce` has no ratio, hence no edge."""
 
@@ -124,12 +124,12 @@ def check_edges(row: Preset, config: LossConfig) -> None:
 
 
 def check_own(row: Preset, config: LossConfig) -> None:
-    """Check that a function is named; whether it works is tried before a run (`asyncrl.losses.own`)."""
-    if row.surrogate != "own":
+    """Check that a function is named; whether it works is tried before a run (`asyncrl.losses.custom`)."""
+    if row.surrogate != "custom":
         return
     if not config.function or ":" not in config.function:
         raise ConfigError(
-            f"loss=own needs loss.function=file.py:name or package.module:name; got {config.function or 'none'}"
+            f"loss=custom needs loss.function=file.py:name or package.module:name; got {config.function or 'none'}"
         )
 
 

@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 import yaml
 
 from asyncrl.checks.dtypes import AUTO, DTYPES, KEYS
-from asyncrl.checks.own_code import code_hashes, own_code
 from asyncrl.checks.sources import Place, Source, places, sources
+from asyncrl.checks.user_code import code_hashes, user_code
 from asyncrl.config import by_key, config_to_dict, meant
 from asyncrl.errors import ConfigError, DataError, RunFolderError
 from asyncrl.schema import Config, RunSettings
@@ -79,7 +79,7 @@ def data_fingerprint(config: RunSettings) -> str:
             "rows": _rows(source),
             "mixed": [source.name, source.weight] if source.name else [],
             "chosen": [source.prompt_column, *map(str, source.where)],
-            "args": source.args if source.runs_own_code else {},
+            "args": source.args if source.runs_user_code else {},
         }
         for source in found
     ]
@@ -110,7 +110,7 @@ def _rows(source: Source) -> list[str]:
 
 
 def _of_place(place: Place) -> str:
-    if place.kind == "own":
+    if place.kind == "custom":
         return fingerprint(place.path.rpartition(":")[0]) + place.path.rpartition(":")[2]
     return place.path if place.kind == "hub" else fingerprint(place.path, SAVED_FILES)
 
@@ -246,7 +246,7 @@ def changed_code(config: Config, folder: Path) -> list[str]:
     """Return `the code of SETTING (SPEC): old -> new` for every file of the user that has changed since the run last
     used it, if the setting itself is the same."""
     before = code_noted(folder)
-    now, named = code_hashes(config), own_code(config)
+    now, named = code_hashes(config), user_code(config)
     return [
         f"the code of {key} ({named[key]}): {before[key]} -> {now[key]}"
         for key in now

@@ -23,7 +23,7 @@ from typing import Any
 import xxhash
 
 from asyncrl.checks.dtypes import AUTO
-from asyncrl.checks.own_code import code_hashes
+from asyncrl.checks.user_code import code_hashes
 from asyncrl.config import JOURNAL_DIR, KEYS_DIR, LOG_DIR, config_to_dict, disk_patience, settings_as_used, to_yaml
 from asyncrl.errors import AsyncRLError, RunFolderError
 from asyncrl.schema import Config, RunSettings

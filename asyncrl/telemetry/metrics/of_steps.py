@@ -67,7 +67,7 @@ centering/removed | 1 | - | mean size per token of what score centering takes ou
 router/changed | share | - | share of replayed choices of experts that the learner's own routers would not make
 sat/gated | share | - | share of loss tokens whose clip range `loss.sat_quantile` narrows
 sat/contraction | 1 | - | mean factor by which clip ranges are narrowed; 1 where none is
-own/<name> | 1 | - | a number that your loss returned, mean over the loss tokens
+custom/<name> | 1 | - | a number that your loss returned, mean over the loss tokens
 hook/<name> | 1 | - | a number that your `learner.hook` returned, mean over the updates
 advantage/mean | 1 | - | mean advantage of the loss tokens
 advantage/std | 1 | - | standard deviation of the advantages of the loss tokens

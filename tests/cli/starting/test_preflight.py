@@ -447,7 +447,7 @@ def test_a_loss_of_the_user_s_that_cannot_work_is_refused_before_torchrun_starts
     task: list[str], how: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("mine.py").write_text("def total(inputs): return (inputs.advantages * inputs.learner_logprobs).sum()\n")
-    assert main(["local", *task, "loss=own", "loss.function=mine.py:total", *how]) == 2
+    assert main(["local", *task, "loss=custom", "loss.function=mine.py:total", *how]) == 2
     assert "loss.function=mine.py:total must return the loss of each token" in capsys.readouterr().err
     assert main(["local", *task, "learner.hook=gone.py:Hook", *how]) == 2
     assert "learner.hook=gone.py:Hook: there is no file gone.py" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from asyncrl.checks.parallel import LAID_OUT_BY
-from asyncrl.errors import ConfigError, OwnCodeError, StepMemoryError
+from asyncrl.errors import ConfigError, StepMemoryError, UserCodeError
 from asyncrl.learner import train as train_module
 from asyncrl.learner.processes.launcher import HOPELESS
 from asyncrl.learner.processes.out_of_memory import _of, heed_note, lowers_most, one_more_try
@@ -82,7 +82,7 @@ def test_memory_that_others_than_torch_ask_for_counts_too(told: str, tmp_path: P
         raise RuntimeError(told)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("CUDA error: illegal access"), OwnCodeError("out of memory")])
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: illegal access"), UserCodeError("out of memory")])
 def test_other_errors_of_a_step_stay_what_they_are(error: RuntimeError, tmp_path: Path):
     with pytest.raises(type(error)) as found, one_more_try(make_config(tmp_path), tmp_path / "run", 0):
         raise error

@@ -157,7 +157,7 @@ def test_every_shipped_advantage_trains(file: Path, model: Path, tmp_path: Path)
     config.advantage = AdvantageConfig(**{str(key): value for key, value in settings.items()})
     if file.stem == "gdpo":
         config.advantage.components = {"short": 1.0}
-    if file.stem == "own":
+    if file.stem == "custom":
         (tmp_path / "mine.py").write_text("def advantages(inputs): return inputs.rewards - inputs.rewards.mean()\n")
         config.advantage.function = f"{tmp_path}/mine.py:advantages"
     lease = lease_of(0) if not config.advantage.credits_turns else turned_step(0)

@@ -18,9 +18,9 @@ import pytest
 
 from asyncrl.checks.rewards import LIBRARY
 from asyncrl.errors import RewardError
-from asyncrl.own_code import load_function
 from asyncrl.sandbox.level import Level
 from asyncrl.sandbox.running import unavailable
+from asyncrl.user_code import load_function
 
 CASES = {path.stem: path for path in sorted((Path(__file__).parent / "cases").glob("*.jsonl"))}
 NEGATIVE = ("math_dapo",)

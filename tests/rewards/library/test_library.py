@@ -15,7 +15,6 @@ import yaml
 from asyncrl.checks.rewards import LIBRARY
 from asyncrl.config import config_dir
 from asyncrl.errors import ConfigError, RewardError
-from asyncrl.own_code import load_function
 from asyncrl.rewards.library import math_verified
 from asyncrl.rewards.library.answers import boxed_answer, tagged_answer
 from asyncrl.rewards.library.choice import choice
@@ -23,6 +22,7 @@ from asyncrl.rewards.library.gsm8k import gsm8k
 from asyncrl.rewards.library.layout import Format
 from asyncrl.rewards.library.math_verified import MathVerified
 from asyncrl.rewards.library.overlong import Overlong
+from asyncrl.user_code import load_function
 
 MEANT_FOR_OTHERS = {"format", "overlong", "reward_model"}
 """Parts of a reward, and the one that `reward=model` names."""

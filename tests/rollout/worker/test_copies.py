@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.chat import hub
-from asyncrl.checks.own_code import CODE, workers_code
+from asyncrl.checks.user_code import CODE, workers_code
 from asyncrl.config import load_config
 from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 from asyncrl.data.local_tokenizer import TOKENIZER, tokenizer_digest

@@ -102,7 +102,7 @@ def test_a_setting_that_there_was_not_when_the_run_began_had_its_default(task: l
 def test_a_file_of_the_user_s_that_was_changed_is_a_line(task: list[str], tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text("def loss(inputs): return -inputs.advantages * inputs.learner_logprobs\n")
-    task += ["loss=own", f"loss.function={mine}:loss"]
+    task += ["loss=custom", f"loss.function={mine}:loss"]
     folder = prepare_run_folder(load_config(task), "one")
     before = learner_digest(load_config(task))
     assert changes_in(resumed(task)) == []

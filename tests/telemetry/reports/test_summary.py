@@ -186,7 +186,7 @@ def test_every_suggested_command_is_a_valid_configuration() -> None:
 
 
 def test_a_command_that_would_be_refused_is_not_suggested() -> None:
-    given = ["model.path=m", "data.path=d", "reward.function=r.py:f", "loss=own", "loss.function=mine.py:f"]
+    given = ["model.path=m", "data.path=d", "reward.function=r.py:f", "loss=custom", "loss.function=mine.py:f"]
     lines = suggestions(load_config(given), [*QUICKSTART[0], *given], given)
     assert [line.split("=")[0] for line in (each.partition("run.name=run-")[2] for each in lines)] == [
         "sync replay",

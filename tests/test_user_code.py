@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from asyncrl.errors import OwnCodeError
-from asyncrl.own_code import called, code_fingerprint, load_function
+from asyncrl.errors import UserCodeError
+from asyncrl.user_code import called, code_fingerprint, load_function
 
 REWARD = b"""
 import json
@@ -79,7 +79,6 @@ def test_every_file_beside_it_that_an_import_runs_is_one_of_them(tmp_path: Path)
     before, beside = set(sys.modules), tmp_path / "folder_of_a_reward"
     load_function(f"{file}:f")
     loaded = {name: sys.modules.pop(name) for name in set(sys.modules) - before}
-    sys.path.remove(str(beside))
     files = [Path(str(each.__file__)) for each in loaded.values() if getattr(each, "__file__", None)]
     names = {each.relative_to(beside).as_posix() for each in files if each.is_relative_to(beside)} - {"r.py"}
     assert names == set(BESIDE)
@@ -97,6 +96,6 @@ def test_a_collective_that_breaks_because_another_rank_died_is_not_the_fault_of_
 
     with pytest.raises(RuntimeError) as raised:
         called(collective, "learner.hook=mine.py:f")
-    assert not isinstance(raised.value, OwnCodeError)
-    with pytest.raises(OwnCodeError, match=r"mine\.py:f raised RuntimeError: of mine"):
+    assert not isinstance(raised.value, UserCodeError)
+    with pytest.raises(UserCodeError, match=r"mine\.py:f raised RuntimeError: of mine"):
         called(lambda: (_ for _ in ()).throw(RuntimeError("of mine")), "learner.hook=mine.py:f")

@@ -1,7 +1,7 @@
 """Tries the user's loss, advantages and hook before a run, in a process of its own: this code never runs in a command
 that only starts other processes.
 
-`python -m asyncrl.learner.own_trial ANSWER_FD PARENT_PID` is internal.
+`python -m asyncrl.learner.user_code_trial ANSWER_FD PARENT_PID` is internal.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from asyncrl.advantages.own import try_advantages
+from asyncrl.advantages.custom import try_advantages
 from asyncrl.learner.hook import Hook
-from asyncrl.losses.own import try_loss
-from asyncrl.own_code import answer
+from asyncrl.losses.custom import try_loss
 from asyncrl.schema import AdvantageConfig, LearnerConfig
 from asyncrl.settings.loss.keys import LossConfig
 from asyncrl.settings.loss.meaning import proximal_source, required_inputs
+from asyncrl.user_code import answer
 
 
 def try_own(loss: LossConfig, advantage: AdvantageConfig, learner: LearnerConfig, device: torch.device) -> None:
@@ -25,7 +25,7 @@ def try_own(loss: LossConfig, advantage: AdvantageConfig, learner: LearnerConfig
     tensors on `device`; advantages are computed on the CPU in any run.
 
     Raises:
-        ConfigError, OwnCodeError: one of them cannot be used; the message names its setting.
+        ConfigError, UserCodeError: one of them cannot be used; the message names its setting.
     """
     if loss.function:
         try_loss(

@@ -8,10 +8,10 @@ from typing import Any
 from asyncrl.data.rows.base import Row, Rows, no_rows, plain
 from asyncrl.data.rows.messages import MADE_NULLS, without_made_nulls
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.own_code import load_function
+from asyncrl.user_code import load_function
 
 
-class OwnRows(Rows):
+class CustomRows(Rows):
     """Rows of the object that `FILE.py:NAME` returns when called with `args`.
 
     Raises:

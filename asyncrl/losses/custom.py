@@ -1,4 +1,4 @@
-"""A user-defined loss, `loss=own loss.function=file.py:name`, and its trial before a run.
+"""A user-defined loss, `loss=custom loss.function=file.py:name`, and its trial before a run.
 
     def my_loss(inputs: LossInputs, **args) -> Tensor [T], or (Tensor [T], {"name": Tensor [T]})
 
@@ -17,24 +17,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncrl.errors import OwnCodeError
+from asyncrl.errors import UserCodeError
 from asyncrl.losses.inputs import LossInputs
 from asyncrl.losses.ratios import Tokens, make_safe
 from asyncrl.losses.surrogates import Shaped
-from asyncrl.own_code import called, made_once
 from asyncrl.settings.loss.keys import LossConfig
+from asyncrl.user_code import called, made_once
 
 HOST = torch.device("cpu")
 INPUTS = tuple(each.name for each in dataclasses.fields(LossInputs))
 
 
-def own_loss(tokens: Tokens, config: LossConfig) -> Shaped:
+def custom_loss(tokens: Tokens, config: LossConfig) -> Shaped:
     """Call the function on `tokens`: float32 or float64, 0 outside the loss mask, tokens without a recorded log-prob
     with a ratio of 1, gradient through `learner_logprobs` only.
 
     Raises:
         ConfigError: it cannot be loaded, or does not take `loss.args`.
-        OwnCodeError: it raised, or did not return a loss per token.
+        UserCodeError: it raised, or did not return a loss per token.
     """
     given = dataclasses.replace(
         tokens.raw,
@@ -50,32 +50,32 @@ def own_loss(tokens: Tokens, config: LossConfig) -> Shaped:
     returned = called(made_once(config.function or "", config.args, "loss.function"), named, given)
     written = [name for name, value in tensors.items() if value._version != writes[name]]
     if written:
-        raise OwnCodeError(
+        raise UserCodeError(
             f"{named} wrote into inputs.{written[0]}, which the rest of the step still reads. Make a new tensor: "
             f"x = inputs.{written[0]}.clone(), or torch.where, in place of += and &="
         )
     loss, numbers = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     count = tokens.cur.shape
     if not isinstance(loss, Tensor) or loss.shape != count or not loss.is_floating_point():
-        raise OwnCodeError(
+        raise UserCodeError(
             f"{named} must return the loss of each token, a tensor of floats {list(count)} (the loop adds them up, by "
             f"loss.aggregation); got {_said(loss)}"
         )
     for name, values in _named_numbers(numbers, named):
         if not isinstance(values, Tensor) or values.shape != count:
-            raise OwnCodeError(f"{named}: its number {name!r} must be a tensor {list(count)}; got {_said(values)}")
+            raise UserCodeError(f"{named}: its number {name!r} must be a tensor {list(count)}; got {_said(values)}")
     # A token outside the mask has no loss, whatever the function computed from its zeros.
     shares = torch.where(tokens.mask, loss.to(tokens.cur.dtype), 0.0)
     if not shares.requires_grad:
         # A constant is a valid loss of some micro-batch. Without a backward there, this rank would miss the collectives
         # in which the others wait for its gradients.
         shares = shares + 0.0 * tokens.cur
-    return Shaped(shares, numbers={f"own/{name}": values for name, values in _named_numbers(numbers, named)})
+    return Shaped(shares, numbers={f"custom/{name}": values for name, values in _named_numbers(numbers, named)})
 
 
 def _named_numbers(numbers: Any, named: str) -> Iterator[tuple[str, Any]]:
     if not isinstance(numbers, dict):
-        raise OwnCodeError(
+        raise UserCodeError(
             f"{named} must return a tensor, or a tensor and a dictionary of tensors whose means are logged; got a "
             f"tensor and {_said(numbers)}"
         )
@@ -97,7 +97,7 @@ def try_loss(config: LossConfig, *, proximal: bool, reference: bool, device: tor
 
     Raises:
         ConfigError: it cannot be loaded.
-        OwnCodeError: it raises, does not return a loss per token, is not finite, has no gradient, or the loss of a
+        UserCodeError: it raises, does not return a loss per token, is not finite, has no gradient, or the loss of a
             token depends on other sequences than its own.
     """
     named = f"loss.function={config.function}"
@@ -105,11 +105,11 @@ def try_loss(config: LossConfig, *, proximal: bool, reference: bool, device: tor
     whole, slope = _value_and_slope(batch, config, named)
     mask = batch.loss_mask
     if not bool(whole[mask].isfinite().all() and slope[mask].isfinite().all()):
-        raise OwnCodeError(
+        raise UserCodeError(
             f"{named} is not finite, or its gradient is not, on made-up tokens whose log-ratios are between -4 and 4"
         )
     if not bool((slope != 0).any()):
-        raise OwnCodeError(
+        raise UserCodeError(
             f"{named} has no gradient: nothing of what it returns depends on inputs.learner_logprobs. Use it at least "
             "once without detaching it"
         )
@@ -118,7 +118,7 @@ def try_loss(config: LossConfig, *, proximal: bool, reference: bool, device: tor
         alone = _part_of(batch, place)
         for found, expected in zip(_value_and_slope(alone, config, named), (whole, slope), strict=True):
             if not torch.allclose(found, expected[place], rtol=1e-3, atol=1e-5):
-                raise OwnCodeError(
+                raise UserCodeError(
                     f"{named}: the loss of a token changes with the other sequences of the call. Which sequences "
                     "these are depends on packing and on the rank. Let the loss depend on inputs.sequence_ids alone, "
                     "and put comparisons between sequences into advantage.function"
@@ -166,11 +166,11 @@ def _each(batch: LossInputs, change: Callable[[Tensor], Tensor]) -> LossInputs:
 def _value_and_slope(batch: LossInputs, config: LossConfig, named: str) -> tuple[Tensor, Tensor]:
     """Loss of each token, and the gradient of the sum with respect to each log-prob."""
     cur = batch.learner_logprobs.clone().requires_grad_()
-    loss = own_loss(make_safe(dataclasses.replace(batch, learner_logprobs=cur)), config).loss
+    loss = custom_loss(make_safe(dataclasses.replace(batch, learner_logprobs=cur)), config).loss
     if not loss.requires_grad:
         if not bool(batch.loss_mask.any()):
             return loss, torch.zeros_like(loss)
-        raise OwnCodeError(f"{named} has no gradient: compute it from inputs.learner_logprobs with torch's operations")
+        raise UserCodeError(f"{named} has no gradient: compute it from inputs.learner_logprobs with torch's operations")
     called(lambda: loss.sum().backward(), f"the backward of {named}")
     assert cur.grad is not None
     return loss.detach(), cur.grad

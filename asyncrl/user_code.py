@@ -21,20 +21,18 @@ import tempfile
 import traceback
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
 
-from asyncrl.errors import AsyncRLError, ConfigError, OwnCodeError
+from asyncrl.errors import AsyncRLError, ConfigError, UserCodeError
 from asyncrl.family import describe_exit, die_with_parent
 
 IMPORT_S = 120.0
 """How long importing user code may take in a process that only tries it."""
 FINE = b"\0"
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def load_function(spec: str, setting: str = "reward.function") -> Callable[..., Any]:
@@ -69,20 +67,16 @@ def _is_of(module: ModuleType, value: Any) -> bool:
 def _load_file(path: Path, given: str) -> ModuleType:
     if not path.is_file():
         raise ConfigError(f"{given}: there is no file {path} (looked from {Path.cwd()})")
-    folder = path.resolve().parent
-    known = f"user_file_{path.stem}_{zlib.crc32(str(folder).encode()):08x}"  # two of one name may be in use
+    path = path.resolve()
+    _claim_neighbours(path, given)
+    known = f"user_file_{path.stem}_{zlib.crc32(str(path.parent).encode()):08x}"  # two of one name may be in use
     location = importlib.util.spec_from_file_location(known, path)
     assert location is not None and location.loader is not None  # holds for any name that ends in .py
     module = importlib.util.module_from_spec(location)
-    # Without this, dataclasses and imports of neighbouring files would fail in it.
-    sys.modules[location.name] = module
-    sys.path.insert(0, str(folder))
+    sys.modules[location.name] = module  # without this, dataclasses would fail in it
     try:
-        with _own_neighbours(folder, given):
+        with _on_path(str(path.parent)):
             location.loader.exec_module(module)
-        _refuse_late_of_two(path.resolve(), given)
-    except ConfigError:
-        raise
     # User code at a process boundary: whatever it raises, even a script's exit, becomes one refused setting.
     except (Exception, SystemExit) as error:
         alone = (
@@ -92,73 +86,35 @@ def _load_file(path: Path, given: str) -> ModuleType:
     return module
 
 
-_FOLDERS: set[Path] = set()
-"""Folders of the user's files loaded so far."""
-_LATE: dict[tuple[Path, str], None] = {}
-"""`(loaded file, module)`: modules from the file's own folder that its functions import only when called."""
-
-
-class _StandardFirst:
-    """Keeps a file in the user's folder from shadowing a standard-library module: libraries would import it, too."""
-
-    @staticmethod
-    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if path is not None or name not in sys.stdlib_module_names or not _FOLDERS:
-            return None
-        return PathFinder.find_spec(name, [each for each in sys.path if Path(each).resolve() not in _FOLDERS], target)
-
-
-sys.meta_path.insert(0, _StandardFirst)
-
-
 @contextmanager
-def _own_neighbours(folder: Path, given: str) -> Iterator[None]:
-    """Within the block, `import helpers` finds the one in `folder`, not one that a file from another folder imported.
-
-    Raises:
-        ConfigError: there are now two of a name, and a later import could find either.
-    """
-    elsewhere = {str(each) for each in _FOLDERS - {folder}}
-    others = [name for name, module in sys.modules.items() if _is_beside(module, elsewhere)]
-    clash = {name for name in others if (folder / f"{name}.py").is_file() or (folder / name).is_dir()}
-    hidden = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in clash}
-    for name in hidden:
-        del sys.modules[name]
-    _FOLDERS.add(folder)
+def _on_path(folder: str) -> Iterator[None]:
+    """Within the block, modules are found in `folder` first, after those of the standard library: libraries import
+    these, too, and would get a file of the same name."""
+    before, library = list(sys.path), Path(os.__file__).parent
+    standard = [each for each in before if Path(each) in (library, library / "lib-dynload")]
+    during = [*standard, folder, *(each for each in before if each not in standard)]
+    sys.path[:] = during
     try:
         yield
     finally:
-        twice = next((name for name in clash if name in sys.modules), "")
-        sys.modules.update({name: module for name, module in hidden.items() if name not in sys.modules})
-    if twice:
-        raise ConfigError(
-            f"{given} imports {twice} from {folder}, and another file of yours one from "
-            f"{Path(str(hidden[twice].__file__)).parent}. A process can have only one module of each name. Rename one "
-            "of the two"
-        )
+        sys.path[:] = [*(each for each in sys.path if each not in during), *before]  # what the file added stays
 
 
-def _refuse_late_of_two(path: Path, given: str) -> None:
-    """Raises ConfigError if a function of a loaded file will import a module that two of the user's folders have."""
-    functions = [each for each in ast.walk(ast.parse(path.read_bytes())) if isinstance(each, FUNCTIONS)]
-    for each in (each for function in functions for each in ast.walk(function)):
-        names = [name for name, *_ in _named(each, ())]
-        _LATE.update(dict.fromkeys((path, name) for name in names if name not in sys.stdlib_module_names))
-    for file, name in _LATE:
-        places = (f"{name}.py", f"{name}/__init__.py")
-        found = [folder for folder in sorted(_FOLDERS) if any((folder / place).is_file() for place in places)]
-        if len(found) > 1 and file.parent in found and not _is_beside(sys.modules.get(name), {str(file.parent)}):
+_NEIGHBOURS: dict[str, Path] = {}
+"""Name of a module -> the folder from which a user's file imports it."""
+
+
+def _claim_neighbours(path: Path, given: str) -> None:
+    """Raises ConfigError if a file imports from its own folder a module of a name that another folder's files import:
+    the process has one module of each name, so it would get the other."""
+    files = with_imports(path, _files_of)
+    for name in sorted({Path(file.relative_to(path.parent).parts[0]).stem for file in files if file != path}):
+        other = _NEIGHBOURS.setdefault(name, path.parent)
+        if other != path.parent:
             raise ConfigError(
-                f"{given}: a function of {file} imports {name} when it is called, and {found[0]} and {found[1]} both "
-                "have one, so it could get either. Rename one of the two, or import it at the top of the file"
+                f"{given} imports {name} from {path.parent}, and another file of yours one from {other}. A process can "
+                "have only one module of each name. Rename one of the two"
             )
-
-
-def _is_beside(module: object, folders: Collection[str]) -> bool:
-    """Whether `module` is a module or package directly in one of `folders`. They are strings, not Paths, for speed:
-    thousands of modules are checked each time."""
-    folder, name = os.path.split(str(getattr(module, "__file__", None) or ""))
-    return (os.path.dirname(folder) if name == "__init__.py" else folder) in folders
 
 
 def _load_module(name: str, given: str) -> ModuleType:
@@ -219,7 +175,7 @@ def called(function: Callable[..., Any], named: str, *arguments: Any) -> Any:
         named: the setting and its value, for the error.
 
     Raises:
-        OwnCodeError: whatever it raised, with the line number. asyncrl's own errors pass unchanged, and those of a
+        UserCodeError: whatever it raised, with the line number. asyncrl's own errors pass unchanged, and those of a
             collective in which another rank died: the ranks are restarted then, and the code is not to blame.
     """
     try:
@@ -230,7 +186,7 @@ def called(function: Callable[..., Any], named: str, *arguments: Any) -> Any:
     except (Exception, SystemExit) as error:
         if _of_another_rank(error):
             raise
-        raise OwnCodeError(f"{named} raised {described(error)}") from error
+        raise UserCodeError(f"{named} raised {described(error)}") from error
 
 
 def _of_another_rank(error: BaseException) -> bool:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncrl.errors import AsyncRLError, ConfigError, OwnCodeError
+from asyncrl.errors import AsyncRLError, ConfigError, UserCodeError
 from asyncrl.losses import Denominators, LossConfig, policy_loss, preset
-from asyncrl.losses.own import try_loss
+from asyncrl.losses.custom import try_loss
 from asyncrl.settings.loss.meaning import check_loss, proximal_source
 from tests.far_device import FAR, FarDevice
 from tests.losses.batches import random_batch, to_inputs
@@ -78,7 +78,7 @@ def file(tmp_path: Path) -> str:
 
 
 def own(spec: str, **settings: object) -> LossConfig:
-    return LossConfig(preset="own", function=spec, **settings)  # pyright: ignore[reportArgumentType]
+    return LossConfig(preset="custom", function=spec, **settings)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "prompt_mean"])
@@ -94,7 +94,7 @@ def test_it_is_the_preset_that_it_repeats_with_every_part_around_it(file: str, a
     (mine, my_slope), (theirs, slope) = found
     torch.testing.assert_close(mine.loss, theirs.loss)
     torch.testing.assert_close(my_slope, slope)
-    assert mine.metrics["own/capped"] == theirs.metrics["policy/clip_high"]
+    assert mine.metrics["custom/capped"] == theirs.metrics["policy/clip_high"]
 
 
 def test_what_works_is_let_through(file: str) -> None:
@@ -129,21 +129,21 @@ def test_on_a_gpu_it_is_tried_there(file: str) -> None:
     """A tensor of its own that is left on the host fails there alone, in the first step."""
     with FarDevice():
         try_loss(own(f"{file}:cispo"), proximal=False, reference=False, device=FAR)
-        with pytest.raises(OwnCodeError, match=r"on_the_host raised RuntimeError.*two devices"):
+        with pytest.raises(UserCodeError, match=r"on_the_host raised RuntimeError.*two devices"):
             try_loss(own(f"{file}:on_the_host"), proximal=False, reference=False, device=FAR)
     try_loss(own(f"{file}:on_the_host"), proximal=False, reference=False)
 
 
 def test_an_error_names_the_line(file: str) -> None:
-    with pytest.raises(OwnCodeError, match=r"needs_prox raised TypeError.*\(mine\.py, line \d+\)"):
+    with pytest.raises(UserCodeError, match=r"needs_prox raised TypeError.*\(mine\.py, line \d+\)"):
         policy_loss(to_inputs(random_batch(0, proximal=False)), own(f"{file}:needs_prox"))
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"Write loss=own loss\.function=a\.py:f"):
+    with pytest.raises(ConfigError, match=r"Write loss=custom loss\.function=a\.py:f"):
         check_loss(LossConfig(preset="ppo", function="a.py:f"), 1)
-    with pytest.raises(ConfigError, match=r"loss=own needs loss\.function"):
-        check_loss(LossConfig(preset="own"), 1)
+    with pytest.raises(ConfigError, match=r"loss=custom needs loss\.function"):
+        check_loss(LossConfig(preset="custom"), 1)
     with pytest.raises(ConfigError, match=r"does not use loss\.clip_low"):
         check_loss(own("a.py:f", clip_low=0.1), 1)
 
@@ -170,5 +170,5 @@ def test_a_micro_batch_with_a_constant_loss_has_a_backward_like_any_other(file: 
 
 
 def test_a_loss_that_writes_into_its_inputs_is_refused(file: str) -> None:
-    with pytest.raises(OwnCodeError, match=r"wrote into inputs.loss_mask, which the rest of the step still reads"):
+    with pytest.raises(UserCodeError, match=r"wrote into inputs.loss_mask, which the rest of the step still reads"):
         try_loss(own(f"{file}:narrows_the_mask"), proximal=False, reference=False)

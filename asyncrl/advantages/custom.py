@@ -1,4 +1,4 @@
-"""User-defined advantages (`advantage=own advantage.function=file.py:name`), and their check at start.
+"""User-defined advantages (`advantage=custom advantage.function=file.py:name`), and their check at start.
 
     def my_advantages(inputs: AdvantageInputs, **args) -> Tensor [N], or Tensor [N, L]
 
@@ -16,16 +16,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from asyncrl.errors import OwnCodeError
-from asyncrl.own_code import called, made_once
+from asyncrl.errors import UserCodeError
 from asyncrl.settings.advantage import AdvantageConfig
+from asyncrl.user_code import called, made_once
 
 
 class RewardParts(dict[str, Tensor]):
     """Parts of the reward by name; a missing one says how it is asked for."""
 
     def __missing__(self, name: str) -> Tensor:
-        raise OwnCodeError(
+        raise UserCodeError(
             f"inputs.reward_parts has no {name!r} (it has: {', '.join(self) or 'none'}). Name each part that "
             f"advantage.function needs, advantage.components.{name}=1, and have the reward return it"
         )
@@ -53,12 +53,12 @@ class AdvantageInputs:
 
 
 @torch.no_grad()
-def own_advantages(inputs: AdvantageInputs, config: AdvantageConfig) -> Float[Tensor, "N L"]:
+def custom_advantages(inputs: AdvantageInputs, config: AdvantageConfig) -> Float[Tensor, "N L"]:
     """The advantage of each sampled token of each trajectory; one column if all tokens of a trajectory share one.
 
     Raises:
         ConfigError: it cannot be loaded, or does not take `advantage.args`.
-        OwnCodeError: the function raised, or its result is not a valid tensor of advantages.
+        UserCodeError: the function raised, or its result is not a valid tensor of advantages.
     """
     named = f"advantage.function={config.function}"
     # A copy that the function may modify: `inputs.lengths` is still needed below.
@@ -68,7 +68,7 @@ def own_advantages(inputs: AdvantageInputs, config: AdvantageConfig) -> Float[Te
     shapes = ((count,), (count, longest))
     if not isinstance(found, Tensor) or tuple(found.shape) not in shapes:
         said = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-        raise OwnCodeError(
+        raise UserCodeError(
             f"{named} must return a tensor of one number per trajectory, [{count}], or one per sampled token, "
             f"[{count}, {longest}] (the longest of inputs.lengths); got {said}"
         )
@@ -77,7 +77,7 @@ def own_advantages(inputs: AdvantageInputs, config: AdvantageConfig) -> Float[Te
     inside = torch.arange(table.shape[1]) < inputs.lengths[:, None] if found.ndim == 2 else torch.ones_like(table) > 0
     if not bool(table[inside].isfinite().all()):
         row = int((~table.isfinite() & inside).any(1).nonzero()[0])
-        raise OwnCodeError(
+        raise UserCodeError(
             f"{named} gave {table[row].tolist()[:4]} for trajectory {row} (reward {float(inputs.rewards[row])}): an "
             "advantage must be finite. Mind divisions by the spread of a group whose rewards are all the same"
         )
@@ -88,12 +88,12 @@ def try_advantages(config: AdvantageConfig) -> None:
     """Call the function twice on a synthetic step, in which all rewards of one group are the same.
 
     Raises:
-        ConfigError: it cannot be loaded. OwnCodeError: it raises, or its results are invalid or differ.
+        ConfigError: it cannot be loaded. UserCodeError: it raises, or its results are invalid or differ.
     """
     inputs = made_up(config.components)
-    first, second = own_advantages(inputs, config), own_advantages(inputs, config)
+    first, second = custom_advantages(inputs, config), custom_advantages(inputs, config)
     if not torch.equal(first, second):
-        raise OwnCodeError(
+        raise UserCodeError(
             f"advantage.function={config.function} gave different advantages for the same step. Each rank calls it by "
             "itself, and they must agree: use no chance, clock or state of its own"
         )

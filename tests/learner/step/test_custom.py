@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from asyncrl.advantages.own import own_advantages, try_advantages
+from asyncrl.advantages.custom import custom_advantages, try_advantages
 from asyncrl.digests import learner_digest
-from asyncrl.errors import AsyncRLError, ConfigError, OwnCodeError
+from asyncrl.errors import AsyncRLError, ConfigError, UserCodeError
 from asyncrl.learner.batch.micro_batch import pack
 from asyncrl.learner.batch.plan import Budget, plan_minibatches
 from asyncrl.learner.hook import Hook
@@ -105,13 +105,13 @@ def make_config(folder: Path, run: str = "run", **learner: object) -> Config:
         folder,
         run,
         learner={"steps": 1, "lr": RATE} | learner,
-        loss=LossConfig(preset="own", function=f"{folder}/mine.py:loss", args={"power": 0.7}),
+        loss=LossConfig(preset="custom", function=f"{folder}/mine.py:loss", args={"power": 0.7}),
         advantage=own(folder, "median"),
     )
 
 
 def own(folder: Path, name: str) -> AdvantageConfig:
-    return AdvantageConfig(estimator="own", baseline="none", function=f"{folder}/mine.py:{name}")
+    return AdvantageConfig(estimator="custom", baseline="none", function=f"{folder}/mine.py:{name}")
 
 
 @pytest.mark.parametrize("advantage", ["median", "fading"])
@@ -159,7 +159,7 @@ def test_advantages_per_token_are_those_of_the_trained_ones(name: str, tmp_path:
     (batch,), _ = with_targets(plan, [pack(lease, members, CPU)], config.advantage, 0.0, CPU)
     inputs = own_inputs(plan, {})
     assert (inputs.fresh < inputs.lengths).any() and (inputs.fresh > 0).any()
-    table = own_advantages(inputs, config.advantage)
+    table = custom_advantages(inputs, config.advantage)
     assert batch.advantages is not None
     places = [(g, t) for g, group in enumerate(plan.groups) for t in range(len(group.trajectories))]
     for row, member in enumerate(places):
@@ -191,7 +191,7 @@ def test_advantages_that_cannot_work_are_refused_before_a_run(name: str, said: s
 
 def test_a_part_of_the_reward_that_is_not_there_says_how_to_ask_for_it(tmp_path: Path):
     make_config(tmp_path)
-    with pytest.raises(OwnCodeError, match=r"no 'form' \(it has: none\).*advantage\.components\.form=1"):
+    with pytest.raises(UserCodeError, match=r"no 'form' \(it has: none\).*advantage\.components\.form=1"):
         try_advantages(own(tmp_path, "parted"))
     named = own(tmp_path, "parted")
     named.components = {"form": 1.0}
@@ -252,7 +252,7 @@ def test_what_the_hook_writes_after_a_skipped_step_is_not_in_the_version_before(
 def test_an_error_of_the_hook_names_setting_moment_and_line(tmp_path: Path):
     config = make_config(tmp_path, steps=3, groups_per_step=4)
     config.learner.hook = f"{tmp_path}/mine.py:fails"
-    with pytest.raises(OwnCodeError, match=r"fails, after update 0 of step 1 raised AttributeError.*line \d+"):
+    with pytest.raises(UserCodeError, match=r"fails, after update 0 of step 1 raised AttributeError.*line \d+"):
         train_alone(config, FedReplay(groups=4, size=4), KeptWeights())
 
 
