@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from asyncrl.cli.arguments.output_file import refuse_no_place
 from asyncrl.errors import RunFolderError
 from asyncrl.storage.sealed import replace_text
-from asyncrl.telemetry.trace import Process, as_perfetto, life_of, read_trace
+from asyncrl.telemetry.trace import Process, chrome_events, life_of, read_trace
 
-TRACE_FILE = "trace.pftrace"
+TRACE_FILE = "trace.json"
 
 
 def main(folder: Path, to: Path | None, *, group: int | None, version: int | None) -> int:
@@ -23,7 +24,8 @@ def main(folder: Path, to: Path | None, *, group: int | None, version: int | Non
         tell_life(processes, group, version)
         return 0
     path = to or folder / TRACE_FILE
-    content = b"".join(as_perfetto(processes))
+    events = ",\n".join(json.dumps(event, separators=(",", ":")) for event in chrome_events(processes))
+    content = f'{{"displayTimeUnit":"ns","traceEvents":[\n{events}\n]}}\n'
     replace_text(path, content)
     print(f"{path}: {len(content) / 1e6:.1f} MB. Open it at https://ui.perfetto.dev, which reads it in the browser")
     return 0

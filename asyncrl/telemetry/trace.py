@@ -1,6 +1,6 @@
 """Puts the spans of all processes of a run on one clock: `asyncrl trace RUN`.
 
-    logs/trace/*.spans -> processes -> times of the replay server's machine -> tracks on which spans nest -> Perfetto
+    logs/trace/*.spans -> processes -> times of the replay server's machine -> tracks on which spans nest -> JSON
 
 Lane `main` of each process has no gaps: its spans add up to the lifetime of the process.
 """
@@ -17,10 +17,10 @@ import msgpack
 from asyncrl import spans
 from asyncrl.config import LOG_DIR
 from asyncrl.errors import RunFolderError
-from asyncrl.telemetry import perfetto
 
-GROUP, VERSION = 1 << 60, 2 << 60
-"""Offsets that are added to the id of a group or a version to get the number of its flow."""
+GROUP, VERSION = 1 << 51, 2 << 51
+"""Offsets that are added to the id of a group or a version to get the number of its flow: below 2^53, up to which
+every reader of JSON has exact numbers."""
 
 
 AROUND = ("group", "environment", "fetch the batch")
@@ -230,33 +230,45 @@ def nested(unit: Iterable[Span]) -> list[list[Span]]:
     return [row for _, row in rows]
 
 
-def as_perfetto(processes: Sequence[Process]) -> Iterator[bytes]:
-    """Iterate over the packets of the whole trace."""
-    uuid = 0
-    for process in processes:
-        uuid += 1
-        parent = uuid
-        host = f" on {process.host}" if len({each.host for each in processes}) > 1 else ""
-        yield perfetto.process_track(parent, process.pid, f"{process.role}{host}")
-        for name, row in tracks(process):
-            uuid += 1
-            yield perfetto.lane_track(uuid, parent, name)
-            yield from slices(uuid, row)
+def chrome_events(processes: Sequence[Process]) -> Iterator[dict[str, Any]]:
+    """Iterate over the events of the whole trace in Chrome's JSON format ("Trace Event Format"): names of processes and
+    tracks, a complete event (`X`) per span, and a flow event (`s`, `t`, `f`) right after each span that a flow links.
+
+    Times are in microseconds since the first process began. An instant is 1 ns long, because a flow cannot end at
+    nothing. Processes are numbered: their pids may be the same on two machines.
+    """
+    origin = min((process.begin for process in processes), default=0)
+    several = len({process.host for process in processes}) > 1
+    phases = flow_phases(processes)
+    for pid, process in enumerate(processes, 1):
+        host = f" on {process.host}" if several else ""
+        yield _name("process", pid, 0, f"{process.role}{host} (pid {process.pid})", pid)
+        for tid, (name, row) in enumerate(tracks(process), 1):
+            yield _name("thread", pid, tid, name, tid)
+            for span in sorted(row, key=lambda span: (span.begin, -span.end)):
+                at = {"pid": pid, "tid": tid, "ts": (span.begin - origin) / 1000}
+                yield at | {"ph": "X", "name": span.name, "dur": max(1, span.end - span.begin) / 1000, "args": span.of}
+                for flow, phase in phases.get(id(span), ()):
+                    kind = "group" if flow < VERSION else "version"
+                    yield at | {"ph": phase, "id": flow, "name": kind, "cat": kind, "bp": "e"}
 
 
-def slices(track: int, row: Sequence[Span]) -> Iterator[bytes]:
-    """Iterate over the begin and end events of a row, properly nested."""
-    open_: list[int] = []
-    for span in sorted(row, key=lambda span: (span.begin, -span.end)):
-        while open_ and open_[-1] <= span.begin:
-            yield perfetto.end(track, open_.pop())
-        if span.end == span.begin:
-            yield perfetto.instant(track, span.begin, span.name, span.of, span.flows())
-        else:
-            yield perfetto.begin(track, span.begin, span.name, span.of, span.flows())
-            open_.append(span.end)
-    while open_:
-        yield perfetto.end(track, open_.pop())
+def flow_phases(processes: Sequence[Process]) -> dict[int, list[tuple[int, str]]]:
+    """Return `id(span)` -> `(flow, phase)` of its flows: `s` where one starts, `f` where it finishes, `t` between."""
+    linked: dict[int, list[Span]] = {}
+    for span in sorted((span for process in processes for span in process.spans), key=lambda span: span.begin):
+        for flow in span.flows():
+            linked.setdefault(flow, []).append(span)
+    found: dict[int, list[tuple[int, str]]] = {}
+    for flow, way in linked.items():
+        for place, span in enumerate(way if len(way) > 1 else ()):
+            phase = "s" if place == 0 else "f" if place == len(way) - 1 else "t"
+            found.setdefault(id(span), []).append((flow, phase))
+    return found
+
+
+def _name(what: str, pid: int, tid: int, name: str, place: int) -> dict[str, Any]:
+    return {"ph": "M", "name": f"{what}_name", "pid": pid, "tid": tid, "args": {"name": name, "sort_index": place}}
 
 
 def life_of(processes: Sequence[Process], *, group: int = -1, version: int = -1) -> list[tuple[Process, Span]]:

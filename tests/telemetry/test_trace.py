@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import msgpack
@@ -12,7 +13,7 @@ from asyncrl.cli.main import main
 from asyncrl.replay.client.clocks import Clocks
 from asyncrl.replay.codec.reply import ServerTime
 from asyncrl.spans import MAIN
-from asyncrl.telemetry.trace import Process, Span, align, life_of, offset_at, read_trace, tracks
+from asyncrl.telemetry.trace import GROUP, Process, Span, align, life_of, offset_at, read_trace, tracks
 from tests.telemetry.traced import assert_nests, parsed
 
 
@@ -30,9 +31,9 @@ def test_spans_nest_whatever_lies_over_what_and_none_is_lost() -> None:
             for begin in begins
         ]  # fmt: skip
         one = process(*found)
-        described, events = parsed([one])
-        slices = assert_nests(events, described)
-        assert sorted((begin, end) for _, begin, end, _ in slices) == sorted((s.begin, s.end) for s in found)
+        names, slices = parsed([one])
+        assert_nests(slices, names)
+        assert sorted((s.begin, s.end) for s in slices) == sorted((s.begin, max(s.end, s.begin + 1)) for s in found)
 
 
 def test_what_is_of_one_group_stays_on_one_track_and_tracks_are_used_again() -> None:
@@ -55,15 +56,12 @@ def test_a_flow_links_what_is_of_one_group_and_names_and_notes_are_kept() -> Non
     one = process(
         Span("generate", "groups", 1, 2, {"group": 5, "attempt": 0}), Span("forward", MAIN, 3, 4, {"groups": [5, 6]})
     )
-    described, events = parsed([one])
-    begun = [packet.track_event for packet in events if packet.track_event.name]
-    by_name = {event.name: event for event in begun}
-    assert by_name["generate"].flow_ids[0] in by_name["forward"].flow_ids and len(by_name["forward"].flow_ids) == 2
-    notes = {note.name: note for note in by_name["generate"].debug_annotations}
-    assert notes["group"].int_value == 5
-    names = {d.name or d.process.process_name for d in described.values()}
-    assert names == {"worker", "groups", MAIN}
-    assert all(d.parent_uuid in described for d in described.values() if not d.HasField("process"))
+    names, slices = parsed([one, process(Span("insert", MAIN, 9, 9, {"groups": [6]}))])
+    by_name = {each.name: each for each in slices}
+    assert by_name["generate"].flows == (GROUP + 5,) and by_name["forward"].flows == (GROUP + 5, GROUP + 6)
+    assert by_name["insert"].flows == (GROUP + 6,)
+    assert by_name["generate"].args == {"group": 5, "attempt": 0}
+    assert set(names.values()) == {"worker (pid 7)", "groups", MAIN}
 
 
 def test_another_machine_is_brought_to_the_servers_clock_without_changing_an_order() -> None:
@@ -132,7 +130,9 @@ def test_the_command_says_what_it_read_and_what_became_of_a_group(
     assert main(["trace", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "learner 0 (pid 3, h): 2 spans in 2.0 s, 100.0% of them accounted for; 2 spans were lost" in said
-    assert (tmp_path / "trace.pftrace").stat().st_size > 0
+    assert [event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]][
+        -1
+    ] == "forward"
     assert main(["trace", str(tmp_path), "--group", "4"]) == 0
     assert "learner 0: forward" in capsys.readouterr().out
     assert main(["trace", str(tmp_path), "--version", "4"]) == 2

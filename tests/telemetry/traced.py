@@ -1,47 +1,60 @@
-"""Checks that hold for the trace of any run, as perfetto's own classes read it."""
+"""Checks that hold for the trace of any run, as a reader of Chrome's format sees it."""
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as proto
-
-from asyncrl.telemetry.trace import GROUP, VERSION, Process, as_perfetto, life_of, read_trace
+from asyncrl.telemetry.trace import GROUP, VERSION, Process, chrome_events, life_of, read_trace
 
 
-def parsed(processes: Sequence[Process]) -> tuple[dict[int, Any], list[Any]]:
-    """Return track descriptors by uuid, and the events."""
-    trace = proto.Trace()
-    trace.ParseFromString(b"".join(as_perfetto(processes)))
-    tracks = {p.track_descriptor.uuid: p.track_descriptor for p in trace.packet if p.HasField("track_descriptor")}
-    return tracks, [packet for packet in trace.packet if packet.HasField("track_event")]
+@dataclass(frozen=True)
+class Slice:
+    track: tuple[int, int]
+    begin: int
+    end: int
+    """ns since the trace began."""
+    name: str
+    args: dict[str, Any]
+    flows: tuple[int, ...]
 
 
-def assert_nests(events: Sequence[Any], tracks: dict[int, Any]) -> list[tuple[int, int, int, Any]]:
-    """Check that on each track times never go back, and that each end closes the slice that began last.
-
-    Returns:
-        `(track, begin, end, event)` of every slice.
-    """
-    open_: dict[int, list[Any]] = defaultdict(list)
-    last: dict[int, int] = defaultdict(int)
-    found = []
-    for packet in events:
-        event, at = packet.track_event, packet.timestamp
-        assert event.track_uuid in tracks and at >= last[event.track_uuid]
-        last[event.track_uuid] = at
-        if event.type == event.TYPE_SLICE_BEGIN:
-            open_[event.track_uuid].append(packet)
-        elif event.type == event.TYPE_SLICE_END:
-            begun = open_[event.track_uuid].pop()
-            found.append((event.track_uuid, begun.timestamp, at, begun.track_event))
+def parsed(processes: Sequence[Process]) -> tuple[dict[tuple[int, int], str], list[Slice]]:
+    """Return the names of tracks (of processes, at track 0), and the slices with the flows that are bound to them: a
+    flow event belongs to the slice before it, which begins at the same time on the same track."""
+    names: dict[tuple[int, int], str] = {}
+    found: list[Slice] = []
+    for event in json.loads(json.dumps(list(chrome_events(processes)))):
+        track = event["pid"], event["tid"]
+        if event["ph"] == "M":
+            names[track] = event["args"]["name"]
+            continue
+        begin = round(event["ts"] * 1000)
+        if event["ph"] == "X":
+            found.append(Slice(track, begin, begin + round(event["dur"] * 1000), event["name"], event["args"], ()))
         else:
-            found.append((event.track_uuid, at, at, event))
-    assert not any(open_.values())
-    return found
+            assert event["bp"] == "e" and event["ph"] in "stf"
+            assert (found[-1].track, found[-1].begin) == (track, begin)
+            found[-1] = replace(found[-1], flows=(*found[-1].flows, event["id"]))
+    return names, found
+
+
+def assert_nests(slices: Sequence[Slice], names: dict[tuple[int, int], str]) -> None:
+    """Check that on each track times never go back, and that slices are nested or disjoint."""
+    open_: dict[tuple[int, int], list[Slice]] = defaultdict(list)
+    last: dict[tuple[int, int], int] = defaultdict(int)
+    for each in slices:
+        assert each.track in names and each.begin >= last[each.track]
+        last[each.track] = each.begin
+        around = open_[each.track]
+        while around and around[-1].end <= each.begin:
+            around.pop()
+        assert not around or each.end <= around[-1].end
+        around.append(each)
 
 
 def assert_run_is_traced(run_dir: Path, roles: Sequence[str]) -> None:
@@ -50,12 +63,12 @@ def assert_run_is_traced(run_dir: Path, roles: Sequence[str]) -> None:
     processes = read_trace(run_dir)
     assert sorted(process.role.split("@")[0] for process in processes) == sorted(roles)
     assert {process.role: process.accounted() for process in processes if process.accounted() < 0.98} == {}
-    tracks, events = parsed(processes)
-    slices = assert_nests(events, tracks)
+    names_of_tracks, slices = parsed(processes)
+    assert_nests(slices, names_of_tracks)
     assert sum(len(process.spans) for process in processes) == len(slices)
 
     def stations(flow: int) -> list[str]:
-        linked = [(begin, event.name) for _, begin, _, event in slices if flow in event.flow_ids]
+        linked = [(each.begin, each.name) for each in slices if flow in each.flows]
         return [name for _, name in sorted(linked)]
 
     batch = next(span for process in processes for span in process.spans if span.name == "lease")

@@ -206,7 +206,7 @@ def _add_looking(commands: Any) -> None:
     trace = _add(commands, "trace")
     trace.add_argument("run", metavar="RUN", type=Path, help="a run folder; the run may still be going on")
     trace.add_argument(
-        "--to", type=Path, metavar="FILE", help="where to write it; by default trace.pftrace in the run folder"
+        "--to", type=Path, metavar="FILE", help="where to write it; by default trace.json in the run folder"
     )
     trace.add_argument("--group", type=int, metavar="ID", help="print what happened to this group instead")
     trace.add_argument("--version", type=int, metavar="V", help="print what happened to this policy version instead")

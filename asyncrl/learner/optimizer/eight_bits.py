@@ -6,6 +6,8 @@ lie within rows, and ranks split matrices between rows, or at the end of a block
 their parameter, and a checkpoint is read bit for bit on any layout.
 """
 
+# Ours, because torchao's cuts blocks out of whatever part of a parameter a rank has: no other layout could read them.
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping

@@ -1,6 +1,8 @@
 """AdamW variants that step one parameter at a time and store its moments differently from torch: their base class, and
 moments in host memory (`learner.offload=optimizer`)."""
 
+# Ours, because torchao's optimizer with host memory takes gradients as they are made: it would skip our clip.
+
 from __future__ import annotations
 
 from abc import abstractmethod

@@ -27,8 +27,6 @@ GAP_STEPS, GAP_S = 10, 120.0
 """A stall is the absence of a step for this multiple of the median of the last ones, and at least this many seconds."""
 FREE_BYTES = "disk/free_bytes"
 """Value added to a row by its writer; not a metric."""
-LEAST_FREE = 2 << 30
-LEAST_MEMORY, MOST_SKEW_S = 0.05, 1.0
 
 
 @dataclass(slots=True)
@@ -106,29 +104,37 @@ def reward_of(rows: Sequence[Row] | deque[Row]) -> tuple[float | None, float]:
     return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
 
 
-def above(name: str, limit: float) -> Callable[[Course], str]:
-    def holds(course: Course) -> str:
-        value = course.now(name)
-        return f"{name} is {value:.3g} over the last {WINDOW} steps, above {limit:g}" if value and value > limit else ""
-
-    return holds
+MEAN, NEWEST, GROWTH, GROWTH_OF_RUN = "mean", "newest", "growth", "growth of run"
+"""What is compared with a threshold: the mean over the last rows, the value of the last row, or the growth of a total
+over the last rows: of one that counts from 0 at each start, or of one that is kept over a resume."""
 
 
-def below(name: str, limit: float) -> Callable[[Course], str]:
-    def holds(course: Course) -> str:
-        value = course.now(name)
-        over = value is None or value >= limit
-        return "" if over else f"{name} is {value:.3g} over the last {WINDOW} steps, below {limit:g}"
+@dataclass(frozen=True, slots=True)
+class Threshold:
+    """A condition on one metric."""
 
-    return holds
+    metric: str
+    of: str
+    """One of `MEAN`, `NEWEST`, `GROWTH`, `GROWTH_OF_RUN`."""
+    side: str
+    """`above` or `below` the limit is where the condition holds."""
+    limit: float
+    said: str = f"{{metric}} is {{value:.3g}} over the last {WINDOW} steps, {{side}} {{limit:g}}"
 
+    def __call__(self, course: Course) -> str:
+        value = self._value(course)
+        if value is None or not (value > self.limit if self.side == "above" else value < self.limit):
+            return ""
+        return self.said.format(
+            metric=self.metric, value=value, side=self.side, limit=self.limit, gib=value / 2**30, steps=WINDOW
+        )
 
-def grows(name: str, *, kept: bool) -> Callable[[Course], str]:
-    def holds(course: Course) -> str:
-        more = course.grew(name, kept)
-        return f"{name} grew by {more:g} over the last {WINDOW} steps" if more else ""
-
-    return holds
+    def _value(self, course: Course) -> float | None:
+        if self.of == MEAN:
+            return course.now(self.metric)
+        if self.of == NEWEST:
+            return course.last[-1].get(self.metric) if course.last else None
+        return course.grew(self.metric, kept=self.of == GROWTH_OF_RUN)
 
 
 def entropy_collapse(course: Course) -> str:
@@ -179,31 +185,12 @@ def rose(before: Point, now: Point) -> bool:
     return now.reward - before.reward > 2 * math.hypot(before.error, now.error)
 
 
-def disk(course: Course) -> str:
-    free = course.last[-1].get(FREE_BYTES) if course.last else None
-    return "" if free is None or free >= LEAST_FREE else f"the run folder's disk has only {free / 2**30:.1f} GiB free"
-
-
-def memory(course: Course) -> str:
-    free = course.last[-1].get("machine/memory_free") if course.last else None
-    return "" if free is None or free >= LEAST_MEMORY else f"a machine of the run has only {free:.1%} of memory free"
-
-
-def clock(course: Course) -> str:
-    skew = course.last[-1].get("machine/clock_skew_s") if course.last else None
-    if skew is None or skew <= MOST_SKEW_S:
-        return ""
-    return f"a machine's clock differs by {skew:.1f} s or more from that of the replay server"
-
-
 def no_workers(course: Course) -> str:
     workers = course.last[-1].get("replay/workers") if course.last else None
     return "no rollout worker is connected" if workers == 0 and course.served else ""
 
 
-def other_code(course: Course) -> str:
-    workers = course.last[-1].get("replay/workers_other_code") if course.last else None
-    return f"{workers:.0f} rollout worker(s) run another version of your code than the learner" if workers else ""
+GREW = "{metric} grew by {value:g} over the last {steps} steps"
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,19 +216,19 @@ ALARMS: tuple[Alarm, ...] = (
         "engine computes other log-probs than the learner",
         "`asyncrl verify RUN` shows which engine it is. "
         "Several updates per batch at a high learning rate have the same symptom: look at ratio/B",
-        above("staleness/age_0/rms_log_ratio", 0.3),
+        Threshold("staleness/age_0/rms_log_ratio", MEAN, "above", 0.3),
     ),
     Alarm(
         "canary_failed",
         "the log-probs that an engine computed for the probe tokens were not those of the learner",
         "The engine generates nothing until they are. See logs/rollout-*.log and docs/weights.md",
-        grows("weights/canary_failed", kept=False),
+        Threshold("weights/canary_failed", GROWTH, "above", 0, GREW),
     ),
     Alarm(
         "low_ess",
         "the effective sample size of the sequences is below 0.3: most of a batch has almost no effect",
         "Lower replay.pipeline_depth or learner.lr, or use a loss that bounds the ratio",
-        below("ratio/E/ess_seq", 0.3),
+        Threshold("ratio/E/ess_seq", MEAN, "below", 0.3),
     ),
     Alarm(
         "entropy_collapse",
@@ -253,7 +240,7 @@ ALARMS: tuple[Alarm, ...] = (
         "zero_variance",
         "in more than 80 % of the groups of a batch all members have the same reward, so that they give no gradient",
         "Set rollout.drop_zero_variance=true, use harder or easier rows (data.curriculum), or raise rollout.group_size",
-        above("reward/zero_variance_groups", 0.8),
+        Threshold("reward/zero_variance_groups", MEAN, "above", 0.8),
     ),
     Alarm(
         "length_runaway",
@@ -265,7 +252,7 @@ ALARMS: tuple[Alarm, ...] = (
         "truncated",
         "more than half of the completions are cut off at the length limit",
         "Raise rollout.max_new_tokens, or penalise truncated completions in the reward",
-        above("completion/truncated", 0.5),
+        Threshold("completion/truncated", MEAN, "above", 0.5),
     ),
     Alarm(
         "reward_hacking",
@@ -279,7 +266,7 @@ ALARMS: tuple[Alarm, ...] = (
         "nonfinite",
         "optimizer steps are skipped because their loss or gradient is not finite",
         "The batches are in nonfinite/ in the run folder. Lower learner.lr or learner.clip_norm",
-        grows("optim/nonfinite_steps", kept=True),
+        Threshold("optim/nonfinite_steps", GROWTH_OF_RUN, "above", 0, GREW),
     ),
     Alarm(
         "no_workers",
@@ -292,27 +279,36 @@ ALARMS: tuple[Alarm, ...] = (
         "a file of yours (reward, environment, filter), or one that it imports from its folder, is on a rollout worker "
         "not the one that the learner's machine had at the start of the learner: training mixes groups of both",
         "logs/rollout-*.log names the file. Copy the learner's version there and restart that pool, or resume the run",
-        other_code,
+        Threshold(
+            *("replay/workers_other_code", NEWEST, "above", 0),
+            "{value:.0f} rollout worker(s) run another version of your code than the learner",
+        ),
     ),
     Alarm(
         "disk",
         "less than 2 GiB are free on the disk of the run folder",
         "Free space: a full disk makes the run wait. Lower learner.keep_checkpoints, or set replay.journal.retain=none",
-        disk,
+        Threshold(FREE_BYTES, NEWEST, "below", 2 << 30, "the run folder's disk has only {gib:.1f} GiB free"),
     ),
     Alarm(
         "memory",
         "less than 5 % of the memory is free on a machine of the run, or in a container: the kernel may soon kill a "
         "process",
         "Lower replay.max_bytes, engine.max_sequences, rollout.max_in_flight or rollout.workers, whichever uses it",
-        memory,
+        Threshold(
+            *("machine/memory_free", NEWEST, "below", 0.05),
+            "a machine of the run has only {value:.1%} of memory free",
+        ),
     ),
     Alarm(
         "clock",
         "the clock of a machine differs by more than a second from that of the replay server: times in its logs and "
         "files cannot be compared with those of other machines. Training does not depend on it",
         "Synchronise the clocks of all machines with one time service (chrony, ntp)",
-        clock,
+        Threshold(
+            *("machine/clock_skew_s", NEWEST, "above", 1.0),
+            "a machine's clock differs by {value:.1f} s or more from that of the replay server",
+        ),
     ),
 )
 
