@@ -24,8 +24,8 @@ from typing import Any
 import psutil
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-from asyncrl.cli.dry_run.model_size import tensor_shapes
 from asyncrl.family import ProcessId
+from asyncrl.memory.model_size import tensor_shapes
 from asyncrl.standstill import kind_of
 from benchmarks.parts.answer import answer, parse
 from benchmarks.parts.running import Running

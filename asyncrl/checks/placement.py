@@ -43,6 +43,17 @@ def visible_gpus() -> tuple[str, ...] | None:
     return tuple(map(str, range(_here())))
 
 
+def gpus_to_plan(config: Config) -> Sequence[str]:
+    """Return the GPUs of this machine, or as many as `placement.gpus` if that is more."""
+    visible = visible_gpus() or ()
+    return visible if config.placement.gpus <= len(visible) else tuple(map(str, range(config.placement.gpus)))
+
+
+def kind_to_plan(config: Config, device: str) -> str:
+    """Return `cuda` or `cpu`: on which a process with the setting `device` computes on the planned machine."""
+    return "cuda" if device != "cpu" and gpus_to_plan(config) else "cpu"
+
+
 def _here() -> int:
     """Number of NVIDIA GPUs of this machine. In a container the driver may list those of the whole machine, and then
     only the device files of its own are there. Outside, files are made when they are first needed, some before others,

@@ -26,8 +26,8 @@ from packaging.requirements import Requirement
 
 from asyncrl import __version__
 from asyncrl.checks.installed_vllm import version_of
+from asyncrl.checks.programs import nvidia_smi, output_of
 from asyncrl.cli.processes.ports import PORTS
-from asyncrl.cli.processes.told import smi_says, told_by
 from asyncrl.storage.memory import container_bytes
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
@@ -244,7 +244,7 @@ def clock_state() -> int | None:
 
 def torch_sees() -> str:
     """Ask torch in a separate process: the doctor does not load torch, and a hanging driver must not block it."""
-    return told_by(sys.executable, "-c", "import torch; print(torch.version.cuda, torch.cuda.device_count())") or ""
+    return output_of(sys.executable, "-c", "import torch; print(torch.version.cuda, torch.cuda.device_count())") or ""
 
 
 def shared_memory() -> int:
@@ -262,7 +262,7 @@ def examine(folder: Path) -> list[Finding]:
         "machine": iter([(OK, f"{platform.platform()}, Python {platform.python_version()}")]),
         "packages": packages(metadata.requires("asyncrl") or [], version_of),
         "engines": engines(version_of),
-        "GPU": gpus(smi_says(), torch_sees),
+        "GPU": gpus(nvidia_smi(), torch_sees),
         "memory": memory(whole, shared_memory(), container_bytes()),
         "open files": files(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
         "disk": disk(folder),

@@ -19,11 +19,11 @@ from asyncrl.checks.placement import gpus_of_rewards, placement_of, visible_gpus
 from asyncrl.checks.rules.whole import check_config
 from asyncrl.cli.arguments.output_file import refuse_no_place
 from asyncrl.cli.arguments.settings_file import with_files
-from asyncrl.cli.dry_run.memory import copies_bytes, copies_on_gpu, engine_bytes, rank_bytes, size
-from asyncrl.cli.dry_run.model_size import ModelSize, sizes_of
 from asyncrl.collector import load
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError, RunFolderError
+from asyncrl.memory.model_size import ModelSize, sizes_of
+from asyncrl.memory.usage import copies_bytes, copies_on_gpu, engine_bytes, rank_bytes, size
 from asyncrl.placement import WHOLE_SHARE
 from asyncrl.planner.calibration import RunMeasured, calibrate, engines_told, read_run
 from asyncrl.planner.costs import Costs

@@ -16,17 +16,17 @@ from rich.text import Text
 
 from asyncrl.chat.turn_end import described
 from asyncrl.checks.dtypes import with_dtypes
+from asyncrl.checks.placement import kind_to_plan
 from asyncrl.cli.arguments.settings_file import with_files
-from asyncrl.cli.dry_run.fitting import fitting_lines
-from asyncrl.cli.dry_run.memory import learner_memory
-from asyncrl.cli.dry_run.model_size import sizes_of
-from asyncrl.cli.dry_run.placement import kind_to_plan
 from asyncrl.cli.lengths import histogram
 from asyncrl.cli.processes.commands import learner_command, with_absolute_run_dir
 from asyncrl.cli.processes.ending import Ended, best_line, how_to_go_on, resumed_from
 from asyncrl.cli.processes.supervision import supervise
 from asyncrl.cli.starting.preflight import refuse_unmeasured
 from asyncrl.cli.starting.resuming import nothing_to_do
+from asyncrl.memory.fit import fitting_lines
+from asyncrl.memory.model_size import sizes_of
+from asyncrl.memory.usage import learner_memory
 from asyncrl.plain_text import plain
 from asyncrl.schema import Config
 from asyncrl.sft.batches import Course, draws_before

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli import local, quickstart, smoke, verify
-from asyncrl.cli.dry_run.model_size import ModelSize, kv_values, model_size, tensor_shapes
 from asyncrl.cli.main import COMMANDS, main
 from asyncrl.config import config_dir, load_config
 from asyncrl.data.warmup_recipe import AgentRecipe, WarmupRecipe
+from asyncrl.memory.model_size import ModelSize, kv_values, model_size, tensor_shapes
 from asyncrl.telemetry.live.console import PlainConsole
 
 

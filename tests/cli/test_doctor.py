@@ -43,10 +43,10 @@ def test_a_driver_that_is_not_loaded_is_a_problem_and_no_machine_without_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert doctor.smi_says() is None
+    assert doctor.nvidia_smi() is None
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
-    ((state, said),) = doctor.gpus(doctor.smi_says(), lambda: "")
+    ((state, said),) = doctor.gpus(doctor.nvidia_smi(), lambda: "")
     assert state == PROBLEM and "driver" in said
 
 
@@ -93,8 +93,8 @@ def test_shared_memory_that_is_taken_is_none(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_command_tells_everything_and_ends_by_what_it_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "told_by", lambda *_: None)  # with a GPU torch would be loaded
-    monkeypatch.setattr(doctor, "smi_says", lambda: None)
+    monkeypatch.setattr(doctor, "output_of", lambda *_: None)  # with a GPU torch would be loaded
+    monkeypatch.setattr(doctor, "nvidia_smi", lambda: None)
     assert main(["doctor", str(tmp_path), "--json"]) in (0, 1)
     found = json.loads(capsys.readouterr().out)
     checks = {"machine", "packages", "engines", "GPU", "memory", "open files", "disk", "ports", "host name", "clock"}

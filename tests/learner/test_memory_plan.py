@@ -27,19 +27,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from asyncrl.checks.architecture import COMPUTED_TOGETHER
 from asyncrl.checks.parallel import ParallelDims
 from asyncrl.checks.placement import placement_of
-from asyncrl.cli.dry_run.memory import (
-    activation_rows,
-    copies_bytes,
-    copies_on_gpu,
-    host_rows,
-    learner_rows,
-    memory_lines,
-    policy_held,
-    policy_rows,
-    rank_bytes,
-    role_rows,
-)
-from asyncrl.cli.dry_run.model_size import ModelSize, model_size
 from asyncrl.learner.backends.fsdp2 import FSDP2
 from asyncrl.learner.batch.micro_batch import pack
 from asyncrl.learner.batch.packing import Packing, plan_packing
@@ -52,6 +39,19 @@ from asyncrl.learner.optimizer.update import make_optimizer
 from asyncrl.learner.parallel.sharding import numbers_computed_with, shards_of
 from asyncrl.learner.roles import Roles, build_roles
 from asyncrl.learner.step.memory_peak import begin_peak, peak_row, planned_bytes
+from asyncrl.memory.model_size import ModelSize, model_size
+from asyncrl.memory.usage import (
+    activation_rows,
+    copies_bytes,
+    copies_on_gpu,
+    host_rows,
+    learner_rows,
+    memory_lines,
+    policy_held,
+    policy_rows,
+    rank_bytes,
+    role_rows,
+)
 from asyncrl.schema import (
     AdvantageConfig,
     Config,

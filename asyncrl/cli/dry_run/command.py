@@ -11,12 +11,9 @@ from asyncrl.checks.architecture import of_its_decoder
 from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.checks.installed_vllm import missing_vllm
 from asyncrl.checks.machine import check_machine, model_settings
+from asyncrl.checks.placement import gpus_to_plan, kind_to_plan, named, placement_of
 from asyncrl.checks.rules.learner import resolved_loss, why_never_warm
 from asyncrl.checks.rules.sampling import truncation
-from asyncrl.cli.dry_run.fitting import fitting_lines
-from asyncrl.cli.dry_run.memory import memory_lines, size
-from asyncrl.cli.dry_run.model_size import sizes_of
-from asyncrl.cli.dry_run.placement import gpus_to_plan, kind_to_plan, placement_lines
 from asyncrl.cli.processes.commands import (
     learner_command,
     local_commands,
@@ -28,6 +25,9 @@ from asyncrl.cli.processes.commands import (
 from asyncrl.cli.starting.preflight import NOTHING_SEEN, Preflight, check_start
 from asyncrl.cli.starting.resuming import check_resumed
 from asyncrl.digests import run_digest
+from asyncrl.memory.fit import fitting_lines
+from asyncrl.memory.model_size import sizes_of
+from asyncrl.memory.usage import memory_lines, size
 from asyncrl.replay.shards.running import shard_config
 from asyncrl.schema import Config
 from asyncrl.storage.checkpoints import proven, trained_steps
@@ -64,6 +64,21 @@ def process_lines(config: Config, command: str, overrides: Sequence[str]) -> lis
     lines = [line for each in shown for line in (f"{each.role}: {counts[each.role.partition('-')[0]]}", f"    {each}")]
     lacking = missing_vllm(config) if command in ("local", "rollout") else ()
     return [*lines, *(f"it would not start on this machine: {problem}" for problem in lacking)]
+
+
+def placement_lines(config: Config) -> list[str]:
+    """Return a table of processes, their GPUs, and the share of each GPU's memory."""
+    visible = gpus_to_plan(config)
+    placement = placement_of(config, len(visible))
+    placed = list(placement)
+    if not placed:
+        return ["no process gets a GPU: " + ("none is asked for" if visible else "there is none")]
+    head = f"{placement.mode}, {config.placement.gpus or len(visible)} GPU(s)"
+    rows = [
+        (each.name, named(each.gpus, visible), f"{each.memory:.0%}" if each.memory else "the rest") for each in placed
+    ]
+    wide = max(len(name) for name, _, _ in rows)
+    return [head, *(f"{name:<{wide}}  GPU {gpus:<8} {share} of its memory" for name, gpus, share in rows)]
 
 
 def support_line(config: Config, truncated: str) -> str:

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.tensor import DTensor
 
-from asyncrl.cli.dry_run.memory import role_rows
-from asyncrl.cli.dry_run.model_size import model_size
 from asyncrl.learner.backends.factory import backend_of
 from asyncrl.learner.model.layout import Layout
 from asyncrl.learner.model.policy import build_model, causal_lm
 from asyncrl.learner.parallel.place import Place
+from asyncrl.memory.model_size import model_size
+from asyncrl.memory.usage import role_rows
 from asyncrl.schema import AdvantageConfig, Config
 from tests.learner.families import settings_for, siblings, tiny_family
 from tests.learner.rank_process import on_ranks

@@ -1,4 +1,4 @@
-"""Estimates the memory of a run for `--dry-run`: what each process holds, with the arithmetic."""
+"""What each process of a run holds in memory, with the arithmetic."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import math
 from pathlib import Path
 
 from asyncrl.checks.parallel import ParallelDims, problem_of
-from asyncrl.checks.placement import placement_of
+from asyncrl.checks.placement import gpus_to_plan, kind_to_plan, placement_of
 from asyncrl.checks.rules.replay import store_bytes_needed
 from asyncrl.checks.servers import on_to_servers
-from asyncrl.cli.dry_run.model_size import ModelSize
-from asyncrl.cli.dry_run.placement import gpus_to_plan, kind_to_plan
 from asyncrl.config import JOURNAL_DIR
 from asyncrl.learner.memory_plan import (
     MASTER,
@@ -25,6 +23,7 @@ from asyncrl.learner.memory_plan import (
     on_one_of,
     whole_numbers,
 )
+from asyncrl.memory.model_size import ModelSize
 from asyncrl.rollout.worker.concurrency import sequences_per_engine
 from asyncrl.schema import Config
 from asyncrl.settings.loss.meaning import required_inputs
