@@ -146,9 +146,9 @@ class DataConfig(RowSettings):
     max_prompt_tokens: int = 512
     """Longest prompt in tokens, as the chat template renders it; `overlong` says what happens to a longer one."""
     overlong: str = "drop"
-    """What happens when a prompt that is too long is drawn: `drop` its group (counted as `over_length`), cut it with
-    `truncate_left` or `truncate_right` (only where the environment reads tokens, as `single_turn` does), or end the run
-    with an `error` that names the row."""
+    """What happens when a prompt that is too long is drawn: `drop` its group (counted as `over_length`), cut the
+    beginning or the end of the user's text with `truncate_left` or `truncate_right` (`single_turn` only; dropped if
+    that is not enough), or end the run with an `error` that names the row."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -17,7 +17,7 @@ REFUSED: Refused = [
     (["model.dtype=bf16"], ["model.dtype must be one of auto, float32, bfloat16", "'bf16'", "`bfloat16`"]),
     (
         ["environment=search", "data.overlong=truncate_left"],
-        ["data.overlong=truncate_left shortens the tokens", "drop"],
+        ["data.overlong=truncate_left shortens the tokens", "first request from the whole row", "drop"],
     ),
     (["environment.name=singel_turn"], ["environment.name must be one of", "Did you mean `single_turn`?"]),
     (["environment.name=own.py"], ["yours as file.py:Name or package.module:Name; got 'own.py'"]),

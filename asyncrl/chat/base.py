@@ -6,7 +6,7 @@ Sampled tokens are never rendered again: `extend` returns the ids that follow th
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
@@ -108,6 +108,11 @@ class Reply:
 
 class PromptRenderer(Protocol):
     """Turns rows into prompts."""
+
+    @property
+    def special_ids(self) -> Collection[int]:
+        """Ids of the special tokens, which only a chat template, or the tokenizer itself, writes."""
+        ...
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 

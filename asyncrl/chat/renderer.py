@@ -4,7 +4,7 @@ default renderer, which uses the tokenizer's chat template."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -88,6 +88,10 @@ class RendererChat:
 
     def why_no_calls(self, *, told: bool) -> str:
         return self._abilities.why_no_calls(told=told)
+
+    @property
+    def special_ids(self) -> Collection[int]:
+        return {*special_tokens(self._tokenizer), *self.stop_token_ids}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,11 @@ class LocalTokenizer:
         """
         self._tokenizer, self.templates, self.special = tokenizer, templates, special
         self.chat_template = templates.get("default", "")
+
+    @property
+    def special_ids(self) -> Collection[int]:
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        return {at for at, token in added if token.special or str(token) in self.special.values()}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids

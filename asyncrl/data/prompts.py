@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.chat.base import ChatError, PromptRenderer, ids_to_go_on_from
+from asyncrl.chat.base import ChatError, Message, PromptRenderer, added_tokens, ids_to_go_on_from
 from asyncrl.data.dataset import Dataset
 from asyncrl.data.rows.base import Row
 from asyncrl.data.rows.messages import tools_of
+from asyncrl.data.truncation import cut_messages, cut_text
 from asyncrl.errors import DataError, OverlongError
 from asyncrl.types import Prompt
 
+CANNOT_BE_CUT = "is too little, or was rendered beforehand, so that it cannot be told apart"
 CACHED_ROWS = 16_384
 """Limit on the tokenized rows kept in memory, so that the tokenizer need not run once per group, on the loop's core."""
 
@@ -44,6 +46,7 @@ class PromptSource:
         self._max_tokens, self._overlong = max_prompt_tokens, overlong
         self._overlong_drawn = 0
         self._tokenized: dict[int, tuple[str, NDArray[np.int32]]] = {}
+        self._cut_rows: dict[int, tuple[str, NDArray[np.int32]]] = {}
 
     @property
     def rows(self) -> int:
@@ -67,7 +70,7 @@ class PromptSource:
         drawn = self._order[index]
         row = self._data.starts[drawn.source] + drawn.row
         columns = self._data[row]
-        text, token_ids = self._fit(row, *self._tokenize(row, columns))
+        text, token_ids = self._fit(row, columns, *self._tokenize(row, columns))
         return Prompt(
             index=index,
             epoch=drawn.epoch,
@@ -94,18 +97,43 @@ class PromptSource:
             self._tokenized[row] = known
         return known
 
-    def _fit(self, row: int, text: str, token_ids: NDArray[np.int32]) -> tuple[str, NDArray[np.int32]]:
+    def _fit(self, row: int, columns: Row, text: str, token_ids: NDArray[np.int32]) -> tuple[str, NDArray[np.int32]]:
         if len(token_ids) <= self._max_tokens:
             return text, token_ids
         self._overlong_drawn += 1
+        if row in self._cut_rows:
+            return self._cut_rows[row]
         if self._overlong in ("drop", "error"):
             kind = OverlongError if self._overlong == "drop" else DataError
             raise kind(
                 f"{self.where(row)}: the prompt has {len(token_ids)} tokens, the limit is {self._max_tokens}. "
                 "Raise data.max_prompt_tokens, remove the row, or set data.overlong"
             )
-        kept = token_ids[-self._max_tokens :] if self._overlong == "truncate_left" else token_ids[: self._max_tokens]
-        return self._tokenizer.decode(kept.tolist()), kept
+        kept = self._cut(row, columns, token_ids)
+        if kept is None:
+            raise OverlongError(
+                f"{self.where(row)}: the prompt has {len(token_ids)} tokens, the limit is {self._max_tokens}, and "
+                f"data.overlong={self._overlong} cuts nothing but the user's text, which {CANNOT_BE_CUT}. Raise "
+                "data.max_prompt_tokens, or remove the row"
+            )
+        if len(self._cut_rows) >= CACHED_ROWS:
+            del self._cut_rows[next(iter(self._cut_rows))]
+        self._cut_rows[row] = self._tokenizer.decode(kept.tolist()), kept
+        return self._cut_rows[row]
+
+    def _cut(self, row: int, columns: Row, token_ids: NDArray[np.int32]) -> NDArray[np.int32] | None:
+        """Token ids that fit; None if the row cannot be cut."""
+        limit, side, prompt = self._max_tokens, self._overlong, columns["prompt"]
+        if isinstance(prompt, str):
+            begins, special = len(added_tokens(self._tokenizer)[0]), self._tokenizer.special_ids
+            kept = cut_text(token_ids.tolist(), limit, side, begins=begins, special=special)
+            return None if kept is None else np.asarray(kept, np.int32)
+
+        def rendered(messages: Sequence[Message]) -> NDArray[np.int32]:
+            return render(self._tokenizer, {**columns, "prompt": messages}, self.where(row), self._vocabulary)[1]
+
+        cut = cut_messages(prompt, lambda messages: len(rendered(messages)), limit, side)
+        return None if cut is None else rendered(cut)
 
 
 def render(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.chat.base import PromptRenderer
+from asyncrl.chat.base import PromptRenderer, added_tokens
 from asyncrl.data.prompts import render
 from asyncrl.data.rows.base import Row
 from asyncrl.data.rows.view import PromptRows, SourceRows
@@ -44,6 +44,9 @@ class Survey(Counted):
     """The first prompt as rendered; empty without a tokenizer."""
     overlong: int
     """Number of `tokens` above the limit."""
+    rendered_at: str
+    """The first row over the limit whose prompt is a text that was rendered beforehand, which cannot be cut; empty if
+    there is none."""
     longest_at: str
     """The row of the longest prompt."""
     first_rows: tuple[tuple[str, Row], ...]
@@ -90,10 +93,20 @@ def survey(
         tokens=tuple(tokens.values()),
         first_prompt=prompts[0][0] if prompts else "",
         overlong=len(overlong),
+        rendered_at=next(
+            (rows.where(row) for row in overlong if _is_rendered(rows[row], prompts[row][1], tokenizer)), ""
+        ),
         longest_at=rows.where(max(tokens, key=lambda row: (tokens[row], -row))) if tokens else "",
         first_rows=tuple((rows.where(row), rows[row]) for row in range(min(first, len(rows)))),
         data_sources=data_sources,
     )
+
+
+def _is_rendered(row: Row, ids: NDArray[np.int32], tokenizer: PromptRenderer | None) -> bool:
+    """Whether the prompt is a text with the markers of a chat template."""
+    if tokenizer is None or not isinstance(row["prompt"], str):
+        return False
+    return not {*tokenizer.special_ids}.isdisjoint(ids[len(added_tokens(tokenizer)[0]) :].tolist())
 
 
 def chosen(sizes: NDArray[np.int64], counted: int = SAMPLED) -> Sequence[int]:

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.chat.base import ChatError, ids_to_go_on_from
+from asyncrl.chat.base import ChatError, Message, added_tokens, ids_to_go_on_from
 from asyncrl.chat.choice import open_chat
 from asyncrl.chat.renderer import RendererChat
 from asyncrl.chat.supervised import Supervised
+from asyncrl.data.prompts import CANNOT_BE_CUT
+from asyncrl.data.truncation import cut_messages, cut_text
 from asyncrl.errors import DataError, OverlongError
 from asyncrl.rollout.worker.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
 from asyncrl.sft.rows import Conversation, SftRows, Texts
@@ -55,7 +57,7 @@ class Encoder:
         Raises:
             DataError, OverlongError: as `whole` and `fitted`.
         """
-        return self.fitted(self.whole(form, where), where)
+        return self.fitted(self.whole(form, where), form, where)
 
     def whole(self, form: Conversation | Texts, where: str) -> Example:
         """Encode a row of any length.
@@ -64,9 +66,11 @@ class Encoder:
             DataError: it cannot be rendered, or none of its tokens has a loss.
         """
         try:
-            found = self._rendered(form)
+            return self._example(self._rendered(form), where)
         except ChatError as error:
             raise DataError(f"{where}: {error}") from error
+
+    def _example(self, found: Supervised, where: str) -> Example:
         mask = np.asarray(found.loss_mask, np.bool_)
         mask[:1] = False
         if max(found.token_ids, default=0) >= self._vocabulary:
@@ -81,8 +85,8 @@ class Encoder:
         ids = np.asarray(found.token_ids, np.int32)
         return Example(token_ids=ids, loss_mask=mask, rendered=len(ids), as_asked=found.as_asked)
 
-    def fitted(self, whole: Example, where: str) -> Example:
-        """Apply `data.overlong` if the row has more than `data.max_tokens` tokens.
+    def fitted(self, whole: Example, form: Conversation | Texts, where: str) -> Example:
+        """Apply `data.overlong` if the row, which is `whole`, has more than `data.max_tokens` tokens.
 
         Raises:
             OverlongError: the row is to be dropped. DataError: its length is an error.
@@ -95,12 +99,29 @@ class Encoder:
             raise DataError(f"{said}. Raise data.max_tokens, remove the row, or set data.overlong")
         if rule == "drop":
             raise OverlongError(said)
-        kept = slice(-limit, None) if rule == "truncate_left" else slice(limit)
-        mask = whole.loss_mask[kept].copy()
-        mask[0] = False
-        if not mask.any():
-            raise OverlongError(f"{said}, and data.overlong={rule} leaves no token that carries loss")
-        return replace(whole, token_ids=whole.token_ids[kept], loss_mask=mask)
+        cut = (
+            self._cut_prompt(form, limit, rule) if isinstance(form, Texts) else self._cut_talk(form, limit, rule, where)
+        )
+        if cut is None:
+            raise OverlongError(f"{said}, and data.overlong={rule} cuts the user's text alone, which {CANNOT_BE_CUT}")
+        return replace(self._example(cut, where), rendered=whole.rendered)
+
+    def _cut_talk(self, form: Conversation, limit: int, side: str, where: str) -> Supervised | None:
+        def rendered(messages: Sequence[Message]) -> Supervised:
+            try:
+                return self._rendered(replace(form, messages=tuple(messages)))
+            except ChatError as error:
+                raise DataError(f"{where}: {error}") from error
+
+        cut = cut_messages(form.messages, lambda messages: len(rendered(messages).token_ids), limit, side)
+        return None if cut is None else rendered(cut)
+
+    def _cut_prompt(self, form: Texts, limit: int, side: str) -> Supervised | None:
+        found = self._rendered(form)
+        prompt, answer = found.token_ids[: found.loss_mask.index(True)], found.token_ids[found.loss_mask.index(True) :]
+        begins, special = len(added_tokens(self.chat)[0]), self.chat.special_ids
+        kept = cut_text(prompt, limit - len(answer), side, begins=begins, special=special)
+        return None if kept is None else _answered(kept, answer)
 
     def decode(self, token_ids: Sequence[int], *, begins: bool = True) -> str:
         """`begins`: whether no tokens precede these."""
@@ -115,7 +136,7 @@ class Encoder:
         # Encoded separately, as in a rollout: the completion is sampled after the prompt's own ids.
         before = ids_to_go_on_from(self.chat, form.prompt)
         after = self._with_one_end(form, int(end))
-        return Supervised(token_ids=(*before, *after), loss_mask=(*([False] * len(before)), *([True] * len(after))))
+        return _answered(before, after)
 
     def _with_one_end(self, form: Texts, eos: int) -> list[int]:
         """Token ids of the completion and its end: the EOS, unless the text ends with it or with another stop token."""
@@ -126,6 +147,10 @@ class Encoder:
         while len(ids) > 1 and ids[-1] == ids[-2] and ids[-1] in ends:
             ids.pop()
         return ids if ids and ids[-1] in ends else [*ids, eos]
+
+
+def _answered(prompt: Sequence[int], answer: Sequence[int]) -> Supervised:
+    return Supervised(token_ids=(*prompt, *answer), loss_mask=(*([False] * len(prompt)), *([True] * len(answer))))
 
 
 def open_encoder(given: SftConfig) -> Encoder:

@@ -50,7 +50,7 @@ def _looked(rows: SftRows, encoder: Encoder, given: SftConfig) -> Looked:
         whole = encoder.whole(rows.form(row), rows.where(row))
         lengths[row] = whole.rendered
         with contextlib.suppress(OverlongError):
-            found[row] = encoder.fitted(whole, rows.where(row))
+            found[row] = encoder.fitted(whole, rows.form(row), rows.where(row))
     overlong = sorted((row for row in lengths if lengths[row] > limit), key=lambda row: -lengths[row])
     if not found:
         raise all_too_long(rows, lengths, "rows", "data.max_tokens", limit)

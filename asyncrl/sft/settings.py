@@ -44,8 +44,9 @@ class SftDataConfig(RowSettings):
     max_tokens: int = 2048
     """Longest row in tokens, as it is rendered; `overlong` says what happens to a longer one."""
     overlong: str = "drop"
-    """What happens to a row that is too long: `drop` it (counted), cut it with `truncate_left` or `truncate_right`
-    (dropped if nothing with loss is left), or end the run with an `error` that names the row."""
+    """What happens to a row that is too long: `drop` it (counted), cut the beginning or the end of the user's text with
+    `truncate_left` or `truncate_right` (dropped if that is not enough), or end the run with an `error` that names the
+    row."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -16,6 +16,7 @@ from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 from asyncrl.data.local_tokenizer import LocalTokenizer, load_local_tokenizer
 from asyncrl.data.prompts import PromptSource, render
 from asyncrl.data.rows.view import PromptRows
+from asyncrl.data.truncation import cut_messages
 from asyncrl.drawing.order import APART, epoch_order
 from asyncrl.errors import DataError, OverlongError
 from tests.chat import spaced
@@ -94,15 +95,7 @@ LOOK_UP = {"type": "function", "function": {"name": "look_up", "parameters": {"p
 SAYS = [{"role": "user", "content": "hi"}]
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        [LOOK_UP],
-        json.dumps([LOOK_UP]),
-        # As a parquet file of two tools gives it: each has the fields of both.
-        [{**LOOK_UP, "function": {**LOOK_UP["function"], "description": None}}],
-    ],
-)
+@pytest.mark.parametrize("given", [[LOOK_UP], json.dumps([LOOK_UP])])
 def test_a_rows_own_tools_are_told_to_the_policy(tmp_path, given):
     qwen = byte_tokenizer_with_markers("<|im_end|>", QWEN3)
     rows = [{"prompt": SAYS, "tools": given}]
@@ -241,3 +234,72 @@ def test_a_check_before_the_start_adds_the_bos_that_transformers_adds(tmp_path, 
     chat = RendererChat(theirs, DEFAULT, {}, chosen=True)
     mine, ids = render(own, {"prompt": "<s>ab"}, "row"), render(chat, {"prompt": "<s>ab"}, "row")
     assert mine[0] == ids[0] and mine[1].tolist() == ids[1].tolist() and mine[1].tolist().count(1) == 1
+
+
+HEADERS = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}[/]{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.mark.parametrize(("how", "first", "last"), [("truncate_left", "", "789"), ("truncate_right", "abc", "0")])
+def test_only_the_user_s_text_of_a_conversation_is_cut(tmp_path, how, first, last):
+    """Never the BOS, the system message, a header, an earlier answer or the beginning of the assistant's turn."""
+    tokenizer = byte_tokenizer_with_markers("<|eos|>", HEADERS)
+    chat = RendererChat(tokenizer, DEFAULT, {}, chosen=True)
+    tokenizer.bos_token = "<|bos|>"
+    whole = "<|bos|>[system]S[/][user]{}[/][assistant]A[/][user]{}[/][assistant]"
+    room = len(chat.encode(whole.format(first, last), add_special_tokens=False))
+    rows = [
+        {
+            "prompt": [
+                {"role": "system", "content": "S"},
+                {"role": "user", "content": "abc"},
+                {"role": "assistant", "content": "A"},
+                {"role": "user", "content": "0123456789"},
+            ]
+        }
+    ]
+    cut = source(tmp_path, chat, rows, max_prompt_tokens=room, overlong=how)
+    assert cut[0].text == whole.format(first, last) and len(cut[0].token_ids) == room
+    assert cut[0].columns == rows[0], "what the reward reads is the row"
+    least = len(chat.encode(whole.format("", ""), add_special_tokens=False))
+    with pytest.raises(OverlongError, match=r"cuts nothing but the user's text, which is too little"):
+        source(tmp_path, chat, rows, max_prompt_tokens=least, overlong=how)[0]
+
+
+@pytest.mark.parametrize("how", ["truncate_left", "truncate_right"])
+def test_a_text_keeps_its_bos_and_one_that_was_rendered_beforehand_is_not_cut(tmp_path, how):
+    tokenizer = spaced.tokenizer("today")
+    chat = RendererChat(tokenizer, DEFAULT, {}, chosen=True)
+    cut = source(tmp_path, chat, [{"prompt": "abcdefgh"}], max_prompt_tokens=5, overlong=how)[0]
+    tokens = tokenizer.convert_ids_to_tokens(cut.token_ids.tolist())
+    assert len(tokens) == 5 and tokens[0] == "<s>" and tokens.count("<s>") == 1
+    rendered = source(tmp_path, chat, [{"prompt": "<s>[INST]a[/INST]b</s>[INST]"}], max_prompt_tokens=5, overlong=how)
+    with pytest.raises(OverlongError, match="was rendered beforehand"):
+        rendered[0]
+
+
+@given(
+    texts=st.lists(st.text("ab ", max_size=6), min_size=1, max_size=4),
+    limit=st.integers(1, 30),
+    side=st.sampled_from(["truncate_left", "truncate_right"]),
+)
+def test_as_much_of_the_user_s_text_stays_as_fits(texts, limit, side):
+    messages = [
+        {"role": "user" if place % 2 == 0 else "assistant", "content": text} for place, text in enumerate(texts)
+    ]
+
+    def count(given):
+        return sum(2 + len(each["content"]) for each in given)
+
+    cut = cut_messages(messages, count, limit, side)
+    users = sum(len(each["content"]) for each in messages if each["role"] == "user")
+    least = count(messages) - users + 1
+    if cut is None:
+        assert users == 0 or least > limit
+        return
+    assert count(cut) == min(limit, count(messages))
+    assert [each for each in cut if each["role"] != "user"] == [each for each in messages if each["role"] != "user"]
+    before, after = ("".join(each["content"] for each in given if each["role"] == "user") for given in (messages, cut))
+    assert before.endswith(after) if side == "truncate_left" else before.startswith(after)

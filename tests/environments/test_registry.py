@@ -116,12 +116,12 @@ def test_a_cut_prompt_is_read_by_its_tokens_alone_and_refused_where_messages_are
         with (
             contextlib.nullcontext()
             if name == "sound"
-            else pytest.raises(ConfigError, match="messages, which cannot be cut")
+            else pytest.raises(ConfigError, match="first request from the whole row")
         ):
             check_environment(made, overlong="truncate_left")
-    with pytest.raises(ConfigError, match="reads the row's messages, which cannot be cut"):
+    with pytest.raises(ConfigError, match="reads the row's first request from the whole row"):
         make_environment(game, overlong="truncate_left")
-    with pytest.raises(ConfigError, match="reads the row's messages, which cannot be cut"):
+    with pytest.raises(ConfigError, match="reads the row's first request from the whole row"):
         check_environment(game, overlong="truncate_right")
     for fine in (sound, EnvironmentConfig()):
         make_environment(fine, overlong="truncate_left")

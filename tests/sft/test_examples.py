@@ -58,13 +58,32 @@ def test_a_row_that_is_too_long_follows_the_rule(tmp_path: Path) -> None:
         encoder(tmp_path, "data.max_tokens=10").example(long, "row 7")
     with pytest.raises(DataError, match=r"Raise data\.max_tokens"):
         encoder(tmp_path, "data.max_tokens=10", "data.overlong=error").example(long, "row 7")
-    right = encoder(tmp_path, "data.max_tokens=10", "data.overlong=truncate_right").example(long, "row 7")
-    assert right.token_ids.tolist() == [*b"ppppppcccc"] and right.loss_tokens == 4 and right.rendered == 13
-    left = encoder(tmp_path, "data.max_tokens=5", "data.overlong=truncate_left").example(long, "row 7")
-    assert left.token_ids.tolist() == [*b"cccc", EOS_ID]
-    assert left.loss_mask.tolist() == [False, True, True, True, True], "nothing precedes the first"
-    with pytest.raises(OverlongError, match="leaves no token that carries loss"):
-        encoder(tmp_path, "data.max_tokens=6", "data.overlong=truncate_right").example(long, "row 7")
+    long = Texts(prompt="123456", completion="c" * 6)
+    for side, kept in (("left", b"456"), ("right", b"123")):
+        found = encoder(tmp_path, "data.max_tokens=10", f"data.overlong=truncate_{side}").example(long, "row 7")
+        assert found.token_ids.tolist() == [*kept, *b"cccccc", EOS_ID] and found.loss_tokens == 7
+        assert found.rendered == 13
+        with pytest.raises(OverlongError, match="cuts the user's text alone, which is too little"):
+            encoder(tmp_path, "data.max_tokens=7", f"data.overlong=truncate_{side}").example(long, "row 7")
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_truncation_cuts_the_user_s_text_of_a_conversation_and_nothing_else(tmp_path: Path, side: str) -> None:
+    long = Conversation(
+        messages=(
+            {"role": "system", "content": "SYSTEM"},
+            {"role": "user", "content": "0123456789" * 4},
+            {"role": "assistant", "content": "abc"},
+        ),
+        learned=(False, False, True),
+    )
+    of = encoder(tmp_path, "data.max_tokens=41", f"data.overlong=truncate_{side}")
+    found = of.example(long, "row")
+    left = {"left": "6789", "right": "0123"}[side]
+    assert of.decode(found.token_ids.tolist()) == f"system: SYSTEM\nuser: {left}\nassistant: abc<|eos|>"
+    assert len(found.token_ids) == 41 and found.rendered == 77
+    with pytest.raises(OverlongError, match="cuts the user's text alone"):
+        encoder(tmp_path, "data.max_tokens=37", f"data.overlong=truncate_{side}").example(long, "row")
 
 
 def test_a_template_that_the_tokenizer_lacks_is_told_with_the_row(tmp_path: Path) -> None:

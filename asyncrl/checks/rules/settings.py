@@ -158,8 +158,8 @@ def prompts_are_cut_where_they_are_read(config: Config) -> Problems:
 def cuts_nothing(environment: str, overlong: str) -> str:
     """Return the message for a truncation that has no effect on an environment."""
     return (
-        f"data.overlong={overlong} shortens the tokens of a prompt, but environment={environment} reads the row's "
-        "messages, which cannot be cut. Set data.overlong=drop or error, or a larger data.max_prompt_tokens"
+        f"data.overlong={overlong} shortens the tokens of a prompt, but environment={environment} makes its first "
+        "request from the whole row. Set data.overlong=drop or error, or a larger data.max_prompt_tokens"
     )
 
 

@@ -20,6 +20,7 @@ from asyncrl.checks.evaluations import EvalSet, eval_sets
 from asyncrl.checks.hints import nearest
 from asyncrl.checks.machine import check_machine, ends_of, model_settings
 from asyncrl.checks.rewards import MODEL_REWARD, RewardTerm, reward_terms
+from asyncrl.checks.rules.settings import ENVIRONMENTS
 from asyncrl.checks.servers import SERVERS
 from asyncrl.checks.sources import sources
 from asyncrl.checks.user_code import learner_code
@@ -245,8 +246,13 @@ def survey_lines(config: Config, found: Survey) -> list[str]:
         f"data.max_prompt_tokens={config.data.max_prompt_tokens} (the longest: {found.longest_at}, {found.longest:,})"
     )
     if config.data.overlong == "error":
+        cuts = " or truncate_left" if config.environment.name == ENVIRONMENTS[0] and not found.rendered_at else ""
+        raise DataError(f"{said}. Raise data.max_prompt_tokens, remove the rows, or set data.overlong=drop{cuts}")
+    if config.data.overlong.startswith("truncate_") and found.rendered_at:
         raise DataError(
-            f"{said}. Raise data.max_prompt_tokens, remove the rows, or set data.overlong=drop or truncate_left"
+            f"{said}. data.overlong={config.data.overlong} cuts the user's text, which cannot be told apart in "
+            f"{found.rendered_at}: it was rendered beforehand. Give it as messages, raise data.max_prompt_tokens, or "
+            "set data.overlong=drop"
         )
     return [*lines, f"{said}: data.overlong={config.data.overlong}"]
 
