@@ -73,6 +73,17 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_nu
 ROUTERS_FOLLOW = EXPERTS_APART
 """Model types whose routers can be made to choose given experts: the formula of their weights is tested
 (`tests/learner/model/test_routing.py`)."""
+SENSES = {
+    **dict.fromkeys(("vision_config", "vq_config"), "images"),
+    **dict.fromkeys(("audio_config", "speech_config", "codec_config"), "audio"),
+    **dict.fromkeys(("thinker_config", "talker_config"), "audio and images"),
+}
+"""Parts of a `config.json` that read or write other things than text."""
+TEXT_ALONE = (
+    *("emu3", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "git", "got_ocr2", "llama4", "mllama"),
+    *("phi4_multimodal", "qwen3_5", "qwen3_5_moe", "qwen4_exp"),
+)
+"""Model types with such parts that transformers loads as causal LMs all the same."""
 BLOCK = 32
 """With `learner.optimizer=adamw_8bit`, the number of consecutive elements in a row whose one-byte moments share a scale
 in fp32. Tensor parallelism over 8 ranks cuts rows of the usual widths into whole blocks."""
@@ -122,6 +133,23 @@ def foreign_maths(settings: Mapping[str, Any]) -> str:
         return (
             f"{kind} has {', '.join(scores)}, which packed attention does not compute; use a plain causal decoder "
             "(Llama, Qwen2, Qwen3, Mistral)"
+        )
+    return ""
+
+
+def not_of_text(settings: Mapping[str, Any]) -> str:
+    """Return why a model does not write text from text alone; empty if it does, or if nothing is known about it."""
+    kind = settings.get("model_type")
+    if settings.get("is_encoder_decoder"):
+        return (
+            f"{kind} is an encoder-decoder, and the learner trains decoders only: what its encoder needs (audio, "
+            "images, a source text) is in no row. Give a causal decoder (Llama, Qwen2, Qwen3, Mistral)"
+        )
+    senses = [sense for part, sense in SENSES.items() if part in settings]
+    if senses and kind not in TEXT_ALONE:
+        return (
+            f"{kind} is a model of {' and '.join(dict.fromkeys(senses))}, which transformers cannot load as a model of "
+            f"text alone, and the policy reads text only. Give a text model, or one of {', '.join(TEXT_ALONE)}"
         )
     return ""
 

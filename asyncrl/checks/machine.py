@@ -17,6 +17,7 @@ from asyncrl.checks.architecture import (
     longest_sequence,
     not_apart,
     not_in_blocks,
+    not_of_text,
     not_replayed,
     not_shared,
     not_together,
@@ -134,10 +135,31 @@ def missing_model(key: str, path: str, tokenizer: bool = True) -> Iterator[str]:
             f"{key}={path}: there is no such folder (looked from {Path.cwd()}), and a model of the Hugging Face hub is "
             "named NAME or OWNER/NAME. Give one of the two"
         )
+    elif adapter := model_settings(path, ADAPTER_FILE):
+        yield f"{key}={path} {_unmerged(folder, adapter)}"
     elif folder.is_dir() and not (folder / "config.json").is_file():
         yield f"{key}={path} has no config.json. Give the folder of a Hugging Face model with its tokenizer"
     elif folder.is_dir():
         yield from (f"{key}={path} {problem}" for problem in _broken_model(folder, tokenizer))
+
+
+ADAPTER_FILE = "adapter_config.json"
+"""What peft writes beside an adapter."""
+
+
+def _unmerged(folder: Path, adapter: dict[str, Any]) -> str:
+    """Return why a folder with a PEFT adapter cannot be used, and how to merge it."""
+    base = adapter.get("base_model_name_or_path") or "BASE"
+    merge = (
+        "AutoPeftModelForCausalLM of peft merges it: .from_pretrained(folder).merge_and_unload().save_pretrained(new), "
+        "then save the tokenizer there too, and give the new folder"
+    )
+    if any(folder.glob("model*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
+        return (
+            f"has a whole model and a PEFT adapter beside it ({ADAPTER_FILE}), which would be left out. If the adapter "
+            f"belongs to the policy, {merge}; if not, move adapter_* out of the folder"
+        )
+    return f"is a PEFT adapter of {base} and not a whole model. {merge}"
 
 
 def _no_routers(config: Config) -> Iterator[str]:
@@ -167,7 +189,8 @@ def unfit_model(path: str, learner: LearnerSettings, longest: int) -> Iterator[s
         )
     experts = learner.expert_parallel
     problem = settings and (
-        quantized(settings)
+        not_of_text(settings)
+        or quantized(settings)
         or foreign_maths(settings)
         or too_long_to_guess(settings, longest)
         or not_laid_out(settings, learner, trained=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from asyncrl.data.vocabulary import ids_of, models_beside, refuse_lacking
 from asyncrl.learner.backends.base import Backend
 from asyncrl.learner.hook import Hook, Update
 from asyncrl.learner.model.critic import CriticModel, build_critic
@@ -49,6 +50,15 @@ class Roles:
     """By the names of `trained`; empty if no spikes are skipped."""
     hook: Hook | None = None
     """User-defined hook around each optimizer step of the policy (`learner.hook`)."""
+
+    def smaller_vocabularies(self, config: Config) -> dict[str, tuple[str, int]]:
+        """Path and vocabulary of the models with fewer tokens than the policy, by their settings."""
+        paths, found = models_beside(config), dict[str, tuple[str, int]]()
+        models = {"critic.path": self.critic and self.critic.model, "reference.path": self.reference}
+        for key, model in models.items():
+            if model is not None and model.rows < self.policy.rows:
+                found[key] = paths.get(key, config.model.path), model.rows
+        return found
 
     def norm_limit(self, name: str) -> float:
         """Gradient norm above which an update of the model is skipped."""
@@ -110,6 +120,8 @@ def build_roles(config: Config, device: torch.device, backend: Backend | None) -
     roles.reference_comes = needs_reference(config) and config.reference.from_rollout
     if needs_reference(config) and not roles.base_is_reference and not roles.reference_comes:
         roles.reference = build_model(config, device, backend, path=config.reference.path, frozen=True)
+    if smaller := roles.smaller_vocabularies(config):
+        refuse_lacking(smaller, policy.rows, ids_of(config.model.path))
     if ema > 0:
         roles.average = build_model(config, device, backend, averaged=True)
     if config.learner.router_replay:

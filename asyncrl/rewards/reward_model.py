@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from asyncrl.chat.base import encode_text
+from asyncrl.checks.loaded_weights import refuse_unequal
 from asyncrl.checks.rewards import not_one_number
 from asyncrl.errors import ConfigError, RewardError
 
@@ -126,7 +127,8 @@ def check_kind(path: str, settings: PretrainedConfig) -> str:
 
 
 def load_model(path: str, settings: PretrainedConfig, pad_token_id: int | None) -> Any:
-    """Return the classifier in evaluation mode. Raises ConfigError if its weights are incomplete."""
+    """Return the classifier in evaluation mode. Raises ConfigError if its weights are not those of
+    its class."""
     loader = MODEL_CLASSES[check_kind(path, settings)]
     try:
         model, report = loader.from_pretrained(path, trust_remote_code=False, dtype="auto", output_loading_info=True)
@@ -137,8 +139,14 @@ def load_model(path: str, settings: PretrainedConfig, pad_token_id: int | None) 
         raise ConfigError(
             f"reward.model={path} lacks weights ({missing}): its rewards would be random. Save the complete model"
         )
-    # A sequence classifier finds the last token of a padded row by this id.
-    model.config.pad_token_id = pad_token_id
+    try:
+        refuse_unequal(type(model).__name__, (), report["unexpected_keys"])
+    except ValueError as error:
+        raise ConfigError(f"reward.model={path}: {error}") from error
+    # A sequence classifier finds the last token of a padded row by this id; one that also sees looks for it in the
+    # settings of its decoder.
+    for each in (model.config, model.config.get_text_config()):
+        each.pad_token_id = pad_token_id
     return model.eval()
 
 

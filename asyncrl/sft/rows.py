@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from asyncrl.chat.base import Message, ToolSpec
 from asyncrl.checks.sources import Source, sources
 from asyncrl.data.rows.base import Row
-from asyncrl.data.rows.messages import TOOLS, messages_of, refuse_halves, tools_of
+from asyncrl.data.rows.messages import MEDIA, TOOLS, messages_of, refuse_halves, refuse_media, tools_of
 from asyncrl.data.rows.opening import open_rows
 from asyncrl.data.rows.view import SourceRows, dug
 from asyncrl.errors import DataError
@@ -91,7 +91,9 @@ class SftRows(SourceRows):
         data = self._data
         wanted = {data.messages_column, self.source.prompt_column, data.completion_column, TOOLS, *COMPLETIONS}
         wanted |= {SHAREGPT, SYSTEM} if self._talks_in == SHAREGPT else set()
+        wanted |= set(MEDIA)
         for row, columns in enumerate(self.scan(sorted({name.partition(".")[0] for name in wanted if name}))):
+            refuse_media(columns, self.where(row))
             self._form(columns, row)
 
     def _form(self, columns: Row, row: int) -> Conversation | Texts:

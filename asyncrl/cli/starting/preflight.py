@@ -29,6 +29,7 @@ from asyncrl.collector import load
 from asyncrl.config import load_config
 from asyncrl.data.probe import look_over, tokenizer_of
 from asyncrl.data.survey import Survey
+from asyncrl.data.vocabulary import refuse_smaller_vocabulary
 from asyncrl.drawing.curriculum import too_many
 from asyncrl.environments.probe import check_environment
 from asyncrl.environments.registry import find_environment, is_of_the_user
@@ -47,8 +48,6 @@ from asyncrl.user_code import try_in_process
 TRIED_ROWS = 3
 """Number of the first rows of each source on which the reward is called."""
 PROMPT_SHOWN = 400
-UNSEEN = ("image", "images", "video", "videos", "audio", "audios")
-"""Columns that other frameworks show to models which see or hear."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +218,7 @@ def check_start(
         check_environments(config)
     if command in ("local", "learner"):
         check_learner_code(config)
+        refuse_smaller_vocabulary(config)
         refuse_used_folder(config)
         changes_in(config)  # a folder that cannot be resumed is refused before the rows are read
     if command in ("local", "rollout"):
@@ -236,9 +236,6 @@ def survey_lines(config: Config, found: Survey) -> list[str]:
     lines = [f"{found.title}: {found.rows:,}{kept} rows{filtered}, all of a form that can be used"]
     if found.tokens:
         lines[0] += f"; of {len(found.tokens):,} prompts the longest has {found.longest:,} tokens"
-    unseen = [name for name in UNSEEN if any(row.get(name) for _, row in found.first_rows)]
-    if unseen:
-        lines.append(f"{found.title}: the policy reads text only, and does not see {', '.join(unseen)}")
     if not found.overlong:
         return lines
     said = (

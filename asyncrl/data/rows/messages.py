@@ -73,6 +73,21 @@ _OWN_TOOLS = (
 )
 
 
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns in which other frameworks keep what they show to models that see or hear."""
+
+
+def refuse_media(row: Mapping[str, Any], where: str) -> None:
+    """Raises DataError naming the row if one of its columns `MEDIA` is not empty."""
+    for name in MEDIA:
+        if row.get(name):
+            raise DataError(
+                f"{where} has something in its column `{name}`, but the policy reads text only and would answer "
+                "without it. Give rows of text alone, leave such rows out with data.where, or rename the column if "
+                "only your reward or environment reads it"
+            )
+
+
 def refuse_halves(value: object, column: str, where: str) -> None:
     """Raises DataError if a text in `value`, at any depth, has a lone surrogate: JSON allows one, tokenizers do not."""
     if isinstance(value, str):
@@ -106,7 +121,7 @@ def _text(content: Any, where: str) -> str:
     if None in texts:
         raise DataError(
             f"{where}: the `content` of a message must be text, or parts of type text, got {content!r:.80}. Write it "
-            "as text; images are not supported"
+            "as text; images are not supported, nor are audio and video"
         )
     return "".join(text for text in texts if text is not None)
 

@@ -12,7 +12,7 @@ from asyncrl.checks.conditions import Condition
 from asyncrl.checks.hints import nearest
 from asyncrl.checks.sources import Source
 from asyncrl.data.rows.base import Row, Rows
-from asyncrl.data.rows.messages import TOOLS, messages_of, refuse_halves, tools_of
+from asyncrl.data.rows.messages import MEDIA, TOOLS, messages_of, refuse_halves, refuse_media, tools_of
 from asyncrl.errors import DataError
 
 PROMPT = "prompt"
@@ -121,7 +121,8 @@ class PromptRows(SourceRows):
         """
         first = type(self[0][PROMPT])
         found: dict[str, str] = {}
-        for row, columns in enumerate(self.scan([self.source.prompt_column, DATA_SOURCE, TOOLS])):
+        for row, columns in enumerate(self.scan([self.source.prompt_column, DATA_SOURCE, TOOLS, *MEDIA])):
+            refuse_media(columns, self.where(row))
             prompt = self._checked(columns, row)
             if type(prompt) is not first:
                 kinds = {str: "text", list: "a list of messages"}

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+from asyncrl.checks.loaded_weights import refuse_unequal
 from asyncrl.engines.hf.kv import SlotCache, check_mergeable
 from asyncrl.engines.hf.sampling import at_temperature, sample
 from asyncrl.engines.hf.truncation import Truncation, supports, written
@@ -89,8 +90,17 @@ class ModelRunner:
         Args:
             adapters: updates are adapters for these weights, not full weights.
             fp32_head: as `model.fp32_head`.
+
+        Raises:
+            ConfigError: the checkpoint lacks a weight, or has one too many.
         """
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
+        options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": False, "output_loading_info": True}
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, **options)
+        model, found = loaded
+        try:
+            refuse_unequal(type(model).__name__, found["missing_keys"], found["unexpected_keys"])
+        except ValueError as error:
+            raise ConfigError(f"model.path={path} cannot be loaded: {error}") from error
         return cls(model, device, max_sequences, adapters=adapters, fp32_head=fp32_head)
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:

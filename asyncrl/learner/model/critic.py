@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,18 +14,21 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForTokenClassification, PreTrainedModel
 
 from asyncrl.checks.architecture import longest_sequence
+from asyncrl.checks.loaded_weights import refuse_unequal
 from asyncrl.errors import ConfigError
 from asyncrl.learner.backends.base import Backend
 from asyncrl.learner.batch.packing import Pack
 from asyncrl.learner.model.building import built
 from asyncrl.learner.model.layout import blank, with_our_attention
-from asyncrl.learner.model.loading import Recipe, as_config_error, of_transformers, refuse_random
+from asyncrl.learner.model.loading import Recipe, as_config_error, of_transformers
 from asyncrl.learner.model.packed import PackedModel
 from asyncrl.learner.parallel.tensor import whole
 from asyncrl.schema import Config
 
 HEADS = ("score", "classifier")
 """Names of the linear layer of transformers' token classifiers."""
+NEXT_TOKEN_HEADS = ("lm_head", "embed_out", "output_projection")
+"""Names of the linear layer of its causal LMs."""
 
 
 class CriticModel(PackedModel):
@@ -90,6 +94,7 @@ def build_critic(config: Config, device: torch.device, backend: Backend | None) 
         build=lambda: blank_classifier(path),
         make=CriticModel,
         kept="float32",
+        needless=of_next_token,
         may_lack=lambda hf: [f"{name}.{each}" for name, head in _heads(hf) for each, _ in head.named_parameters()],
     )
     way_out = "Give a causal LM, or a token classifier with num_labels=1"
@@ -104,13 +109,17 @@ def load_classifier(path: str) -> PreTrainedModel:
     options = OPTIONS | {"num_labels": 1, "output_loading_info": True}
     with of_transformers():
         hf, loaded = with_our_attention(partial(AutoModelForTokenClassification.from_pretrained, path, **options))
-    lacking = set(loaded["missing_keys"])
-    of_head = {key for key in lacking if key.partition(".")[0] in HEADS}
-    refuse_random(lacking - of_head)
-    if of_head:
-        for parameter in value_head(hf).parameters():
-            nn.init.zeros_(parameter)  # random values would distort the first advantages
+    missing, unexpected = set(loaded["missing_keys"]), set(loaded["unexpected_keys"])
+    of_head = {key for key in missing if key.partition(".")[0] in HEADS}
+    refuse_unequal(type(hf).__name__, missing - of_head, unexpected - of_next_token(unexpected))
+    for name in of_head:
+        nn.init.zeros_(hf.get_parameter(name))  # random values would distort the first advantages
     return hf
+
+
+def of_next_token(names: Collection[str]) -> set[str]:
+    """Which of these weights are those of the head for the next token, which a critic does not need."""
+    return {name for name in names if name.partition(".")[0] in NEXT_TOKEN_HEADS}
 
 
 def blank_classifier(path: str) -> PreTrainedModel:

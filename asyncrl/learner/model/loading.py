@@ -66,13 +66,6 @@ def as_config_error(setting: str, kind: str, way_out: str) -> Iterator[None]:
         raise ConfigError(f"{setting} cannot be loaded as {kind}: {error}. {way_out}") from error
 
 
-def refuse_random(missing: Collection[str]) -> None:
-    """Raises ValueError if the checkpoint lacks weights: transformers would only log it and use random ones."""
-    if missing:
-        some = ", ".join(sorted(missing)[:4]) + (" ..." if len(missing) > 4 else "")
-        raise ValueError(f"its checkpoint has no {some} ({len(missing)} weights), which would be made at random")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe(Generic[Held]):
     """How to make one model of a run from its checkpoint."""
@@ -90,6 +83,8 @@ class Recipe(Generic[Held]):
     """Dtype in which its weights are kept."""
     may_lack: Callable[[PreTrainedModel], list[str]] = lambda _: []
     """Names of parameters that start at 0 if the checkpoint lacks them."""
+    needless: Callable[[Collection[str]], set[str]] = lambda _: set()
+    """Which of these weights of the checkpoint, for which the model has no place, nothing needs."""
     change: Callable[[Held, nn.Module], None] = lambda *_: None
     """Changes the model once its layout is known, before it is sharded. The second argument holds the weights that were
     read; on several ranks the first has none yet."""
@@ -124,6 +119,8 @@ def own_part(recipe: Recipe[Held], blank: PreTrainedModel, mesh: DeviceMesh) -> 
     try:
         part = Checkpoint.of(recipe.path)
         part.pieces = pieces_of(blank, part.shapes, may_lack=recipe.may_lack(blank))
+        if lost := (unexpected := part.unread(blank)) - recipe.needless(unexpected):
+            raise Unreadable(f"it has {', '.join(sorted(lost)[:4])}, for which the model has no place")
         said = part.identity()
     except (Unreadable, *REFUSALS) as error:
         said = f"-{' '.join(str(error).split())}"

@@ -28,6 +28,11 @@ class PackedModel(HeldModel):
     entries = ("seen_alone",)
 
     @property
+    def rows(self) -> int:
+        """Number of tokens that it knows."""
+        return int(self.hf.config.get_text_config(decoder=True).vocab_size)
+
+    @property
     def body(self) -> nn.Module:
         """The model without its head."""
         # For a text model taken out of a multimodal one (Llama 4), `base_model` is the model itself.

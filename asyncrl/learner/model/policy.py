@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from asyncrl.checks.architecture import foreign_maths, logit_factor, longest_sequence
 from asyncrl.checks.dtypes import dtype_on
+from asyncrl.checks.loaded_weights import refuse_unequal
 from asyncrl.errors import ConfigError
 from asyncrl.learner.backends.base import Backend
 from asyncrl.learner.batch.packing import Pack
@@ -25,7 +26,7 @@ from asyncrl.learner.batch.support import Support
 from asyncrl.learner.model.building import DTYPES, built
 from asyncrl.learner.model.flops import Work
 from asyncrl.learner.model.layout import blank, with_our_attention
-from asyncrl.learner.model.loading import Recipe, as_config_error, of_transformers, refuse_random
+from asyncrl.learner.model.loading import Recipe, as_config_error, of_transformers
 from asyncrl.learner.model.logprobs import judged_logprobs, token_logprobs
 from asyncrl.learner.model.lora import Adapters, add_adapters, base_fingerprint, start_adapters
 from asyncrl.learner.model.packed import PackedModel
@@ -247,11 +248,12 @@ def causal_lm(config: ModelConfig, setting: str, dtype: torch.dtype) -> tuple[Ma
 
 
 def _load_whole(path: str, options: dict[str, Any], **attention: str) -> PreTrainedModel:
-    """Load the whole model. Raises one of `REFUSALS`, also if the checkpoint lacks a weight."""
+    """Load the whole model. Raises one of `REFUSALS`, also if the checkpoint lacks a weight or has one too
+    many."""
     with of_transformers():
         loaded: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options, **attention)
     model, found = loaded
-    refuse_random(found["missing_keys"])
+    refuse_unequal(type(model).__name__, found["missing_keys"], found["unexpected_keys"])
     _refuse_untied(model)
     keep_in(model, options["dtype"])  # transformers leaves some parameters in float32, and rounds some buffers
     return model

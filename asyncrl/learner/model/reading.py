@@ -21,6 +21,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
+from transformers.utils.loading_report import LoadStateDictInfo
 
 from asyncrl.learner.parallel.sharding import part_and_box
 from asyncrl.weights.boxes import Box, intersection, slices, volume, whole, within
@@ -98,6 +99,21 @@ class Checkpoint:
             row = file.get_tensor(name) if not part.get_shape() else part[:1]
             digest.update(row.contiguous().view(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
+
+    def unread(self, hf: PreTrainedModel) -> set[str]:
+        """Names of tensors of the checkpoint that `pieces` do not use, but for those that transformers ignores in a
+        checkpoint of such a model (buffers of older versions, layers that only other programs use)."""
+        read = {piece.source for pieces in self.pieces.values() for piece in pieces}
+        found = LoadStateDictInfo(
+            missing_keys=set(),
+            unexpected_keys=set(self.shapes) - read,
+            skipped_pp_keys=set(),
+            mismatched_keys=set(),
+            error_msgs=[],
+            conversion_errors={},
+        )
+        hf._adjust_missing_and_unexpected_keys(found)
+        return found.unexpected_keys
 
     def read(self, name: str, box: Box) -> Tensor:
         """Read a slice to the host, in its stored dtype."""

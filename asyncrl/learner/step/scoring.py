@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from asyncrl.data.vocabulary import refuse_unknown
 from asyncrl.learner.batch.micro_batch import MicroBatch, pack
 from asyncrl.learner.batch.plan import Member
 from asyncrl.learner.model.packed import PackedModel
@@ -18,6 +22,7 @@ from asyncrl.replay.protocol import Lease
 from asyncrl.schema import Config
 from asyncrl.settings.loss.meaning import proximal_source, required_inputs
 from asyncrl.spans import span
+from asyncrl.types import SUPPORT_IDS
 
 
 def score(config: Config, model: PolicyModel, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -96,10 +101,21 @@ def scored_batches(
 ) -> list[MicroBatch]:
     """Pack and score micro-batches of these trajectories. Collective."""
     wanted = {"reference": roles.reference_comes, "topk": needs_topk(config)}
+    for key, (_, rows) in roles.smaller_vocabularies(config).items():
+        refuse_unknown(key, rows, _ids_in(lease, members))
     with span("pack"):
         packed = [pack(lease, each, device, **wanted, routers=roles.policy.routers) for each in members]
     with span("score"):
         return with_scores(config, roles, packed)
+
+
+def _ids_in(lease: Lease, members: Sequence[Sequence[Member]]) -> Iterator[NDArray[np.int32]]:
+    """Tokens of these trajectories, and those from which they were drawn."""
+    for member in itertools.chain.from_iterable(members):
+        trajectory = lease.trajectories[member]
+        yield trajectory.token_ids
+        if SUPPORT_IDS in trajectory.extras:
+            yield trajectory.extras[SUPPORT_IDS]
 
 
 def unrouted(batch: MicroBatch) -> MicroBatch:

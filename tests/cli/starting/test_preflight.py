@@ -6,6 +6,7 @@ import json
 import shutil
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -305,10 +306,55 @@ def test_a_template_with_a_syntax_error_is_refused(task: list[str], capsys: pyte
     assert "chat template cannot be rendered: TemplateSyntaxError" in refused(task, capsys)
 
 
-def test_pictures_in_the_rows_are_told_not_to_be_seen(task: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    write_rows(Path("d.jsonl"), {"prompt": "abc", "answer": "", "images": ["cat.png"], "image": None})
+@pytest.mark.parametrize("column", ["image", "images", "audio", "videos"])
+def test_rows_with_images_audio_or_video_are_refused_by_name(
+    task: list[str], capsys: pytest.CaptureFixture[str], column: str
+) -> None:
+    rows = [{"prompt": "abc", "answer": "", column: None}, {"prompt": "abc", "answer": "", column: []}] * 20
+    write_rows(Path("d.jsonl"), *rows)
     assert main(["local", *task, "--dry-run"]) == 0
-    assert "d.jsonl: the policy reads text only, and does not see images" in capsys.readouterr().out
+    write_rows(Path("d.jsonl"), *rows, {"prompt": "abc", "answer": "", column: ["cat.png"]})
+    assert f"d.jsonl:41 has something in its column `{column}`, but the policy reads text only" in refused(task, capsys)
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "video"])
+def test_parts_of_a_message_that_are_not_text_are_refused(
+    task: list[str], capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    content = [{"type": "text", "text": "what is this?"}, {"type": kind, kind: "x"}]
+    write_rows(Path("d.jsonl"), {"prompt": [{"role": "user", "content": content}], "answer": ""})
+    assert "must be text, or parts of type text" in refused(task, capsys)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_an_adapter_is_no_model_and_the_way_to_merge_it_is_told(
+    task: list[str], capsys: pytest.CaptureFixture[str], whole: bool
+) -> None:
+    settings = {"peft_type": "LORA", "base_model_name_or_path": "org/base"}
+    Path("model/adapter_config.json").write_text(json.dumps(settings))
+    Path("model/adapter_model.safetensors").write_bytes(b"")
+    if not whole:
+        Path("model/model.safetensors").unlink()
+    said = refused(task, capsys)
+    assert ("a whole model and a PEFT adapter beside it" if whole else "a PEFT adapter of org/base") in said
+    assert "merge_and_unload()" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"model_type": "llava", "vision_config": {}}, "llava is a model of images"),
+        ({"model_type": "qwen2_audio", "audio_config": {}}, "qwen2_audio is a model of audio"),
+        ({"model_type": "whisper", "is_encoder_decoder": True}, "whisper is an encoder-decoder"),
+    ],
+)
+def test_a_model_that_needs_more_than_text_is_refused_by_name(
+    task: list[str], capsys: pytest.CaptureFixture[str], settings: dict[str, Any], says: str
+) -> None:
+    file = Path("model/config.json")
+    given = json.loads(file.read_text()) | settings | {"architectures": ["XForConditionalGeneration"]}
+    file.write_text(json.dumps(given))
+    assert says in refused(task, capsys)
 
 
 def test_the_longest_row_is_found_and_what_becomes_of_it_said(
