@@ -64,7 +64,8 @@ def work(overrides: Sequence[str], opened: ExitStack) -> None:
     config = with_keys(config)
     # Engines that start later on the same GPU need their share of memory free, however much torch would cache.
     share = LEARNER_SHARE if config.placement.mode == "colocated" else 1.0
-    prepare_process(place, logging.INFO if place.rank == 0 else logging.WARNING, share)
+    level = logging.INFO if place.rank == 0 else logging.WARNING
+    prepare_process(place, level, share, lends_memory=config.weights.backend == "ipc")
     keep_heap()  # for the memory of received batches
     if place.rank == 0:
         opened.enter_context(sole_learner(config))

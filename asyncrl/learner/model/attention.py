@@ -22,6 +22,7 @@ from transformers import AttentionInterface
 
 from asyncrl.errors import ConfigError
 from asyncrl.learner.batch.packing import Packing
+from asyncrl.learner.model.attention_kernel import BLOCKS, Kernel, compiles_nothing
 from asyncrl.learner.model.attention_rows import Rows, attend
 from asyncrl.learner.model.attention_shared import attend_apart
 from asyncrl.learner.model.attention_trial import kernel_of
@@ -67,7 +68,10 @@ def packed_attention(
         packing.note_window(sliding_window)
     if packing.sequence is not None:
         query, key, value = packing.sequence.to_heads(query, key, value)
-    kernel = kernel_of(query.device, query.dtype, max(query.shape[-1], value.shape[-1]))
+    if compiles_nothing(query.dtype):
+        kernel = Kernel(BLOCKS, "nothing is compiled for a few tokens")
+    else:
+        kernel = kernel_of(query.device, query.dtype, max(query.shape[-1], value.shape[-1]))
     shared, scale = packing.shared, query.shape[-1] ** -0.5 if scaling is None else scaling
     if shared is not None and (sliding_window is None or sliding_window >= packing.max_length):
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))

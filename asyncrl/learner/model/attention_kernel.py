@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -62,6 +65,24 @@ class Kernel:
     def any_length(self) -> bool:
         """Whether rows of all lengths go to one call; otherwise rows of similar length go to one call each, padded."""
         return self.name != BLOCKS
+
+
+_uncompiled: ContextVar[bool] = ContextVar("uncompiled", default=False)
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Within it float32 takes BLOCKS: compiling flex_attention for a few tokens takes every rank a minute."""
+    before = _uncompiled.set(True)
+    try:
+        yield
+    finally:
+        _uncompiled.reset(before)
+
+
+def compiles_nothing(dtype: torch.dtype) -> bool:
+    """Whether `uncompiled` is in force for this dtype, for which the only other choice is flex_attention."""
+    return _uncompiled.get() and dtype == torch.float32
 
 
 def choose(there: There, dtype: torch.dtype, width: int) -> Kernel:

@@ -28,6 +28,7 @@ from asyncrl.checks.architecture import too_long_to_guess
 from asyncrl.errors import ConfigError
 from asyncrl.learner.batch.packing import Pack
 from asyncrl.learner.model.attention import PACKED_ATTENTION, UnpackedCall
+from asyncrl.learner.model.attention_kernel import uncompiled
 from asyncrl.learner.model.packed import Layout, PackedModel
 from asyncrl.learner.parallel.collectives import is_first, text_of_rank_zero
 from asyncrl.learner.parallel.sharding import device_of
@@ -68,7 +69,8 @@ def agree_on_layout(model: PackedModel, name: str, dtype: str, longest: int, mes
     """
     refusal = None
     try:
-        with every_core() if mesh is None and is_large(model.hf) else nullcontext():
+        # A kernel that is compiled is tried on its own, before its first use.
+        with every_core() if mesh is None and is_large(model.hf) else nullcontext(), uncompiled():
             told = choose_layout(model, name, dtype, longest).value
     except ConfigError as error:
         told, refusal = str(error), error

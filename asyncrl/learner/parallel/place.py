@@ -19,6 +19,9 @@ from asyncrl.checks.rules.settings import one_device_for_all
 from asyncrl.errors import ConfigError
 from asyncrl.storage.log_stream import keep_logging
 
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables by which a user configures torch's allocator; then nothing is changed."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
@@ -62,12 +65,13 @@ class Place:
         )
 
 
-def prepare_process(place: Place, level: int, share: float = 1.0) -> None:
+def prepare_process(place: Place, level: int, share: float = 1.0, *, lends_memory: bool = False) -> None:
     """Set up logging, threads, device and precision of this rank.
 
     Args:
         level: log level.
         share: fraction of its GPU's memory that it may use; beyond it, torch raises an out-of-memory error.
+        lends_memory: whether other processes open its GPU memory (`weights.backend=ipc`).
     """
     keep_logging()
     logging.basicConfig(level=level, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
@@ -78,6 +82,10 @@ def prepare_process(place: Place, level: int, share: float = 1.0) -> None:
     if place.device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     else:
+        # Packs differ in length from step to step. In segments of fixed sizes each leaves gaps that the next does not
+        # fit, and memory runs out while a fifth of it is free. Another process cannot open segments that grow.
+        if not lends_memory and not any(os.environ.get(name) for name in ALLOCATOR):
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         torch.cuda.set_device(place.device)
         torch.cuda.set_per_process_memory_fraction(share, place.device)
     # float32 must be exact, because log-ratios compare with an engine's: TF32 keeps 10 bits of a factor. By default

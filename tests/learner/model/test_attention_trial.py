@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,13 +18,18 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
+from asyncrl.learner.batch.packing import Pack
 from asyncrl.learner.model import attention, attention_rows, attention_trial
 from asyncrl.learner.model.attention import PACKED_ATTENTION
 from asyncrl.learner.model.attention_kernel import BLOCKS, FLASH, FLASH3, FLASH3_CACHED, FLEX, Kernel, There
 from asyncrl.learner.model.attention_rows import Rows, attend
 from asyncrl.learner.model.attention_trial import kernel_of, plainly, tried
+from asyncrl.learner.model.layout import Layout
+from asyncrl.learner.model.policy import build_model
+from asyncrl.schema import Config, DataConfig, ModelConfig
 from tests.far_device import FAR, FarDevice, FarTensor
 from tests.learner.families import logprobs_alone, siblings, tiny_family
+from tests.learner.feed import tiny_checkpoint
 from tests.pretended_gpu import pretended_gpus
 
 CPU = torch.device("cpu")
@@ -256,3 +262,17 @@ def test_a_trial_runs_on_the_gpu_of_its_rank(monkeypatch: pytest.MonkeyPatch):
 def test_a_cpu_needs_no_trial(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(attention_trial, "tried", None)
     assert kernel_of.__wrapped__(CPU, torch.bfloat16, 64).name == BLOCKS
+
+
+def test_the_probe_of_a_float32_model_at_load_compiles_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """On a GPU float32 takes flex_attention, whose compilation took every rank a minute at its start."""
+    chosen: list[torch.dtype] = []
+    monkeypatch.setattr(
+        attention, "kernel_of", lambda device, dtype, width: chosen.append(dtype) or Kernel(BLOCKS, "for this test")
+    )
+    setting = ModelConfig(path=str(tiny_checkpoint(tmp_path / "model")), dtype="float32")
+    model = build_model(Config(model=setting, data=DataConfig(path="none")), CPU, None)
+    assert model.layout is Layout.PACKED and not chosen
+    with torch.no_grad():
+        model.judge(Pack.of([np.arange(5, dtype=np.int32)], CPU))
+    assert set(chosen) == {torch.float32}

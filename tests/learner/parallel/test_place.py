@@ -32,10 +32,29 @@ def test_a_rank_beside_engines_takes_and_plans_with_its_share_of_the_gpu(monkeyp
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 10**9))
     device = torch.device("cuda", 1)
     place = Place(rank=1, world=2, device=device, restarted=False, run_id="run")
+    monkeypatch.setattr("torch._C._accelerator_setAllocatorSettings", lambda settings: None)
     prepare_process(place, logging.WARNING, share=0.45)
     assert memory_of(device, 2) == 36 * 10**9
     prepare_process(place, logging.WARNING)
     assert memory_of(device, 2) == 80 * 10**9
+
+
+@pytest.mark.parametrize(
+    ("lends", "exported", "told"),
+    [(False, "", ["expandable_segments:True"]), (True, "", []), (False, "max_split_size_mb:64", [])],
+)
+def test_memory_grows_in_place_unless_another_process_opens_it_or_the_user_says_how(
+    lends: bool, exported: str, told: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    said: list[str] = []
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
+    monkeypatch.setattr("torch.cuda.set_per_process_memory_fraction", lambda share, device: None)
+    monkeypatch.setattr("torch._C._accelerator_setAllocatorSettings", said.append)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", exported)
+    place = Place(rank=0, world=1, device=torch.device("cuda", 0), restarted=False, run_id="run")
+    prepare_process(place, logging.WARNING, lends_memory=lends)
+    assert said == told
 
 
 def test_float32_of_the_learner_is_no_tf32(monkeypatch: pytest.MonkeyPatch):
