@@ -109,8 +109,9 @@ class ModelConfig:
     fp32_head: bool = False
     """Compute the logits of a bfloat16 model in float32, from the same weights, in the learner and in the engines.
     Rounded to bfloat16, logits are the coarsest numbers of the model."""
-    activation_checkpointing: bool = False
-    """Compute activations again in the backward pass instead of keeping them: less memory, more time."""
+    activation_checkpointing: bool | None = None
+    """Compute activations again in the backward pass instead of keeping them: less memory, more time. Unset (`null`):
+    on a GPU yes, on a CPU no."""
     checkpoint_every: int = 1
     """With `activation_checkpointing`: recompute only one of this many layers. 1 recomputes every layer; 2 halves both
     the extra time and the memory saved (`--dry-run` shows how much)."""

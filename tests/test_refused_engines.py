@@ -186,8 +186,14 @@ REFUSED: Refused = [
     (["model.trust_remote_code=true"], ["never runs code that comes with a checkpoint"]),
     (["model=Qwen/Qwen3"], ["Choices: hf,", "write `model.path=Qwen/Qwen3`"]),
     (["rollout.group_size=null"], ["`rollout.group_size=null` is refused", "not Optional"]),
-    (["model.checkpoint_every=2"], ["model.checkpoint_every=2 does nothing", "model.activation_checkpointing=true"]),
-    (["model.checkpoint_keep=matmul"], ["model.checkpoint_keep=matmul does nothing", "activation_checkpointing=true"]),
+    (
+        ["model.checkpoint_every=2", "model.activation_checkpointing=false"],
+        ["model.checkpoint_every=2 does nothing", "model.activation_checkpointing=true"],
+    ),
+    (
+        ["model.checkpoint_keep=matmul", "model.activation_checkpointing=false"],
+        ["model.checkpoint_keep=matmul does nothing", "activation_checkpointing=true"],
+    ),
     (["model.compile=true", "learner.router_replay=true"], ["does not go with learner.router_replay=true"]),
     (
         ["model.compile=true", "learner.tensor_parallel=2", "learner.ranks=2"],

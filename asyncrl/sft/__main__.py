@@ -15,7 +15,7 @@ from asyncrl import collector
 if __name__ == "__main__":
     collector.rest()
 
-from asyncrl.checks.dtypes import dtype_on
+from asyncrl.checks.dtypes import dtype_on, recomputed_on
 from asyncrl.checks.permanent import refused_if_permanent
 from asyncrl.config import begin_trace
 from asyncrl.learner.backends.factory import joined_ranks
@@ -59,6 +59,8 @@ def work(overrides: Sequence[str], opened: ExitStack) -> None:
         for change in changes_in(given, replace(given, model=replace(given.model, dtype=dtype))):
             log.warning("this resume changes %s", change)
         run_dir = prepare_run_folder(given, place.run_id, overrides=overrides)
+    recomputed = recomputed_on(given.model.activation_checkpointing, place.device.type)
+    given = replace(given, model=replace(given.model, activation_checkpointing=recomputed))
     opened.enter_context(lived_in(run_dir))
     asked = StopRequest(run_dir)
     with refused_if_permanent(f"model.path={given.model.path} cannot be trained with these settings"):

@@ -37,6 +37,20 @@ def test_auto_is_half_precision_on_a_gpu_and_whole_on_a_cpu(overrides, learner, 
     assert dtypes(*overrides, learner=learner, engine=engine) == found
 
 
+@pytest.mark.parametrize(
+    ("overrides", "on_gpu", "on_cpu"),
+    [
+        ([], True, False),
+        (["model.activation_checkpointing=false"], False, False),
+        (["model.activation_checkpointing=true"], True, True),
+    ],
+)
+def test_activations_are_recomputed_on_a_gpu_unless_that_is_turned_off(overrides, on_gpu, on_cpu):
+    config = load_config([*REQUIRED, *overrides])
+    for device, found in (("cuda", on_gpu), ("cuda:1", on_gpu), ("cpu", on_cpu)):
+        assert with_dtypes(config, learner=device).model.activation_checkpointing is found
+
+
 def test_processes_agree_whatever_each_computes_on_and_with_those_of_before_there_was_auto():
     config = load_config(REQUIRED)
     for dtype in ("float32", "bfloat16"):  # a learner that is resumed has kept one; the replay server knows of none
