@@ -28,7 +28,7 @@ from types import ModuleType
 from typing import Any, BinaryIO
 
 from asyncrl.errors import AsyncRLError, ConfigError, UserCodeError
-from asyncrl.family import describe_exit, die_with_parent
+from asyncrl.utils.process_tree import describe_exit, die_with_parent
 
 IMPORT_S = 120.0
 """How long importing user code may take in a process that only tries it."""

@@ -24,9 +24,9 @@ from typing import Any
 import psutil
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-from asyncrl.family import ProcessId
 from asyncrl.memory.model_size import tensor_shapes
-from asyncrl.standstill import kind_of
+from asyncrl.utils.process_tree import command_of
+from asyncrl.utils.stopped_processes import kind_of
 from benchmarks.parts.answer import answer, parse
 from benchmarks.parts.running import Running
 
@@ -66,7 +66,7 @@ class Run(Running):
     def process(self, role: str) -> psutil.Process | None:
         with contextlib.suppress(psutil.NoSuchProcess):
             for each in psutil.Process(self.started["local"].pid).children(recursive=True):
-                known = kind_of((ProcessId.of(each.pid) or ProcessId(0, "")).command())
+                known = kind_of(command_of(each))
                 if known is not None and known.name == role:
                     return each
         return None

@@ -23,11 +23,11 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncrl.family import descendants
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.sandbox.level import Level
 from asyncrl.sandbox.running import run, unavailable
 from asyncrl.types import Completion
+from asyncrl.utils.process_tree import descendants
 from benchmarks.parts.answer import answer, parse
 
 UNDER_WAY = 64

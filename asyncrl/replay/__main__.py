@@ -17,9 +17,9 @@ from asyncrl.replay.audit.ledger_file import LEDGER_FILE, LedgerFile
 from asyncrl.replay.core.admission import AdmissionSettings
 from asyncrl.replay.net.keyring import with_keys
 from asyncrl.replay.serving import run_server
-from asyncrl.standstill import watched_supervisors
 from asyncrl.storage.log_stream import keep_logging
 from asyncrl.storage.occupancy import lived_in
+from asyncrl.utils.stopped_processes import watched_supervisors
 
 EXIT_REFUSED = 2
 """Exit code when a restart cannot help. After any other code it can."""

@@ -24,7 +24,6 @@ from typing import Any
 
 from asyncrl.checks.rewards import RewardTerm
 from asyncrl.errors import AsyncRLError, RewardError
-from asyncrl.family import die_with_parent
 from asyncrl.plain_text import make_streams_plain
 from asyncrl.rewards.call import Call, CallClock
 from asyncrl.rewards.filters import FinishedGroup, make_filter
@@ -33,6 +32,7 @@ from asyncrl.rewards.printed import LimitedStream
 from asyncrl.rewards.score import Outcome, RewardScore
 from asyncrl.rewards.wire import PROGRESS_BYTES, FrameBuffer, begin_call, begin_place, end_call, pack_frame
 from asyncrl.storage.log_stream import take_pipes
+from asyncrl.utils.process_tree import die_with_parent
 
 READ_BYTES = 1 << 20
 FLUSH_S = 0.005

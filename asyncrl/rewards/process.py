@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from asyncrl.errors import WireError
-from asyncrl.family import describe_exit
 from asyncrl.rewards.wire import IDLE, PROGRESS_BYTES, FrameBuffer, Progress, read_progress
+from asyncrl.utils.process_tree import describe_exit
 
 PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 

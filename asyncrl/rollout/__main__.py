@@ -13,12 +13,12 @@ import threading
 
 from asyncrl.config import load_config
 from asyncrl.errors import AsyncRLError
-from asyncrl.family import die_with_parent
 from asyncrl.plain_text import make_streams_plain
 from asyncrl.rollout.host import EXIT_FAILED, EXIT_REFUSED, WorkerSpec, run_worker_here
 from asyncrl.rollout.pool.pool import run_pool
 from asyncrl.storage.log_stream import keep_logging
 from asyncrl.telemetry.folder.resumed import load_as_begun
+from asyncrl.utils.process_tree import die_with_parent
 
 
 def main(arguments: list[str]) -> int:

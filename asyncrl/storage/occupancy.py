@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from asyncrl.family import ProcessId
-from asyncrl.standstill import who
+import psutil
+
+from asyncrl.utils.process_tree import command_of, is_alive, process_at
+from asyncrl.utils.stopped_processes import who
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +82,7 @@ def in_turn(folder: Path, waits: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def held_alone(file: Path) -> Iterator[ProcessId | None]:
+def held_alone(file: Path) -> Iterator[psutil.Process | None]:
     """Hold `file`, which must exist, until the context or this process ends. Yields None, or the process of this
     machine that holds it already.
 
@@ -94,7 +96,7 @@ def held_alone(file: Path) -> Iterator[ProcessId | None]:
         os.close(handle)
 
 
-def _holder(handle: int, file: Path) -> ProcessId | None:
+def _holder(handle: int, file: Path) -> psutil.Process | None:
     begun = time.monotonic()
     while not _flock(handle, fcntl.LOCK_EX):
         running = [process for process in living_in(file) if _has_open(process, file)]
@@ -106,9 +108,9 @@ def _holder(handle: int, file: Path) -> ProcessId | None:
     return None
 
 
-def _has_open(process: ProcessId, file: Path) -> bool:
+def _has_open(process: psutil.Process, file: Path) -> bool:
     """Whether the process runs and has the file open: its pid may be that of a dead one, whose child holds the lock."""
-    if not process.running() or not any(process.command()):  # a dying process has no command line any more
+    if not is_alive(process) or not any(command_of(process)):  # a dying process has no command line any more
         return False
     try:
         return any(each.samefile(file) for each in Path(f"/proc/{process.pid}/fd").iterdir() if each.exists())
@@ -134,7 +136,7 @@ def holders(folder: Path) -> str:
     return f" ({'; '.join(named)})" if named else ""
 
 
-def living_in(folder: Path) -> list[ProcessId]:
+def living_in(folder: Path) -> list[psutil.Process]:
     """Processes that hold a lock on the folder, as far as the kernel of this machine shows."""
     inode = folder.stat().st_ino
     try:
@@ -142,4 +144,4 @@ def living_in(folder: Path) -> list[ProcessId]:
     except OSError:
         return []
     pids = {int(row[4]) for row in rows if row[1] == "FLOCK" and row[5].rpartition(":")[2] == str(inode)}
-    return [process for pid in sorted(pids) if (process := ProcessId.of(pid)) is not None]
+    return [process for pid in sorted(pids) if (process := process_at(pid)) is not None]

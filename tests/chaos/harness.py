@@ -18,7 +18,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from asyncrl.family import bound
+from asyncrl.utils.process_tree import dying_with_this
 
 from .check import Verdict, check, lines
 from .flip import find_flip
@@ -54,7 +54,7 @@ class Harness:
         module = "worker" if name.startswith("w") else name.partition("-")[0]
         with (self.settings.root / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                bound([sys.executable, "-m", f"tests.chaos.{module}", self.settings.folder, name]),
+                dying_with_this([sys.executable, "-m", f"tests.chaos.{module}", self.settings.folder, name]),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=Path(__file__).parents[2],

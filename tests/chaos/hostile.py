@@ -29,13 +29,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from asyncrl.errors import RewardError
-from asyncrl.family import ProcessId, descendants
 from asyncrl.rewards.library import code
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.sandbox.level import Level
 from asyncrl.sandbox.limits import Outcome
 from asyncrl.sandbox.running import GRACE_S, run, unavailable
+from asyncrl.utils.process_tree import command_of, descendants, is_alive, process_at
 from tests.chaos.hostile_tools import misuse_functions, misuse_server
 from tests.chaos.verdict import Verdict
 
@@ -289,14 +291,14 @@ async def misbehave(verdict: Verdict, count: int, seed: int) -> None:
                 verdict.misjudged.append(f"reward: {do}: {scores}")
 
 
-def left(before: set[ProcessId]) -> list[str]:
+def left(before: set[psutil.Process]) -> list[str]:
     """Return the child processes that are not in `before`, and every process with a user id that only a sandbox has."""
-    found = [process for process in descendants(os.getpid()) - before if process.running()]
+    found = [process for process in descendants(os.getpid()) - before if is_alive(process)]
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if 1_000_000_000 <= folder.stat().st_uid < 2_000_000_000:
-                found.append(ProcessId.of(int(folder.name)) or found[0])
-    return [f"{process.pid}: {' '.join(process.command())[:100]}" for process in found]
+                found.append(process_at(int(folder.name)) or found[0])
+    return [f"{process.pid}: {' '.join(command_of(process))[:100]}" for process in found]
 
 
 def main(count: int, seed: int, level: Level, at_once: int) -> Verdict:

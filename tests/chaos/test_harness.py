@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.family import ProcessId
+from asyncrl.utils.process_tree import command_of, is_alive, process_at
 from tests.addresses import free_address
 from tests.waiting import until
 
@@ -30,13 +30,13 @@ def test_a_killed_harness_leaves_no_process(tmp_path: Path) -> None:
     arguments = [sys.executable, "-c", DRIVER, str(tmp_path / "run"), free_address()]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None
-        server = ProcessId.of(int(driver.stdout.readline()))
+        server = process_at(int(driver.stdout.readline()))
         try:
-            assert server is not None and server.running()
+            assert server is not None and is_alive(server)
             # Not before it has bound itself and become the server.
-            until(lambda: "tests.chaos.server" in server.command()[:3], within_s=200)
+            until(lambda: "tests.chaos.server" in command_of(server)[:3], within_s=200)
             driver.send_signal(signal.SIGTERM)
-            until(lambda: not server.running(), "it outlived the harness", within_s=200)
+            until(lambda: not is_alive(server), "it outlived the harness", within_s=200)
         finally:
             driver.kill()
             if server:

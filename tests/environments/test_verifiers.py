@@ -21,8 +21,8 @@ from asyncrl.environments.verifiers.host import Host, built
 from asyncrl.environments.verifiers.hosted import Hosted
 from asyncrl.environments.verifiers.rows import rows
 from asyncrl.errors import ConfigError, EpisodeError
-from asyncrl.family import ProcessId
 from asyncrl.schema import EnvironmentConfig
+from asyncrl.utils.process_tree import is_alive, process_at
 from tests.environments.talk import TOKENIZER, Scripted, call, exact, play, sampled_texts
 
 pytestmark = pytest.mark.slow  # all of it, for the seconds that the import above takes
@@ -151,17 +151,17 @@ async def test_what_an_environment_started_does_not_outlive_its_process(
     monkeypatch.setattr(hosted, "MODULE", "leaving_host")
     process = Hosted({}, str(tmp_path))
     try:
-        child = ProcessId.of(int((await process.run({}))["score"]))
-        assert child is not None and child.running()
+        child = process_at(int((await process.run({}))["score"]))
+        assert child is not None and is_alive(child)
         if killed:
             assert process._process is not None
             process._process.kill()
             async with asyncio.timeout(60):
-                while child.running():
+                while is_alive(child):
                     await asyncio.sleep(0.01)
     finally:
         await process.close()
-    assert not child.running()
+    assert not is_alive(child)
 
 
 async def test_a_start_goes_on_when_the_episode_that_began_it_is_given_up(

@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 from asyncrl.data.modes import write_modes
-from asyncrl.family import bound
 from asyncrl.telemetry.metrics.evaluations import is_evaluation
+from asyncrl.utils.process_tree import dying_with_this
 from tests.waiting import until
 
 TEMPLATE = (
@@ -53,7 +53,7 @@ def begun(
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **more.pop("env", {})}
     with output.open("a") as sink:
         return subprocess.Popen(
-            bound(words) if die_with_test else words,
+            dying_with_this(words) if die_with_test else words,
             stdout=sink, stderr=subprocess.STDOUT, text=True, env=environment, **more,
         )  # fmt: skip
 

@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 
-from asyncrl.family import ProcessId
-from asyncrl.standstill import kind_of
+from asyncrl.utils.process_tree import command_of
+from asyncrl.utils.stopped_processes import kind_of
 from tests.alive import is_alive
 from tests.integration.conftest import LEISURELY, LocalRun, begun
 from tests.integration.test_loop import assert_conserved, assert_trained_once, ledger
@@ -114,7 +114,7 @@ def find(run: LocalRun, kind: str) -> psutil.Process:
 
     def there() -> bool:
         for process in run.descendants():
-            command = (ProcessId.of(process.pid) or ProcessId(0, "")).command()
+            command = command_of(process)
             known = kind_of(command)
             if (known is not None and known.name == kind) or kind in " ".join(command[:3]):
                 found.append(process)

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import SandboxError
-from asyncrl.family import descendants
 from asyncrl.sandbox.level import Level, Reason
 from asyncrl.sandbox.limits import Limits
 from asyncrl.sandbox.running import run, unavailable
+from asyncrl.utils.process_tree import command_of, descendants, is_alive
 from tests.waiting import until
 
 ROOMY = Limits(wall_s=100.0, cpu_s=60)
@@ -206,7 +206,7 @@ def test_processes_beyond_the_limit_are_refused_or_end_it_and_all_are_gone_after
     outcome = run(BOMB, level=level, limits=Limits(wall_s=100.0, processes=16, memory_mb=256))
 
     assert outcome.stdout == "refused\n" or outcome.reason is Reason.PROCESSES
-    assert not [process for process in descendants(os.getpid()) - before if process.running()]
+    assert not [process for process in descendants(os.getpid()) - before if is_alive(process)]
 
 
 @pytest.mark.slow
@@ -216,7 +216,7 @@ def test_what_a_program_leaves_running_in_a_session_of_its_own_ends_with_it(leve
     before = descendants(os.getpid())
 
     assert run(program, level=level, limits=ROOMY).stdout == "1\n"
-    assert not [process for process in descendants(os.getpid()) - before if process.running()]
+    assert not [process for process in descendants(os.getpid()) - before if is_alive(process)]
 
 
 LOOKS = """
@@ -291,14 +291,14 @@ def test_a_caller_that_is_killed_takes_its_programs_with_it(level):
     )
     caller = subprocess.Popen([sys.executable, "-c", script])
     try:
-        until(lambda: sum("main.py" in process.command() for process in descendants(caller.pid)) == 2)
+        until(lambda: sum("main.py" in command_of(process) for process in descendants(caller.pid)) == 2)
         found = descendants(caller.pid)
     finally:
         caller.kill()
         caller.wait()
-    until(lambda: not any(process.running() for process in found))
+    until(lambda: not any(is_alive(process) for process in found))
 
-    assert not [process.command() for process in found if process.running()]
+    assert not [command_of(process) for process in found if is_alive(process)]
 
 
 @pytest.mark.slow

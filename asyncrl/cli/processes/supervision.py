@@ -23,13 +23,13 @@ from asyncrl.cli.processes.ending import Ended
 from asyncrl.cli.processes.saving import TURN_S, Notices, reason_to_save, save_first, watch
 from asyncrl.cli.processes.supervisor import Role, Supervisor
 from asyncrl.config import LOG_DIR
-from asyncrl.restarts import Restarts
 from asyncrl.schema import TelemetryConfig
 from asyncrl.telemetry.folder.run_folder import STOP_FILE
 from asyncrl.telemetry.live.console import say
 from asyncrl.telemetry.live.progress import RunView
 from asyncrl.telemetry.live.starting import StartWatch
 from asyncrl.telemetry.live.tails import PoolWords
+from asyncrl.utils.restart_policy import Restarts
 
 EXIT_REFUSED = 2
 """Exit code of a replay server for which a restart is useless: a refused setting, a damaged journal."""

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, MappingProxyType
 
-from asyncrl.family import LOOK_S, Family, ProcessId, ProcessTable, bound
-from asyncrl.standstill import Standstills
+import psutil
+
 from asyncrl.telemetry.live.over import forget_ends, note_ends
+from asyncrl.utils.process_tree import LOOK_S, ProcessTable, ProcessTree, dying_with_this, process_at
+from asyncrl.utils.stopped_processes import StoppedProcesses
 
 TAIL_LINES = 30
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -66,9 +68,9 @@ class Supervisor:
         """Monotonic seconds at which, since a second one arrived, all roles are to be over."""
         self._log_dir = log_dir
         self._grace_s = grace_s
-        self._families: list[tuple[str, Family]] = []
+        self._families: list[tuple[str, ProcessTree]] = []
         """For each start of a role, its name and the process family."""
-        self._standstills = Standstills()
+        self._stopped = StoppedProcesses()
         self._looked_at = 0.0
 
     def start(
@@ -88,7 +90,7 @@ class Supervisor:
         log = self._log_dir / f"{name}.log"
         with log.open("ab") as sink:
             process = subprocess.Popen(
-                bound(arguments),
+                dying_with_this(arguments),
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
@@ -96,7 +98,7 @@ class Supervisor:
                 start_new_session=True,
             )
         self.roles[name] = Role(name, process, log)
-        self._families.append((name, Family(process.pid)))
+        self._families.append((name, ProcessTree(process.pid)))
         return self.roles[name]
 
     def __enter__(self) -> Supervisor:
@@ -134,12 +136,12 @@ class Supervisor:
         if not now and time.monotonic() - self._looked_at < LOOK_S:
             return []
         self._looked_at = time.monotonic()
-        table, members = ProcessTable.now(), set[ProcessId]()
+        table, members = ProcessTable.now(), set[psutil.Process]()
         for name, family in self._families:
             family.look(table)
-            own = ProcessId.of(self.roles[name].process.pid)
+            own = process_at(self.roles[name].process.pid)
             members |= family.members | ({own} if own else set())
-        return self._standstills.look(members)
+        return self._stopped.look(members)
 
     def wait_for(self, name: str, timeout_s: float) -> bool:
         """Give a role time to end by itself. Returns False if it did not, or a signal arrived."""

@@ -9,8 +9,8 @@ import uuid
 from collections.abc import Iterator
 
 from asyncrl.checks.addresses import socket_folder
-from asyncrl.family import descendants
 from asyncrl.storage.held import PREFIX, held_folder, hold_shared, shared_by
+from asyncrl.utils.process_tree import descendants
 
 VARIABLE = "VLLM_RPC_BASE_PATH"
 MEMORY = ("psm_", "vllm_dist_")

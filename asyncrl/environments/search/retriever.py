@@ -13,8 +13,8 @@ from asyncrl.environments.search.corpus import passage
 from asyncrl.environments.search.server import READY
 from asyncrl.environments.tools.calling import OneTool, sound
 from asyncrl.errors import ConfigError, EpisodeError, RewardError
-from asyncrl.family import describe_exit
 from asyncrl.rewards.library.asking import Asking
+from asyncrl.utils.process_tree import describe_exit
 
 DESCRIPTION = "Search for passages that share words with a query."
 START_S = 600.0

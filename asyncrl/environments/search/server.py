@@ -24,8 +24,8 @@ from asyncrl.data.rows.base import Row
 from asyncrl.environments.search.bm25 import Bm25
 from asyncrl.environments.search.corpus import Corpus, passage
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.family import die_with_parent
 from asyncrl.http_server import Answers, HttpServer
+from asyncrl.utils.process_tree import die_with_parent
 
 LOOPBACK = "127.0.0.1"
 PATH = "/retrieve"

@@ -23,11 +23,11 @@ from typing import Any
 
 from asyncrl.environments.tools.schema import CallFault, Tool, tool_of, tools_of_class
 from asyncrl.errors import ConfigError
-from asyncrl.family import die_with_parent
 from asyncrl.plain_text import make_streams_plain
 from asyncrl.rewards.wire import FrameBuffer, pack_frame
 from asyncrl.storage.log_stream import take_pipes
 from asyncrl.user_code import load_function
+from asyncrl.utils.process_tree import die_with_parent
 
 SETTING = "environment.args.functions"
 READ_BYTES = 1 << 16

@@ -17,9 +17,9 @@ from typing import Any
 from asyncrl.chat.base import ToolSpec
 from asyncrl.environments.tools.calling import Call
 from asyncrl.errors import ConfigError, EpisodeError, WireError
-from asyncrl.family import describe_exit
 from asyncrl.rewards.process import surroundings
 from asyncrl.rewards.wire import FrameBuffer, pack_frame
+from asyncrl.utils.process_tree import describe_exit
 
 START_S = 120.0
 """Seconds for the host to import the functions, and for a session to be forked, on a busy machine."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.errors import EpisodeError
-from asyncrl.family import BURIAL_S, describe_exit, marked
+from asyncrl.utils.process_tree import REAP_S, describe_exit, kill, marked
 
 log = logging.getLogger(__name__)
 
@@ -127,12 +127,12 @@ class Hosted:
     async def _end_leftovers(self) -> None:
         """Kill what the process started and did not end: it was killed, or forgot it.
 
-        waits for: their ends; unblocked by: those, or BURIAL_S.
+        waits for: their ends; unblocked by: those, or REAP_S.
         """
-        deadline = time.monotonic() + BURIAL_S
+        deadline = time.monotonic() + REAP_S
         while (left := marked(self._mark, MARK)) and time.monotonic() < deadline:
             for each in left:
-                each.kill()
+                kill(each)
             await asyncio.sleep(0.05)
 
     def _write(self, message: Mapping[str, Any]) -> None:

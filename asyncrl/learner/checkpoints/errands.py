@@ -18,10 +18,10 @@ from pathlib import Path
 
 from asyncrl.checks.machine import unopenable
 from asyncrl.errors import ConfigError
-from asyncrl.family import bound
 from asyncrl.log_rate import is_power_of_ten
 from asyncrl.storage.checkpoints import exported, finished
 from asyncrl.storage.full_disk import post
+from asyncrl.utils.process_tree import dying_with_this
 
 log = logging.getLogger(__name__)
 
@@ -211,7 +211,7 @@ def run_beside(arguments: Sequence[str], within_s: float, of: str = "a fixed lim
         of: the setting that `within_s` comes from, for the message.
     """
     # Bound to this process: nobody else would end one that hangs, and the next learner starts its own.
-    command = ["nice", "-n", str(NICE), *bound([sys.executable, *arguments])]
+    command = ["nice", "-n", str(NICE), *dying_with_this([sys.executable, *arguments])]
     # Without the launcher's variables, with which a process would take itself for one of its ranks.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(RANK_OF_TORCHRUN)}
     environment["CUDA_VISIBLE_DEVICES"] = ""  # the learner's GPU memory is planned without it

@@ -27,8 +27,8 @@ from asyncrl.errors import (
     RunFolderError,
     UserCodeError,
 )
-from asyncrl.family import die_with_parent
-from asyncrl.standstill import watched_supervisors
+from asyncrl.utils.process_tree import die_with_parent
+from asyncrl.utils.stopped_processes import watched_supervisors
 
 LAUNCHER = "ASYNCRL_LAUNCHER"
 """Environment variable with the pid of our torchrun, which sets it. A rank imports for seconds before it can read its

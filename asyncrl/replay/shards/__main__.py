@@ -16,9 +16,9 @@ from asyncrl.plain_text import make_streams_plain
 from asyncrl.replay.net.keyring import with_keys
 from asyncrl.replay.shards.running import run_shard, shard_config
 from asyncrl.replay.shards.store import shard_folder
-from asyncrl.standstill import watched_supervisors
 from asyncrl.storage.log_stream import keep_logging
 from asyncrl.storage.occupancy import lived_in
+from asyncrl.utils.stopped_processes import watched_supervisors
 
 EXIT_REFUSED = 2
 """Exit code when a restart cannot help. After any other code it can."""

@@ -23,11 +23,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
+import psutil
+
 from asyncrl.collector import load
 from asyncrl.errors import ConfigError
-from asyncrl.family import Family, ProcessId, undertaker
 from asyncrl.replay.net.keyring import with_keys
-from asyncrl.restarts import Restarts
 from asyncrl.rollout.host import (
     EXIT_FAILED,
     EXIT_REFUSED,
@@ -41,10 +41,12 @@ from asyncrl.rollout.pool.log_tail import last_line, log_size
 from asyncrl.rollout.pool.relay import Relay
 from asyncrl.rollout.pool.specs import worker_specs
 from asyncrl.schema import Config
-from asyncrl.standstill import Standstills, watched_supervisors
 from asyncrl.storage.held import clear_away
 from asyncrl.storage.occupancy import lived_in
 from asyncrl.telemetry.live.tails import marked
+from asyncrl.utils.process_tree import ProcessTree, process_at, start_reaper
+from asyncrl.utils.restart_policy import Restarts
+from asyncrl.utils.stopped_processes import StoppedProcesses, watched_supervisors
 
 HOST_MODULES = {"ray": "asyncrl.rollout.pool.ray_host", "process": "asyncrl.rollout.pool.process_host"}
 """Imported late: a run on plain processes must not load Ray (0.5 s, 60 MB)."""
@@ -77,10 +79,10 @@ class RolloutPool:
         self._due: list[tuple[float, str]] = []
         """Heap of pending restarts: `(monotonic time, worker)`."""
         self._signal = 0
-        self.family = Family(os.getpid())
-        self.spared = set[ProcessId]()
-        """Processes that outlive this one for a while: its undertaker."""
-        self._standstills = Standstills()
+        self.family = ProcessTree(os.getpid())
+        self.spared = set[psutil.Process]()
+        """Processes that outlive this one for a while: its reaper."""
+        self._stopped = StoppedProcesses()
         self._relay = Relay(_say)
 
     def run(self) -> int:
@@ -97,7 +99,7 @@ class RolloutPool:
             while unfinished and not self._signal:
                 self._start_due()
                 self.family.look()
-                for said in self._standstills.look(self.family.members):
+                for said in self._stopped.look(self.family.members):
                     _say(said)
                 self._relay.look()
                 for ended in self._host.wait(TURN_S):
@@ -122,7 +124,7 @@ class RolloutPool:
         self._signal = self._signal or number
 
     def _end_at_once(self) -> None:
-        """What this misses is killed by the undertaker; actors on a cluster of the user end with their driver."""
+        """What this misses is killed by the reaper; actors on a cluster of the user end with their driver."""
         self.family.kill(self.spared)
         os._exit(128 + self._signal)
 
@@ -192,12 +194,12 @@ def run_pool(config: Config) -> int:
         raise ConfigError(f"rollout.host={config.rollout.host!r} is unknown. Choose from: {', '.join(HOST_MODULES)}")
     config = with_keys(config)
     with pool_number(Path(config.run.dir) / "logs") as number, lived_in(config.run.dir), watched_supervisors(_say):
-        buried = undertaker()
+        reaper = start_reaper()
         specs = worker_specs(config, number)
         hold_ray_to_loopback(config, os.environ)
         host = load(HOST_MODULES[config.rollout.host]).make_host(config)
         pool = RolloutPool(specs, host, max_restarts=config.rollout.max_worker_restarts)
-        pool.spared |= {own for own in (ProcessId.of(buried.pid),) if own}
+        pool.spared |= {own for own in (process_at(reaper.pid),) if own}
         # After the host has started: Ray installs signal handlers, which these must override.
         for ending in (signal.SIGTERM, signal.SIGINT):
             signal.signal(ending, pool.stop)
@@ -206,12 +208,12 @@ def run_pool(config: Config) -> int:
         except HostLostError as error:
             return _begin_again(error, config, pool.family)
         finally:
-            buried.kill()
-            buried.wait()
+            reaper.kill()
+            reaper.wait()
             clear_away()
 
 
-def _begin_again(lost: HostLostError, config: Config, family: Family) -> int:
+def _begin_again(lost: HostLostError, config: Config, family: ProcessTree) -> int:
     """Restart this process with the same number and arguments, if that repairs the loss: Ray cannot be shut down safely
     once a part of it is gone. Returns the exit code if it does not."""
     limit = config.rollout.max_worker_restarts

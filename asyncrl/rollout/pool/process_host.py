@@ -13,9 +13,9 @@ import threading
 import time
 from dataclasses import asdict
 
-from asyncrl.family import describe_exit
 from asyncrl.rollout.host import EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, WorkerExit, WorkerSpec
 from asyncrl.schema import Config
+from asyncrl.utils.process_tree import describe_exit
 
 STOP_TIMEOUT_S = 10.0
 

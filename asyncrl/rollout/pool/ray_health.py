@@ -13,10 +13,11 @@ import threading
 import time
 from typing import Any
 
+import psutil
 import ray
 
-from asyncrl.family import ENDED, ProcessId, descendants
 from asyncrl.rollout.host import HostLostError
+from asyncrl.utils.process_tree import command_of, descendants, is_alive
 
 ASK_S = 2.0
 SILENCE_S = 30.0
@@ -48,7 +49,7 @@ class RayHealth:
     def check(self) -> None:
         """Check for a loss; to be called about once a second. Raises HostLostError."""
         for process, name in self._servers.items():
-            if process.state() in ("", *ENDED):
+            if not is_alive(process):
                 raise self._lost(f"{name} (pid {process.pid}) of the Ray that this pool had started is gone")
         now = time.monotonic()
         with self._lock:
@@ -106,6 +107,6 @@ class RayHealth:
         return HostLostError(f"ray.address={self._address}: {what}. {way_out}", mendable=False)
 
 
-def _servers_of(pid: int) -> dict[ProcessId, str]:
-    named = {process: os.path.basename((process.command() or [""])[0]) for process in descendants(pid)}
+def _servers_of(pid: int) -> dict[psutil.Process, str]:
+    named = {process: os.path.basename((command_of(process) or [""])[0]) for process in descendants(pid)}
     return {process: name for process, name in named.items() if name in SERVERS}

@@ -24,7 +24,6 @@ from asyncrl.checks.evaluations import served_rewards
 from asyncrl.checks.placement import gpus_per_engine, visible_gpus
 from asyncrl.config import config_to_dict
 from asyncrl.errors import ConfigError
-from asyncrl.family import die_with_parent
 from asyncrl.rollout.assigned import see_own_gpus
 from asyncrl.rollout.host import EXIT_FAILED, EXIT_REFUSED, HostLostError, WorkerExit, WorkerSpec, run_worker_here
 from asyncrl.rollout.luggage import Luggage, local_paths, pack, unpacked
@@ -42,6 +41,7 @@ from asyncrl.rollout.pool.ray_health import RayHealth
 from asyncrl.rollout.pool.specs import absolute_paths, worker_environment
 from asyncrl.rollout.rewards.service import start_service
 from asyncrl.schema import Config
+from asyncrl.utils.process_tree import die_with_parent
 
 NAMESPACE = "asyncrl"
 OBJECT_STORE_BYTES = 80 << 20

@@ -35,10 +35,10 @@ from asyncrl.rollout.host import EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, Worker
 from asyncrl.rollout.worker.end_watch import EndWatch
 from asyncrl.rollout.worker.wiring import run_worker
 from asyncrl.schema import Config
-from asyncrl.standstill import watched_supervisors
 from asyncrl.storage.full_disk import FULL
 from asyncrl.storage.log_stream import keep_logging, redirect_streams
 from asyncrl.storage.occupancy import lived_in
+from asyncrl.utils.stopped_processes import watched_supervisors
 
 REFUSALS = (
     ConfigError,

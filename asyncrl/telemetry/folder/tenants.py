@@ -8,11 +8,11 @@ from pathlib import Path
 
 from asyncrl.config import LOG_DIR, disk_patience
 from asyncrl.errors import RunFolderError
-from asyncrl.family import STOPPED
 from asyncrl.schema import RunSettings
-from asyncrl.standstill import who
 from asyncrl.storage.occupancy import alone_in, held_alone, holders
 from asyncrl.telemetry.folder.run_folder import LEARNER_FILE, owner_of, refuse_used_folder, written
+from asyncrl.utils.process_tree import is_stopped
+from asyncrl.utils.stopped_processes import who
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def sole_learner(config: RunSettings) -> Iterator[None]:
         disk_patience(config).through(file, 1, file.touch)
     with held_alone(file) as other:
         if other is not None:
-            paused = f" (after `kill -CONT {other.pid}`: it is stopped)" if other.state() in STOPPED else ""
+            paused = f" (after `kill -CONT {other.pid}`: it is stopped)" if is_stopped(other) else ""
             raise RunFolderError(
                 f"run.dir={config.run.dir} has a learner that is alive: {who(other)}, pid {other.pid}. Start one "
                 f"learner at a time: `kill -INT {other.pid}` makes it save a checkpoint and end{paused}, and then "

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.family import describe_exit
 from asyncrl.storage.objects import read_object
+from asyncrl.utils.process_tree import describe_exit
 
 ENDS_FILE = "ends.json"
 CALLED = {"replay": "the replay server", "rollout": "the rollout pool", "learner": "torchrun, the learner"}

@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from asyncrl.config import LOG_DIR
-from asyncrl.family import STOPPED, ProcessId, ancestors, descendants
 from asyncrl.plain_text import plain
-from asyncrl.standstill import NAMED_S, RANK, TORCHRUN, WORKER, Kind, Standstills, kind_of, who
 from asyncrl.storage.full_disk import BOARD_FILE, IS_FULL, SAY_S, read_board
 from asyncrl.storage.lines import TAIL_BYTES
 from asyncrl.storage.occupancy import living_in
@@ -30,6 +29,8 @@ from asyncrl.telemetry.live.tails import MetricsTail, Row
 from asyncrl.telemetry.metrics.advice import tuning_advice
 from asyncrl.telemetry.metrics.log import SAMPLES_FILE, fate_of
 from asyncrl.telemetry.metrics.printed import clock
+from asyncrl.utils.process_tree import age_s, ancestors, command_of, descendants, is_alive, is_stopped
+from asyncrl.utils.stopped_processes import NAMED_S, RANK, TORCHRUN, WORKER, Kind, StoppedProcesses, kind_of, who
 
 SHOWN = ("step", "reward", "prompt", "completion")
 ITS_GROUPS, NOBODY = "its groups wait", "nobody waits yet"
@@ -59,15 +60,15 @@ class Seen:
     """Whether `since` is the time of the change to this state; otherwise that of the first look."""
 
 
-def in_run(folder: Path) -> list[ProcessId]:
+def in_run(folder: Path) -> list[psutil.Process]:
     """Return the processes of a run: those that hold its lock, their ancestors that belong to a run, such as torchrun,
     and their descendants that others wait for, such as reward processes."""
     own = living_in(folder)
-    above = {each for process in own for each in ancestors(process.pid) if kind_of(each.command()) is not None}
+    above = {each for process in own for each in ancestors(process.pid) if kind_of(command_of(each)) is not None}
     below = {
         each
         for each in descendants(*(process.pid for process in own))
-        if (kind := kind_of(each.command())) and kind.waits
+        if (kind := kind_of(command_of(each))) and kind.waits
     }
     return [*own, *((above | below) - set(own))]
 
@@ -88,13 +89,13 @@ class WatchView(RunView):
         *,
         ignored: Sequence[str] = (),
         bounds: tuple[int, int] | None = None,
-        living: Callable[[Path], Sequence[ProcessId]] = in_run,
+        living: Callable[[Path], Sequence[psutil.Process]] = in_run,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(run_dir, steps, console, ignored=ignored)
         self._run_dir, self._living, self._now = run_dir, living, now
-        self._standstills = Standstills(clock=now)
-        self._seen: dict[ProcessId, Seen] = {}
+        self._stopped = StoppedProcesses(clock=now)
+        self._seen: dict[psutil.Process, Seen] = {}
         self._said: list[str] = []
         self._began = self._next_word = now()
         self._samples_tail = MetricsTail(run_dir / SAMPLES_FILE, TAIL_BYTES)
@@ -112,7 +113,7 @@ class WatchView(RunView):
         now, living = self._now(), self._there()
         self._notice_who(living, now)
         self._notice_board(now)
-        for said in self._standstills.look(living):
+        for said in self._stopped.look(living):
             self.say(said)
         self._notice_waits(now, bool(living))
         if living:
@@ -124,14 +125,14 @@ class WatchView(RunView):
         self._moved = now if self._latest.get("step") != before else self._moved
         return bool(living)
 
-    def _there(self) -> list[ProcessId]:
+    def _there(self) -> list[psutil.Process]:
         """Return the processes in the run, and those that were in it and have not ended: torchrun is only found through
         its ranks, and restarts them. Processes of a cluster outlive the run."""
         living = list(self._living(self._run_dir))
-        known = [process for process in self._seen if process not in living and process.running()]
+        known = [process for process in self._seen if process not in living and is_alive(process)]
         return [*living, *(each for each in known if living or self._seen[each].kind is TORCHRUN)]
 
-    def _notice_who(self, living: Sequence[ProcessId], now: float) -> None:
+    def _notice_who(self, living: Sequence[psutil.Process], now: float) -> None:
         # First: a process that was replaced since the last look must be gone when its successor comes.
         for process in set(self._seen) - set(living):
             gone = self._seen[process]
@@ -139,13 +140,13 @@ class WatchView(RunView):
                 gone.state, gone.since, gone.exact = "gone", now, True
                 self.say(f"{gone.name} (pid {process.pid}) has ended")
         for process in living:
-            state = "stopped" if process.state() in STOPPED else "runs"
+            state = "stopped" if is_stopped(process) else "runs"
             known = self._seen.get(process)
             if known is None:
-                kind = kind_of(process.command())
+                kind = kind_of(command_of(process))
                 name = who(process)
                 self._replaced(name)
-                since = now - process.age_s() if state == "runs" else now
+                since = now - age_s(process) if state == "runs" else now
                 self._seen[process] = Seen(name, state, since, kind, exact=state == "runs")
             elif known.state != state:
                 known.state, known.since, known.exact = state, now, True

@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.cli.processes import supervisor as supervisor_module
 from asyncrl.cli.processes.supervisor import Supervisor
-from asyncrl.family import ProcessId, descendants
+from asyncrl.utils.process_tree import descendants, kill
 from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(400)
@@ -150,7 +150,9 @@ def test_after_a_second_ctrl_c_all_roles_have_one_deadline_together(
 def test_a_pid_that_was_given_to_another_process_is_not_killed(tmp_path: Path) -> None:
     with Supervisor(tmp_path) as supervisor:
         role = supervisor.start("a", FOREVER, {})
-        ProcessId(role.process.pid, "started at another time").kill()
+        other = psutil.Process(role.process.pid)
+        other._ident = (other.pid, 0.0)  # pyright: ignore[reportAttributeAccessIssue]  started at another time
+        kill(other)
         time.sleep(0.1)
         assert role.code is None
 

@@ -17,7 +17,6 @@ from fsspec.implementations.local import LocalFileSystem
 from asyncrl.cli.export import chosen_checkpoint
 from asyncrl.config import load_config
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.family import ProcessId
 from asyncrl.learner.assembly import Kept, open_checkpoints
 from asyncrl.learner.checkpoints.checkpoint import Checkpoints
 from asyncrl.learner.checkpoints.errands import Errand, Errands
@@ -25,6 +24,7 @@ from asyncrl.learner.parallel.place import Place
 from asyncrl.storage import sealed
 from asyncrl.storage.full_disk import make_board, read_board
 from asyncrl.storage.second_copy import begin_copies, copy_checkpoint
+from asyncrl.utils.process_tree import is_alive, process_at
 from tests.learner.checkpoints.test_checkpoint import learner, state
 from tests.refusals import REQUIRED
 from tests.waiting import until
@@ -287,9 +287,9 @@ errands = Errands(); errands.send([{errand}]); errands.finish(600.0)
     learner = subprocess.Popen([sys.executable, "-c", code])
     try:
         until(lambda: begun.is_file() and begun.read_text() != "", within_s=60.0)
-        child = ProcessId.of(int(begun.read_text()))
+        child = process_at(int(begun.read_text()))
         assert child is not None
     finally:
         learner.kill()
         learner.wait()
-    until(lambda: not child.running(), within_s=10.0)
+    until(lambda: not is_alive(child), within_s=10.0)

@@ -12,7 +12,6 @@ import pytest
 
 from asyncrl.config import config_from_dict, config_to_dict
 from asyncrl.errors import ConfigError
-from asyncrl.restarts import Restarts
 from asyncrl.rollout import host as host_module
 from asyncrl.rollout.host import EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, WorkerExit, WorkerSpec, run_worker_here
 from asyncrl.rollout.pool import pool as pool_module
@@ -22,6 +21,7 @@ from asyncrl.rollout.pool.specs import worker_specs
 from asyncrl.rollout.worker import process
 from asyncrl.rollout.worker.end_watch import EndWatch
 from asyncrl.schema import Config, DataConfig, EvalConfig, ModelConfig, RewardConfig, RolloutConfig, RunConfig
+from asyncrl.utils.restart_policy import Restarts
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -16,14 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from rich.console import Console
 
 from asyncrl.cli.main import main
 from asyncrl.cli.processes.supervisor import Supervisor
-from asyncrl.family import ProcessId
 from asyncrl.plain_text import PlainStream
-from asyncrl.standstill import kind_of
 from asyncrl.storage.full_disk import BOARD_FILE, FullDisk, Patience, make_board
 from asyncrl.storage.occupancy import lived_in, living_in
 from asyncrl.telemetry.live.console import PlainConsole
@@ -31,6 +30,8 @@ from asyncrl.telemetry.live.over import ENDS_FILE
 from asyncrl.telemetry.live.progress import Spark
 from asyncrl.telemetry.live.tails import MetricsTail
 from asyncrl.telemetry.live.watching import WatchView, in_run, sample_cells
+from asyncrl.utils.process_tree import process_at
+from asyncrl.utils.stopped_processes import kind_of
 from tests.replay.helpers import Clock
 
 
@@ -51,7 +52,7 @@ def started(like: str = "asyncrl.replay") -> Iterator[subprocess.Popen]:
         process.communicate()
 
 
-def end(role: subprocess.Popen) -> list[ProcessId]:
+def end(role: subprocess.Popen) -> list[psutil.Process]:
     """What is left of it: nothing."""
     role.kill()
     role.wait()
@@ -78,7 +79,7 @@ def make_run(folder: Path) -> Path:
 
 def test_who_stands_still_is_named_and_who_dies_is_gone(tmp_path: Path, role: subprocess.Popen) -> None:
     clock, out = Clock(), io.StringIO()
-    process = ProcessId.of(role.pid)
+    process = process_at(role.pid)
     assert process is not None
     living = [process]
     console = Console(file=out, width=160, force_terminal=True, color_system=None)
@@ -113,7 +114,7 @@ def test_the_board_shows_curves_queue_and_ages_and_how_long_the_run_still_takes(
     ]
     rows[-2] |= {"staleness/hist_6": 0.75, "replay/inserted_age_7": 1.0}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    me = ProcessId.of(os.getpid())
+    me = process_at(os.getpid())
     assert me is not None
     console = Console(file=out, width=80, height=24, force_terminal=True, color_system=None)
     with WatchView(folder, 20, console, living=lambda _: [me], now=Clock()) as view:
@@ -150,7 +151,7 @@ def test_who_waits_is_on_a_small_terminal_whatever_else_there_is_to_show(
     folder, out = make_run(tmp_path / "run"), io.StringIO()
     rows = [{"step": 1, "time": 1.0, f"eval/set{n}/accuracy": 0.5} for n in range(30)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [{"step": 1, "time": 1.0}, *rows]))
-    process = ProcessId.of(role.pid)
+    process = process_at(role.pid)
     assert process is not None
     console = Console(file=out, width=160, height=24, force_terminal=True, color_system=None)
     with WatchView(folder, 4, console, living=lambda _: [process]) as view:
@@ -164,7 +165,7 @@ def test_lines_say_once_who_waits_for_whom_until_another_of_its_kind_comes(
     tmp_path: Path, role: subprocess.Popen
 ) -> None:
     clock, out = Clock(), io.StringIO()
-    server, me = ProcessId.of(role.pid), ProcessId.of(os.getpid())
+    server, me = process_at(role.pid), process_at(os.getpid())
     assert server is not None and me is not None
     living = [server, me]
     with WatchView(make_run(tmp_path / "run"), 4, Console(file=out), living=lambda _: living, now=clock) as view:
@@ -177,7 +178,7 @@ def test_lines_say_once_who_waits_for_whom_until_another_of_its_kind_comes(
         assert out.getvalue().count(waits) == 1 and "it ended and was not restarted yet" in out.getvalue()
         assert any(waits in str(line) for line in view.pressing())
         with started() as other:
-            another = ProcessId.of(other.pid)
+            another = process_at(other.pid)
             assert another is not None
             living = [me, another]
             view.look()
@@ -188,7 +189,7 @@ def test_nobody_waits_for_a_process_that_was_replaced_between_two_looks(tmp_path
     """Its successor came with the look that missed it, and it was waited for until the end of the run."""
     clock, out = Clock(), io.StringIO()
     with started("asyncrl.rollout --worker") as first, started("asyncrl.rollout --worker") as second:
-        before, after = ProcessId.of(first.pid), ProcessId.of(second.pid)
+        before, after = process_at(first.pid), process_at(second.pid)
         assert before is not None and after is not None
         living = [before]
         with WatchView(make_run(tmp_path / "run"), 4, Console(file=out), living=lambda _: living, now=clock) as view:
@@ -227,7 +228,7 @@ def test_when_no_worker_is_left_the_share_of_the_last_step_is_no_answer_to_who_w
     console = Console(file=out, width=160)
     for like, waits in (("asyncrl.rollout --worker", "learner waits for"), ("asyncrl.learner", "rollouts wait for")):
         with started(like) as other:
-            found = [ProcessId.of(role.pid), ProcessId.of(other.pid)]
+            found = [process_at(role.pid), process_at(other.pid)]
             living = [each for each in found if each is not None]
             with WatchView(run, 4, console, living=lambda _, there=living: there) as view:
                 assert view.look() and view.who_waits() == "nobody waits"
@@ -243,7 +244,7 @@ def test_torchrun_whose_ranks_have_died_is_there_and_the_run_goes_on(tmp_path: P
     """It holds no lock, and is found by its ranks."""
     out = io.StringIO()
     with started("asyncrl.learner.torchrun") as launcher, started("asyncrl.sft") as rank:
-        torchrun, each = ProcessId.of(launcher.pid), ProcessId.of(rank.pid)
+        torchrun, each = process_at(launcher.pid), process_at(rank.pid)
         assert torchrun is not None and each is not None
         living = [torchrun, each]
         with WatchView(make_run(tmp_path / "run"), 4, Console(file=out), living=lambda _: living) as view:
@@ -275,7 +276,7 @@ def test_whose_command_line_it_is_and_who_waits_for_it(command: str, called: str
 
 
 def test_nobody_waits_for_those_that_are_gone_when_the_run_ends(tmp_path: Path, role: subprocess.Popen) -> None:
-    server, me = ProcessId.of(role.pid), ProcessId.of(os.getpid())
+    server, me = process_at(role.pid), process_at(os.getpid())
     assert server is not None and me is not None
     living, folder = [server, me], make_run(tmp_path / "run")
     with WatchView(folder, 4, Console(file=io.StringIO()), living=lambda _: living) as view:
@@ -291,7 +292,7 @@ def test_nobody_waits_for_those_that_are_gone_when_the_run_ends(tmp_path: Path, 
 
 def test_a_full_disk_is_a_wait_until_there_is_space(tmp_path: Path) -> None:
     clock, out, folder = Clock(), io.StringIO(), make_run(tmp_path / "run")
-    me = ProcessId.of(os.getpid())
+    me = process_at(os.getpid())
     assert me is not None
     board = folder / "logs" / BOARD_FILE
     make_board(board)
@@ -436,7 +437,7 @@ def test_a_pipe_hears_what_a_run_waits_for_before_its_first_step(tmp_path: Path)
     folder, out, clock = make_run(tmp_path / "run"), io.StringIO(), Clock()
     (folder / "metrics.jsonl").write_text("")
     (folder / "logs" / "learner.log").write_text("torch is loaded\nloading the model\n\n")
-    me = ProcessId.of(os.getpid())
+    me = process_at(os.getpid())
     assert me is not None
     with WatchView(folder, 4, Console(file=out, width=400), living=lambda _: [me], now=clock) as view:
         assert view.look()

@@ -9,11 +9,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from asyncrl.family import Family, ProcessId, ProcessTable, marked
-from asyncrl.standstill import Standstills, kind_of, watched_supervisors, who
 from asyncrl.storage.occupancy import alone_in, holders
+from asyncrl.utils.process_tree import ProcessTable, ProcessTree, command_of, is_alive, is_stopped, marked, process_at
+from asyncrl.utils.stopped_processes import StoppedProcesses, kind_of, watched_supervisors, who
 from tests.cli.processes.test_supervisor import until
 
 pytestmark = pytest.mark.timeout(400)
@@ -29,8 +30,8 @@ time.sleep(600)
 """
 POOL = """
 import subprocess, sys, time
-from asyncrl.family import undertaker
-undertaker()
+from asyncrl.utils.process_tree import start_reaper
+start_reaper()
 child = subprocess.Popen([sys.executable, "-c",
     "import subprocess, sys, time\\n"
     "c = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\\n"
@@ -39,8 +40,8 @@ time.sleep(600)
 """
 ORPHANS = """
 import subprocess, sys, time
-from asyncrl.family import undertaker
-undertaker()
+from asyncrl.utils.process_tree import start_reaper
+start_reaper()
 time.sleep(1.0)
 subprocess.run([sys.executable, "-c",
     "import subprocess, sys\\n"
@@ -66,8 +67,8 @@ def first_line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def identity(pid: int) -> ProcessId:
-    found = ProcessId.of(pid)
+def identity(pid: int) -> psutil.Process:
+    found = process_at(pid)
     assert found is not None
     return found
 
@@ -80,7 +81,7 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 @pytest.fixture
-def sleeper() -> Iterator[ProcessId]:
+def sleeper() -> Iterator[psutil.Process]:
     process = python("print('up', flush=True); import time; time.sleep(600)")
     first_line(process)
     yield identity(process.pid)
@@ -91,44 +92,44 @@ def sleeper() -> Iterator[ProcessId]:
 def test_a_role_dies_with_a_supervisor_that_is_killed_even_when_it_is_stopped(tmp_path: Path, stopped: bool) -> None:
     supervisor = python(SUPERVISOR, str(tmp_path))
     role = identity(int(first_line(supervisor)))
-    # Stopped before, with the command line of its parent or of `asyncrl.family`, it would have no bond yet.
-    until(lambda: any(each.startswith("import time; time.sleep") for each in role.command()[2:3]))
+    # Stopped before, with the command line of its parent or of `asyncrl.utils.process_tree`, it would have no bond yet.
+    until(lambda: any(each.startswith("import time; time.sleep") for each in command_of(role)[2:3]))
     if stopped:
         os.kill(role.pid, signal.SIGSTOP)
     end(supervisor)
-    until(lambda: not role.running())
+    until(lambda: not is_alive(role))
 
 
-def test_an_undertaker_kills_what_a_killed_pool_left_in_sessions_of_their_own() -> None:
+def test_a_reaper_kills_what_a_killed_pool_left_in_sessions_of_their_own() -> None:
     pool = python(POOL)
     grandchild = identity(int(first_line(pool)))
-    family = Family(pool.pid)
+    family = ProcessTree(pool.pid)
     until(lambda: family.look(ProcessTable.now()) or len(family.members) >= 3)
     # It looks every half second, and knows of whom it has seen.
-    undertakers = [member for member in family.members if "after" in member.command()]
-    assert len(undertakers) == 1
+    reapers = [member for member in family.members if "after" in command_of(member)]
+    assert len(reapers) == 1
     time.sleep(3.0)
     end(pool)
-    until(lambda: not any(member.running() for member in family.members))
-    assert not grandchild.running()
+    until(lambda: not any(is_alive(member) for member in family.members))
+    assert not is_alive(grandchild)
 
 
-def test_an_undertaker_finds_what_was_started_and_orphaned_between_two_looks() -> None:
+def test_a_reaper_finds_what_was_started_and_orphaned_between_two_looks() -> None:
     pool = python(ORPHANS)
     orphan = identity(int(first_line(pool)))
     end(pool)
-    until(lambda: not orphan.running())
+    until(lambda: not is_alive(orphan))
 
 
 def test_a_mark_is_of_one_start_and_an_empty_one_of_nobody() -> None:
     assert marked("") == set() and marked("1-1") == set()
 
 
-def test_a_stopped_process_is_named_once_a_minute_and_welcomed_back(sleeper: ProcessId) -> None:
+def test_a_stopped_process_is_named_once_a_minute_and_welcomed_back(sleeper: psutil.Process) -> None:
     now = 0.0
-    watch = Standstills(clock=lambda: now)
+    watch = StoppedProcesses(clock=lambda: now)
     os.kill(sleeper.pid, signal.SIGSTOP)
-    until(lambda: sleeper.state() == "T")
+    until(lambda: is_stopped(sleeper))
     said: list[str] = []
     for second in range(100):
         now = float(second)
@@ -136,17 +137,17 @@ def test_a_stopped_process_is_named_once_a_minute_and_welcomed_back(sleeper: Pro
     assert len(said) == 2, "once after 5 s, and again a minute later"
     assert f"(pid {sleeper.pid}) has been stopped by a signal for 5 s. `kill -CONT {sleeper.pid}`" in said[0]
     os.kill(sleeper.pid, signal.SIGCONT)
-    until(lambda: sleeper.state() != "T")
+    until(lambda: not is_stopped(sleeper))
     (back,) = watch.look([sleeper])
     assert f"(pid {sleeper.pid}) runs again after 99 s" in back
     assert watch.look([sleeper]) == []
 
 
-def test_who_stood_still_itself_names_nobody_for_that_time(sleeper: ProcessId) -> None:
+def test_who_stood_still_itself_names_nobody_for_that_time(sleeper: psutil.Process) -> None:
     now = 0.0
-    watch = Standstills(clock=lambda: now)
+    watch = StoppedProcesses(clock=lambda: now)
     os.kill(sleeper.pid, signal.SIGSTOP)
-    until(lambda: sleeper.state() == "T")
+    until(lambda: is_stopped(sleeper))
     assert watch.look([sleeper]) == []
     now = 1000.0
     assert watch.look([sleeper]) == []
@@ -183,7 +184,7 @@ def test_a_command_line_tells_who_a_process_is(line: str, name: str | None) -> N
     assert (kind.name if kind else None) == name
 
 
-def test_a_process_of_nobody_s_is_named_by_its_command_and_its_owner(sleeper: ProcessId) -> None:
+def test_a_process_of_nobody_s_is_named_by_its_command_and_its_owner(sleeper: psutil.Process) -> None:
     assert f"{sys.executable} -c print" in who(sleeper) and who(sleeper).endswith("below nobody known")
 
 

@@ -2,7 +2,7 @@
 
 Nothing else would: a stopped process has neither failed nor ended, and whatever waits for it just keeps waiting.
 
-consumes: process states in /proc · waits for: nothing; a watcher calls `Standstills.look` about once a second
+consumes: states of processes · waits for: nothing; a watcher calls `StoppedProcesses.look` about once a second
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from asyncrl.family import STOPPED, ProcessId, ancestors
+import psutil
+
+from asyncrl.utils.process_tree import STOPPED, ancestors, command_of, is_alive, status_of
 
 log = logging.getLogger(__name__)
 
@@ -90,15 +92,15 @@ class _Stopped:
     told_at: float | None = None
 
 
-class Standstills:
+class StoppedProcesses:
     """Tracks which of the given processes are stopped. Call `look` about once a second."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._looked_at = clock()
-        self._stopped: dict[ProcessId, _Stopped] = {}
+        self._stopped: dict[psutil.Process, _Stopped] = {}
 
-    def look(self, processes: Iterable[ProcessId]) -> list[str]:
+    def look(self, processes: Iterable[psutil.Process]) -> list[str]:
         """Messages due now: processes that have been stopped for too long, and those that run again."""
         said: list[str] = []
         now, seen = self._clock(), set(processes)
@@ -109,7 +111,7 @@ class Standstills:
         for process in [known for known in self._stopped if known not in seen]:
             del self._stopped[process]
         for process in sorted(seen, key=lambda each: each.pid):
-            state = process.state()
+            state = status_of(process)
             known = self._stopped.get(process)
             if state in STOPPED:
                 if known is None:
@@ -117,16 +119,16 @@ class Standstills:
                 said += self._told(process, known, now)
             elif known is not None:
                 del self._stopped[process]
-                if known.told_at is not None and process.running():
+                if known.told_at is not None and is_alive(process):
                     said.append(f"{known.said} (pid {process.pid}) runs again after {now - known.since:.0f} s")
         return said
 
-    def _told(self, process: ProcessId, known: _Stopped, now: float) -> list[str]:
+    def _told(self, process: psutil.Process, known: _Stopped, now: float) -> list[str]:
         due = known.since + NAMED_S if known.told_at is None else known.told_at + AGAIN_S
         if now < due:
             return []
         known.told_at = now
-        kind = kind_of(process.command())
+        kind = kind_of(command_of(process))
         follows = f" Until then {kind.follows}." if kind else ""
         return [
             f"{known.said} (pid {process.pid}) has been stopped by a signal for {now - known.since:.0f} s. `kill "
@@ -134,20 +136,20 @@ class Standstills:
         ]
 
 
-def who(process: ProcessId) -> str:
+def who(process: psutil.Process) -> str:
     """A name such as `torchrun`; for an unknown process, its command line and the known process above it."""
-    command = process.command()
+    command = command_of(process)
     kind = kind_of(command)
     if kind is not None:
         return kind.name
-    above = (kind_of(each.command()) for each in ancestors(process.pid))
+    above = (kind_of(command_of(each)) for each in ancestors(process.pid))
     owner = next((each.name for each in above if each is not None), "nobody known")
     return f"process {' '.join(command)[:80]!r} below {owner}"
 
 
-def supervisors() -> list[ProcessId]:
+def supervisors() -> list[psutil.Process]:
     """The ancestors of this process that belong to the run: torchrun, the pool, Ray's raylet, `asyncrl local`."""
-    return [process for process in ancestors(os.getpid()) if kind_of(process.command()) is not None]
+    return [process for process in ancestors(os.getpid()) if kind_of(command_of(process)) is not None]
 
 
 @contextmanager
@@ -159,9 +161,9 @@ def watched_supervisors(say: Callable[[str], None] | None = None) -> Iterator[No
     ended, told = threading.Event(), say or (lambda text: log.warning("%s", text))
 
     def watch() -> None:
-        above, standstills = supervisors(), Standstills()
+        above, stopped = supervisors(), StoppedProcesses()
         while above and not ended.wait(TURN_S):
-            for text in standstills.look(above):
+            for text in stopped.look(above):
                 told(text)
 
     thread = threading.Thread(target=watch, name="watch-supervisors", daemon=True)

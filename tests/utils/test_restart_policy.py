@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from asyncrl.restarts import WITHIN_S, Restarts
+from asyncrl.utils.restart_policy import WITHIN_S, Restarts
 
 
 def test_so_many_restarts_are_had_in_any_hour_and_not_one_more():
