@@ -7,7 +7,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.table import Column, Table
@@ -20,13 +20,16 @@ from asyncrl.checks.rules.whole import check_config
 from asyncrl.cli.arguments.output_file import refuse_no_place
 from asyncrl.cli.arguments.settings_file import with_files
 from asyncrl.collector import load
-from asyncrl.config import load_config
+from asyncrl.config import config_dir, load_config
 from asyncrl.errors import ConfigError, RunFolderError
+from asyncrl.memory.fit import PLANNED_GB, taken
 from asyncrl.memory.model_size import ModelSize, sizes_of
-from asyncrl.memory.usage import copies_bytes, copies_on_gpu, engine_bytes, rank_bytes, size
+from asyncrl.memory.nominal import billions_in, billions_of, header_settings, nominal_model
+from asyncrl.memory.usage import engine_bytes, size
 from asyncrl.placement import WHOLE_SHARE
 from asyncrl.planner.calibration import RunMeasured, calibrate, engines_told, read_run
 from asyncrl.planner.costs import Costs
+from asyncrl.planner.estimated import Workload, assumed, estimated_costs
 from asyncrl.planner.given import Given
 from asyncrl.planner.search import Effort, Plan, Search, Split, Tried
 from asyncrl.planner.simulation import Setup
@@ -47,6 +50,10 @@ MANY = 3000
 
 def main(arguments: Sequence[str], runs: Sequence[Path], picture: Path | None, *, as_json: bool) -> int:
     """Raises ConfigError, RunFolderError."""
+    size_given, arguments = size_in(arguments)
+    _, given, overrides = sorted_out(arguments)
+    planned_for = None if runs else nominal_of(overrides, size_given)
+    arguments = planned_for.filled(arguments) if planned_for else arguments
     gpus, given, overrides = sorted_out(arguments)
     if picture is not None:
         refuse_no_place("--picture", picture, PICTURES)
@@ -63,16 +70,24 @@ def main(arguments: Sequence[str], runs: Sequence[Path], picture: Path | None, *
             "with replay.admission=group"
         )
     gpus = gpus or config.placement.gpus or len(visible_gpus() or ())
+    if planned_for:
+        given = Given.of(planned_for.costs(config, given))
     costs = given.costs(config.rollout.max_new_tokens, measured=bool(runs))
     if runs:
         costs = measured_costs(runs, costs, given)
-    splits = feasible(config, gpus, given.gpu_gb)
-    command_of(overrides, splits[0], gpus)  # refuses settings that cannot start with any split, before the simulations
-    many = config.learner.groups_per_step * config.rollout.group_size > MANY
+    if planned_for and not as_json:
+        print("\n".join(planned_for.lines), flush=True)
+    model = planned_for and planned_for.model
+    splits = feasible(config, gpus, given.gpu_gb or (PLANNED_GB if model else 0.0), model)
+    here = planned_for is None
+    # Before the simulations: settings that cannot start with any split are refused.
+    command_of(overrides, splits[0], gpus, here=here)
+    # An estimate needs no more steps.
+    many = planned_for is not None or config.learner.groups_per_step * config.rollout.group_size > MANY
     effort = Effort(steps=24, warm_up=6, splits=2) if many else Effort(steps=40, warm_up=10, splits=3)
     search = Search(setup_of(config), costs, lambda most, engines: slots_of(config, most, engines), effort)
     plan = search.plan(splits)
-    start = command_of(overrides, plan.best.split, gpus, plan.best.pipeline_depth, plan.best.max_in_flight)
+    start = command_of(overrides, plan.best.split, gpus, plan.best.pipeline_depth, plan.best.max_in_flight, here=here)
     if picture is not None:
         load("asyncrl.planner.picture").plot_plan(plan, picture, f"{gpus} GPUs")
     if as_json:
@@ -88,6 +103,67 @@ def main(arguments: Sequence[str], runs: Sequence[Path], picture: Path | None, *
     if picture is not None:
         console.print(f"picture: {picture}")
     return 0
+
+
+def size_in(arguments: Sequence[str]) -> tuple[float, list[str]]:
+    """Separate `model=7b`, the size of a model in billions of parameters, from the rest; 0 if it is not given."""
+    found, rest = 0.0, list[str]()
+    for text in arguments:
+        key, _, value = text.partition("=")
+        billions = billions_of(value) if key == "model" else None
+        if billions is None:
+            rest.append(text)
+        else:
+            found = billions
+    return found, rest
+
+
+@dataclass(slots=True)
+class PlannedFor:
+    """A plan for a model that is not on this machine."""
+
+    model: ModelSize
+    settings: dict[str, str]
+    """Settings that were not given, from the head of the recipe, or names that stand for files."""
+    lines: list[str] = field(default_factory=list)
+
+    def filled(self, arguments: Sequence[str]) -> list[str]:
+        return [*arguments, *(f"{key}={value}" for key, value in self.settings.items())]
+
+    def costs(self, config: Config, given: Given) -> dict[str, str]:
+        """Return the costs as they would be given: estimated, except those that are given."""
+        length = given.length_mean or config.rollout.max_new_tokens / 2
+        work = Workload(
+            parameters=self.model.parameters,
+            kv_values_per_token=self.model.kv_values_per_token,
+            length=length,
+            prompt=config.data.max_prompt_tokens / 2,
+            tensor_parallel=config.engine.tensor_parallel,
+            recomputed=config.model.activation_checkpointing,
+        )
+        self.lines.append(assumed(work, given=bool(given.length_mean)))
+        self.lines.append("not looked at: data, reward and model, which need not be here. --dry-run looks at them")
+        return estimated_costs(work) | given.as_texts()
+
+
+def nominal_of(overrides: Sequence[str], billions: float) -> PlannedFor | None:
+    """Return what to plan for if the model is not here: of the given size, or that in the name of the recipe's model.
+    None if the model is a folder here, or of unknown size."""
+    given = dict(text.partition("=")[::2] for text in overrides if "=" in text)
+    recipe = config_dir() / "experiment" / f"{given.get('experiment', '')}.yaml"
+    settings = header_settings(recipe) if recipe.is_file() else {}
+    path = given.get("model.path") or settings.get("model.path", "")
+    billions = billions or ((billions_in(path) or 0.0) if not Path(path).is_dir() else 0.0)
+    if not billions:
+        return None
+    layout = ("learner.ranks", "rollout.workers")  # which the plan decides
+    needed = {"model.path": f"MODEL-{billions:g}B", "data.path": "DATA.jsonl", **settings}
+    filled = {key: value for key, value in needed.items() if key not in given and key not in layout}
+    if any(key.startswith("data.mixture") for key in (*given, *filled)):
+        filled.pop("data.path", None)
+    if not any(key in given for key in ("experiment", "reward", "reward.function", "reward.functions")):
+        filled["reward.function"] = "REWARD.py:NAME"
+    return PlannedFor(nominal_model(billions), filled)
 
 
 def sorted_out(arguments: Sequence[str]) -> tuple[int, Given, list[str]]:
@@ -153,8 +229,12 @@ def run_of(folder: Path) -> RunMeasured:
     return read_run(folder, setup_of(config), rows)
 
 
-def feasible(config: Config, gpus: int, gpu_gb: float) -> list[Split]:
+def feasible(config: Config, gpus: int, gpu_gb: float, known: ModelSize | None = None) -> list[Split]:
     """Return the splits that `--dry-run` would accept.
+
+    Args:
+        gpu_gb: memory of a GPU in GB; 0 checks nothing.
+        known: size of the model, if it is not on this machine.
 
     Raises:
         ConfigError: there is none; the message has the problem of the last one tried.
@@ -164,7 +244,7 @@ def feasible(config: Config, gpus: int, gpu_gb: float) -> list[Split]:
     learner, width = config.learner, config.engine.tensor_parallel
     unit = ranks_step(learner)
     config = with_dtypes(config, learner="cuda", engine="cuda")
-    model = sizes_of(config) if gpu_gb else None
+    model = known or (sizes_of(config) if gpu_gb else None)
     if gpu_gb and model is None:
         raise ConfigError(
             f"cost.gpu_gb={gpu_gb:g} needs the size of the model, and model.path={config.model.path} is not a local "
@@ -223,9 +303,7 @@ def why_not(config: Config, gpus: int, model: ModelSize | None, gpu_gb: float) -
     except ConfigError as error:
         return str(error)
     room = WHOLE_SHARE * gpu_gb * 1e9
-    held = 0.0
-    if model is not None:
-        held = rank_bytes(config, model) + (copies_bytes(config, model) if copies_on_gpu(config, gpus, "local") else 0)
+    held = 0.0 if model is None else taken(config, model, "local", int(room))
     if held > room:
         return f"with learner.ranks={config.learner.ranks} a rank needs {size(held)} but has {size(room)}"
     each = 0.0 if model is None else engine_bytes(config, model) / config.engine.tensor_parallel
@@ -234,12 +312,22 @@ def why_not(config: Config, gpus: int, model: ModelSize | None, gpu_gb: float) -
     return ""
 
 
-def command_of(overrides: Sequence[str], split: Split, gpus: int, depth: int = 0, in_flight: int = 0) -> str:
-    """Return the command that starts a split; `in_flight=0` leaves depth and groups in flight to the settings. Raises
-    ConfigError if it could not be started."""
+def command_of(
+    overrides: Sequence[str], split: Split, gpus: int, depth: int = 0, in_flight: int = 0, *, here: bool = True
+) -> str:
+    """Return the command that starts a split; `in_flight=0` leaves depth and groups in flight to the settings.
+
+    Args:
+        here: whether model and data are on this machine, and looked at.
+
+    Raises:
+        ConfigError: it could not be started.
+    """
     found = [*overrides, f"placement.gpus={gpus}", f"learner.ranks={split.ranks}", f"rollout.workers={split.engines}"]
     found += [f"replay.pipeline_depth={depth}", f"rollout.max_in_flight={in_flight}"] if in_flight else []
-    check_machine(read_settings(found), "local", planned=True)
+    config = read_settings(found)
+    if here:
+        check_machine(config, "local", planned=True)
     return shlex.join(["asyncrl", "local", *found])
 
 

@@ -75,6 +75,11 @@ def model_size(folder: Path) -> ModelSize | None:
         config = json.loads(config_file.read_text())
     except (ValueError, struct.error):  # the machine of a replay server need not have a complete model
         return None
+    return model_of(shapes, config)
+
+
+def model_of(shapes: dict[str, Any], config: dict[str, Any]) -> ModelSize:
+    """Return the size of a model with these tensors and this `config.json`."""
     matrices = {
         name.removesuffix(".weight"): (shape[0], shape[1])
         for name, shape in shapes.items()

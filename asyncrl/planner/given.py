@@ -64,6 +64,12 @@ class Given:
                 setattr(found, name, number)
         return found
 
+    def as_texts(self) -> dict[str, str]:
+        """Return what was given, by name, as it would be given again."""
+        named = ("tokens_per_s", "length_mean", "length_sigma", "train_tokens_per_s", "gpu_gb")
+        given = {name: str(value) for name in named if (value := getattr(self, name))}
+        return given | {name: str(value) for name, value in self.as_given.items()}
+
     def costs(self, longest: int, *, measured: bool) -> Costs:
         """Build the costs of a simulation.
 

@@ -12,6 +12,7 @@ from asyncrl.cli.main import main
 from asyncrl.cli.plan import as_object, feasible, left_over, setup_of, sorted_out
 from asyncrl.config import load_config, settings_as_used, to_yaml
 from asyncrl.errors import ConfigError
+from asyncrl.planner.estimated import Workload, estimated_costs
 from asyncrl.planner.given import Given
 from asyncrl.planner.search import Effort, Search, Split
 from asyncrl.telemetry.folder.resumed import CONFIG_FILE
@@ -149,6 +150,38 @@ def test_what_nobody_says_is_asked_for() -> None:
 def test_gpus_and_costs_are_told_from_settings() -> None:
     gpus, given, settings = sorted_out(["gpus=8", "learner.lr=1", "cost.turns=3", "seed=2"])
     assert (gpus, given, settings) == (8, Given(as_given={"turns": 3}), ["learner.lr=1", "seed=2"])
+
+
+SMALL = ["learner.groups_per_step=2", "rollout.group_size=2", "replay.max_staleness=1", "replay.pipeline_depth=0"]
+
+
+def test_a_recipe_is_planned_without_its_data_and_its_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "experiment=gsm8k_grpo", *SMALL, "rollout.max_new_tokens=32", "gpus=4"]) == 0
+    said = capsys.readouterr().out
+    assert "estimated, not measured: 1.54 billion parameters" in said and "half of rollout.max_new_tokens" in said
+    assert "start it:  asyncrl local experiment=gsm8k_grpo" in said
+    assert "model.path=Qwen/Qwen2.5-1.5B-Instruct data.path=gsm8k/train.parquet" in said
+
+
+def test_size_and_lengths_are_enough_for_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["model=3b", "cost.length_mean=20", "rollout.max_new_tokens=32", *SMALL[2:], "gpus=8"]
+    given += ["learner.groups_per_step=4", "rollout.group_size=2", "learner.max_tokens_per_microbatch=4096"]
+    assert main(["plan", *given, "cost.gpu_gb=80"]) == 0
+    said = capsys.readouterr().out
+    assert "3.09 billion parameters" in said and "half of" not in said and "completions of 20 tokens" in said
+    assert main(["plan", *given, "cost.gpu_gb=16"]) == 2
+    assert "no split of 8 GPUs can be started: with learner.ranks=" in capsys.readouterr().err
+
+
+def test_costs_that_are_given_replace_the_estimate() -> None:
+    work = Workload(
+        parameters=10**9, kv_values_per_token=1, length=100, prompt=100, tensor_parallel=1, recomputed=False
+    )
+    by_hand = Given.of({"train_tokens_per_s": "7"}).as_texts()
+    costs = Given.of(estimated_costs(work) | by_hand).costs(200, measured=False)
+    assert costs.token_s == pytest.approx(1 / 7)
+    # 2 bytes per parameter at 60 % of the bandwidth, and the engine's own 4 ms.
+    assert costs.decode.step_s(1) == pytest.approx(2e9 / (0.6 * 3.35e12) + 0.004, rel=1e-3)
 
 
 def test_what_is_not_simulated_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

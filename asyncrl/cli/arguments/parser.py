@@ -109,7 +109,9 @@ EXAMPLES = {
     "shard": "asyncrl shard 0 replay.shards=2 replay.shard_address=tcp://10.0.0.5:5578 ...",
     "settings": "asyncrl settings staleness\nasyncrl settings --sft overlong",
     "data": "asyncrl data check model.path=DIR data.path=my.jsonl reward.function=my_reward.py:score",
-    "plan": "asyncrl plan --from runs/short gpus=64\n"
+    "plan": "asyncrl plan experiment=gsm8k_grpo gpus=64\n"
+    "asyncrl plan model=7b rollout.max_new_tokens=4096 cost.length_mean=1500 gpus=64\n"
+    "asyncrl plan --from runs/short gpus=64\n"
     "asyncrl plan experiment=NAME model.path=DIR data.path=FILE.jsonl gpus=64 \\\n"
     "    cost.tokens_per_s=1:60,32:1500,256:6000 cost.length_mean=900 cost.train_tokens_per_s=20000 cost.sync_s=3\n"
     "docs/planning.md explains each cost.",

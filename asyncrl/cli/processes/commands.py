@@ -21,7 +21,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 COMMANDS_FILE = "commands.txt"
 """File in the folder of logs, with the whole command line of each role."""
-DERIVED = ("run.dir=", "replay.address=", "replay.shard_address=")
+DERIVED = ("overwrite=", "run.dir=", "replay.address=", "replay.shard_address=")
 SHOWN = {sys.executable, "-m"}
 """Arguments that are shown though all roles have them."""
 
