@@ -124,6 +124,8 @@ class Prompt:
     token_ids: NDArray[np.int32]
     """[P], the prompt after chat template and tokenizer."""
     text: str
+    where: str = "the row"
+    """Location of the row, for errors."""
     source: str = ""
     """Its name in `data.mixture`; empty without a mixture."""
     columns: dict[str, Any] = field(default_factory=dict)

@@ -18,10 +18,9 @@ from asyncrl.checks.machine import check_data
 from asyncrl.checks.rewards import reward_terms
 from asyncrl.checks.sources import sources
 from asyncrl.cli.lengths import histogram
-from asyncrl.cli.starting.preflight import survey_lines
+from asyncrl.cli.starting.preflight import look_at, survey_lines
 from asyncrl.config import load_config
 from asyncrl.data.dataset import source_names
-from asyncrl.data.probe import look_over
 from asyncrl.data.rows.base import Row
 from asyncrl.data.survey import Survey
 from asyncrl.errors import RewardError
@@ -53,10 +52,10 @@ def main(overrides: Sequence[str]) -> int:
     sets = eval_sets(config)
     model = str(described_in(config.model.path) or config.model.path)
     found = [
-        look_over(source, model, limit=limit, counted=COUNTED, first=SCORED, order_by=order_by)
-        for source, order_by in (
-            *((source, config.data.order_by) for source in train),
-            *((each.source, "") for each in sets),
+        look_at(source, of, model, counted=COUNTED, first=SCORED, order_by=order_by)
+        for source, of, order_by in (
+            *((source, config, config.data.order_by) for source in train),
+            *((each.source, each.config, "") for each in sets),
         )
     ]
     say(console, *_shares(config), *(line for each in found for line in survey_lines(config, each)))
@@ -101,7 +100,8 @@ def _columns(reward: RewardConfig) -> tuple[str, ...]:
 def _rendered(found: Survey, columns: Sequence[str]) -> Text:
     """Render the first prompt, dim, and in green the part that is sampled. Only sampled tokens are in the loss."""
     where, row = found.first_rows[0]
-    text = Text(f"the first prompt ({plain(where)}); dim is given, green is sampled and alone in the loss:\n")
+    what = f"first request of environment={found.asked}" if found.asked else "first prompt"
+    text = Text(f"the {what} ({plain(where)}); dim is given, green is sampled and alone in the loss:\n")
     prompt = found.first_prompt or str(row["prompt"])
     text.append(plain(prompt if len(prompt) <= SHOWN else f"{prompt[:SHOWN]} ..."), style="dim")
     truth = reference_text(row, columns)

@@ -29,6 +29,7 @@ from asyncrl.chat.base import (
 )
 from asyncrl.chat.hub import described_in
 from asyncrl.chat.names import tells_of_tools
+from asyncrl.chat.template import without_parsers
 from asyncrl.chat.turn_end import turn_end
 from asyncrl.errors import ConfigError
 
@@ -44,11 +45,19 @@ SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls
 class LocalTokenizer:
     """The part of a Hugging Face tokenizer that prompts need (`chat.base.PromptRenderer`)."""
 
-    def __init__(self, tokenizer: Tokenizer, templates: dict[str, str], special: dict[str, str]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        templates: dict[str, str],
+        special: dict[str, str],
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         """
         Args:
             templates: chat templates by name; prompts are rendered with `default`.
+            options: of the chat template, as `model.chat`.
         """
+        self._options = without_parsers(options or {})
         self._tokenizer, self.templates, self.special = tokenizer, templates, special
         self.chat_template = templates.get("default", "")
 
@@ -86,7 +95,9 @@ class LocalTokenizer:
         if tools and not tells_of_tools(self._template_for(tools)):
             raise no_place_for_tools()
         try:
-            text = self.apply_chat_template(with_arguments(messages), add_generation_prompt=True, tools=tools)
+            text = self.apply_chat_template(
+                with_arguments(messages), add_generation_prompt=True, tools=tools, **self._options
+            )
         except Exception as error:  # a template is code that came with the model: whatever it raises is one bad row
             raise unrenderable("the tokenizer's chat template", error) from error
         # The template wrote the special tokens already; adding them again would double the BOS.
@@ -111,8 +122,11 @@ class LocalTokenizer:
         return _compiled(template).render(given | self.special | options)
 
 
-def load_local_tokenizer(folder: Path) -> LocalTokenizer | None:
+def load_local_tokenizer(folder: Path, options: Mapping[str, Any] | None = None) -> LocalTokenizer | None:
     """Return None if the folder does not exist (a name on the hub) or has no `tokenizer.json`.
+
+    Args:
+        options: of the chat template, as `model.chat`.
 
     Raises:
         ValueError: one of the files cannot be read.
@@ -127,7 +141,7 @@ def load_local_tokenizer(folder: Path) -> LocalTokenizer | None:
     tokenizer.no_truncation()
     settings = _json(folder / "tokenizer_config.json")
     special = {name: _text(settings[name]) for name in SPECIAL if settings.get(name)}
-    return LocalTokenizer(tokenizer, _chat_templates(folder, settings), special)
+    return LocalTokenizer(tokenizer, _chat_templates(folder, settings), special, options)
 
 
 def own_tokenizer(model_path: str) -> LocalTokenizer | None:

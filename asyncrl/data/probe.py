@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,16 +30,18 @@ def look_over(
     source: Source,
     model_path: str,
     *,
-    limit: int,
+    limit: int | None,
     counted: int = SAMPLED,
     first: int = FIRST,
     order_by: str = "",
+    options: Mapping[str, Any] | None = None,
 ) -> Survey:
     """Survey a source, in a separate process if that runs user code.
 
     Args:
         model_path: the model whose tokenizer renders and counts, if it is in a local folder.
         order_by: column that every row needs for its place in the epoch; empty for none.
+        options: of the chat template, as `model.chat`.
         limit, counted, first: as in `survey`.
 
     Raises:
@@ -46,8 +49,8 @@ def look_over(
         ConfigError: the tokenizer cannot be read; or a user's class cannot be made, ended its process or timed out.
     """
     if not source.runs_user_code:
-        return _looked(source, model_path, limit, counted, first, order_by)
-    question = packed([asdict(source), model_path, limit, counted, first, order_by])
+        return _looked(source, model_path, limit, counted, first, order_by, options)
+    question = packed([asdict(source), model_path, limit, counted, first, order_by, dict(options or {})])
     doing = f"{source.key}={source.title}: importing it and reading its rows"
     alone = ". Try it alone: python -c 'import ...; print(len(...), ...[0])'"
     kind, content = unpacked(ask_process("asyncrl.data.probe", question, doing, LOOK_S, alone))
@@ -62,21 +65,29 @@ def look_over(
     )
 
 
-def tokenizer_of(model_path: str) -> LocalTokenizer | None:
+def tokenizer_of(model_path: str, options: Mapping[str, Any] | None = None) -> LocalTokenizer | None:
     """Raises ConfigError if the tokenizer is in a local folder but cannot be read."""
     try:
-        return load_local_tokenizer(Path(model_path))
+        return load_local_tokenizer(Path(model_path), options)
     except ValueError as error:
         raise ConfigError(f"model.path={model_path}: {error}") from error
 
 
-def _looked(source: Source, model_path: str, limit: int, counted: int, first: int, order_by: str) -> Survey:
+def _looked(
+    source: Source,
+    model_path: str,
+    limit: int | None,
+    counted: int,
+    first: int,
+    order_by: str,
+    options: Mapping[str, Any] | None,
+) -> Survey:
     rows = open_source(source)
     try:
         if order_by:
             rows.ranks(order_by)
         known = of_its_decoder(model_settings(model_path)).get("vocab_size")
-        tokenizer = tokenizer_of(model_path)
+        tokenizer = tokenizer_of(model_path, options)
         return survey(rows, tokenizer, limit=limit, counted=counted, first=first, vocabulary=known)
     finally:
         rows.close()

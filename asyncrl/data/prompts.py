@@ -25,7 +25,8 @@ class PromptSource:
 
     Args:
         shuffle: draw rows in an order seeded by (seed, epoch) rather than in the order of the files.
-        overlong: what to do with prompts of more than `max_prompt_tokens`; see `data.overlong`.
+        max_prompt_tokens: limit on prompts; None for none.
+        overlong: what to do with longer ones; see `data.overlong`.
         vocabulary: as in `render`.
     """
 
@@ -36,7 +37,7 @@ class PromptSource:
         *,
         seed: int,
         shuffle: bool,
-        max_prompt_tokens: int,
+        max_prompt_tokens: int | None,
         overlong: str = "error",
         vocabulary: int | None = None,
     ) -> None:
@@ -78,8 +79,13 @@ class PromptSource:
             source=self._data.parts[drawn.source].source.name,
             token_ids=token_ids,
             text=text,
+            where=self.where(row),
             columns=columns,
         )
+
+    def count_overlong(self) -> None:
+        """Count a prompt that turned out to be too long as its environment renders it."""
+        self._overlong_drawn += 1
 
     def stats(self) -> dict[str, float]:
         """Prompts over `max_prompt_tokens` drawn so far, dropped or cut."""
@@ -98,7 +104,7 @@ class PromptSource:
         return known
 
     def _fit(self, row: int, columns: Row, text: str, token_ids: NDArray[np.int32]) -> tuple[str, NDArray[np.int32]]:
-        if len(token_ids) <= self._max_tokens:
+        if self._max_tokens is None or len(token_ids) <= self._max_tokens:
             return text, token_ids
         self._overlong_drawn += 1
         if row in self._cut_rows:
@@ -109,7 +115,7 @@ class PromptSource:
                 f"{self.where(row)}: the prompt has {len(token_ids)} tokens, the limit is {self._max_tokens}. "
                 "Raise data.max_prompt_tokens, remove the row, or set data.overlong"
             )
-        kept = self._cut(row, columns, token_ids)
+        kept = self._cut(row, columns, token_ids, self._max_tokens)
         if kept is None:
             raise OverlongError(
                 f"{self.where(row)}: the prompt has {len(token_ids)} tokens, the limit is {self._max_tokens}, and "
@@ -121,9 +127,9 @@ class PromptSource:
         self._cut_rows[row] = self._tokenizer.decode(kept.tolist()), kept
         return self._cut_rows[row]
 
-    def _cut(self, row: int, columns: Row, token_ids: NDArray[np.int32]) -> NDArray[np.int32] | None:
+    def _cut(self, row: int, columns: Row, token_ids: NDArray[np.int32], limit: int) -> NDArray[np.int32] | None:
         """Token ids that fit; None if the row cannot be cut."""
-        limit, side, prompt = self._max_tokens, self._overlong, columns["prompt"]
+        side, prompt = self._overlong, columns["prompt"]
         if isinstance(prompt, str):
             begins, special = len(added_tokens(self._tokenizer)[0]), self._tokenizer.special_ids
             kept = cut_text(token_ids.tolist(), limit, side, begins=begins, special=special)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +54,11 @@ class Survey(Counted):
     data_sources: dict[str, str]
     """Each `data_source` of the rows (empty for those that have none), with the first row that has it."""
 
+    asked: str = ""
+    """The environment whose first requests `first_prompt` and `tokens` are; empty if they are the rows' own prompts."""
+    longest_row: Row = field(default_factory=dict)
+    """The row at `longest_at`; empty without a tokenizer."""
+
     @property
     def longest(self) -> int:
         return max(self.tokens, default=0)
@@ -63,7 +68,7 @@ def survey(
     rows: PromptRows,
     tokenizer: PromptRenderer | None,
     *,
-    limit: int,
+    limit: int | None,
     counted: int = SAMPLED,
     first: int = FIRST,
     vocabulary: int | None = None,
@@ -71,7 +76,7 @@ def survey(
     """Check all rows, and render and count the prompts of some.
 
     Args:
-        limit: `data.max_prompt_tokens`.
+        limit: `data.max_prompt_tokens`; None if the environment makes prompts of its own.
         counted: number of random rows whose prompts are counted.
         first: number of rows returned in `first_rows`.
         vocabulary: as in `prompts.render`.
@@ -83,9 +88,10 @@ def survey(
     looked_at = chosen(rows.sizes(), counted) if tokenizer else ()
     prompts = {row: render(tokenizer, rows[row], rows.where(row), vocabulary) for row in looked_at} if tokenizer else {}
     tokens = {row: len(ids) for row, (_, ids) in prompts.items()}
-    overlong = [row for row in tokens if tokens[row] > limit]
-    if tokens and len(overlong) == len(tokens):
+    overlong = [row for row in tokens if limit is not None and tokens[row] > limit]
+    if limit is not None and tokens and len(overlong) == len(tokens):
         raise all_too_long(rows, tokens, "prompts", "data.max_prompt_tokens", limit)
+    longest = max(tokens, key=lambda row: (tokens[row], -row), default=0)
     return Survey(
         title=rows.source.title,
         rows=len(rows),
@@ -96,7 +102,8 @@ def survey(
         rendered_at=next(
             (rows.where(row) for row in overlong if _is_rendered(rows[row], prompts[row][1], tokenizer)), ""
         ),
-        longest_at=rows.where(max(tokens, key=lambda row: (tokens[row], -row))) if tokens else "",
+        longest_at=rows.where(longest) if tokens else "",
+        longest_row=rows[longest] if tokens else {},
         first_rows=tuple((rows.where(row), rows[row]) for row in range(min(first, len(rows)))),
         data_sources=data_sources,
     )

@@ -96,6 +96,9 @@ class Episodes:
     """[G] decoded text of the policy; for the sample table, never trained on."""
     failures: tuple[AsyncRLError, ...] = ()
     """Reasons why the other episodes failed. They are made again, or left out of the group."""
+    prompt_text: str = ""
+    """The first request of the first episode, decoded with special tokens, which may have tools, a system message or an
+    observation besides the row's prompt; empty if there was none. Set by who runs the environment."""
     own_prompts: bool = False
     """Whether trajectories start with other tokens than the prompt's, all outside the loss: rendered with tools, or
     with a system message."""

@@ -10,7 +10,8 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from asyncrl.chat.hub import described_in
 from asyncrl.chat.template import without_parsers
@@ -22,7 +23,7 @@ from asyncrl.checks.machine import check_machine, ends_of, model_settings
 from asyncrl.checks.rewards import MODEL_REWARD, RewardTerm, reward_terms
 from asyncrl.checks.rules.settings import ENVIRONMENTS
 from asyncrl.checks.servers import SERVERS
-from asyncrl.checks.sources import sources
+from asyncrl.checks.sources import Source, sources
 from asyncrl.checks.user_code import learner_code
 from asyncrl.cli.starting.reward_models import look_at_reward_model
 from asyncrl.collector import load
@@ -31,6 +32,7 @@ from asyncrl.data.probe import look_over, tokenizer_of
 from asyncrl.data.survey import Survey
 from asyncrl.data.vocabulary import refuse_smaller_vocabulary
 from asyncrl.drawing.curriculum import too_many
+from asyncrl.environments.first_request import first_requests
 from asyncrl.environments.probe import check_environment
 from asyncrl.environments.registry import find_environment, is_of_the_user
 from asyncrl.errors import ConfigError, DataError, EpisodeError, RewardError
@@ -45,6 +47,8 @@ from asyncrl.telemetry.metrics.alarms import Alarms
 from asyncrl.telemetry.metrics.registry import METRICS, metric_of
 from asyncrl.user_code import try_in_process
 
+ASKED_ROWS = 2
+"""Number of the first rows of each source for which the environment is asked for its first request."""
 TRIED_ROWS = 3
 """Number of the first rows of each source on which the reward is called."""
 PROMPT_SHOWN = 400
@@ -76,13 +80,13 @@ def look_ahead(config: Config) -> Preflight:
     if config.engine.name in SERVERS:
         load("asyncrl.engines.server.look").look_at_servers(config)
     refuse_unbatched(config)
-    limit, described = config.data.max_prompt_tokens, described_in(config.model.path)
+    described = described_in(config.model.path)
     model = str(described or config.model.path)
-    train = [look_over(source, model, limit=limit, order_by=config.data.order_by) for source in sources(config.data)]
+    train = [look_at(source, config, model, order_by=config.data.order_by) for source in sources(config.data)]
     if config.data.curriculum and (why := too_many(sum(each.rows for each in train))):
         raise ConfigError(why)
     sets = eval_sets(config)
-    evaluated = [look_over(each.source, model, limit=limit) for each in sets]
+    evaluated = [look_at(each.source, each.config, model) for each in sets]
     found = [*train, *evaluated]
     lines = [line for each in found for line in survey_lines(config, each)]
     if not train[0].tokens:
@@ -109,6 +113,29 @@ def look_ahead(config: Config) -> Preflight:
             with said_of(each):
                 said += [f"eval {each.name}: {line}" for line in _reward_lines(each.config, [survey])]
     return Preflight(tuple(lines), tuple(said), sum(each.rows for each in train))
+
+
+def look_at(source: Source, config: Config, model: str, **counts: Any) -> Survey:
+    """As `look_over`; where the environment makes its first request itself, that is what is measured and shown.
+
+    Args:
+        model: folder of the model.
+    """
+    name, limit = config.environment.name, config.data.max_prompt_tokens
+    if name == ENVIRONMENTS[0]:
+        return look_over(source, model, limit=limit, options=config.model.chat, **counts)
+    found = look_over(source, model, limit=None, options=config.model.chat, **counts)
+    rows = [row for _, row in found.first_rows[:ASKED_ROWS]]
+    asked = first_requests(config.environment, config.model, [*rows, found.longest_row]) if found.tokens else []
+    if not asked:
+        return found
+    lengths = [length for length, _ in asked]
+    more = lengths[0] - found.tokens[0]  # of a system message and tools: the same for each row
+    same = more == lengths[-1] - found.longest
+    tokens = tuple(length + more for length in found.tokens) if same else tuple(lengths)
+    return replace(
+        found, first_prompt=asked[0][1], tokens=tokens, overlong=sum(each > limit for each in tokens), asked=name
+    )
 
 
 def turn_end_line(given: ModelConfig, folder: str) -> str:
@@ -233,15 +260,18 @@ def check_start(
 def survey_lines(config: Config, found: Survey) -> list[str]:
     kept = f" of {found.unfiltered:,}" if found.rows < found.unfiltered else ""
     filtered = " let through by data.where" if kept else ""
+    of = f"first requests of environment={found.asked}" if found.asked else "prompts"
     lines = [f"{found.title}: {found.rows:,}{kept} rows{filtered}, all of a form that can be used"]
     if found.tokens:
-        lines[0] += f"; of {len(found.tokens):,} prompts the longest has {found.longest:,} tokens"
+        lines[0] += f"; of {len(found.tokens):,} {of} the longest has {found.longest:,} tokens"
     if not found.overlong:
         return lines
     said = (
-        f"{found.title}: {found.overlong} of {len(found.tokens)} prompts looked at have more than "
+        f"{found.title}: {found.overlong} of {len(found.tokens)} {of} looked at have more than "
         f"data.max_prompt_tokens={config.data.max_prompt_tokens} (the longest: {found.longest_at}, {found.longest:,})"
     )
+    if found.overlong == len(found.tokens):
+        raise DataError(f"{said}. Raise data.max_prompt_tokens")
     if config.data.overlong == "error":
         cuts = " or truncate_left" if config.environment.name == ENVIRONMENTS[0] and not found.rendered_at else ""
         raise DataError(f"{said}. Raise data.max_prompt_tokens, remove the rows, or set data.overlong=drop{cuts}")

@@ -95,6 +95,11 @@ class Search(Calling):
         await self.retriever.disconnect()
         self.close()
 
+    @staticmethod
+    def for_first_request(**args: Any) -> dict[str, Any]:
+        """Arguments with which the first request is the same, and no index is made of a corpus."""
+        return args | ({"corpus": "", "url": "http://127.0.0.1"} if args.get("corpus") else {})
+
     @classmethod
     def check(cls, **args: Any) -> Asked:
         """Check before a start, in a separate process, that there is a retriever or a corpus. Returns the requirements

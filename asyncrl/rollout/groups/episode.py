@@ -23,7 +23,15 @@ from asyncrl.data.prompts import PromptSource
 from asyncrl.engines.base import GenerateRequest, Sampler
 from asyncrl.environments.base import Decode, Encode, Environment, Episodes, EpisodeTools, Score
 from asyncrl.environments.faults import FAILURES
-from asyncrl.errors import AsyncRLError, ContextFullError, DataError, EpisodeError, IncompleteGroupError, RewardError
+from asyncrl.errors import (
+    AsyncRLError,
+    ContextFullError,
+    DataError,
+    EpisodeError,
+    IncompleteGroupError,
+    OverlongError,
+    RewardError,
+)
 from asyncrl.evaluation.orders import EvalAssignment, EvalResult
 from asyncrl.loops import together
 from asyncrl.rewards.score import Outcome
@@ -69,6 +77,10 @@ class EpisodeRunner:
     sampled: Counter[str] = field(default_factory=Counter)
     """Tokens by the order that they were sampled for: what `order_name` and `evaluation_name` give. Whoever gave it
     takes them out at its end."""
+    max_prompt_tokens: int | None = None
+    """Limit on the first request of an episode, as `data.max_prompt_tokens`; None for none."""
+    overlong: str = "drop"
+    """What a longer one raises: a DataError for `error`, else an OverlongError."""
     accuracy: bool = False
     """Whether the reward says it is one (`reward.metric`): then an evaluated row scores 0 or 1, or has failed."""
 
@@ -78,6 +90,7 @@ class EpisodeRunner:
         """The caller reports the attempt as failed with the reason that is raised.
 
         Raises:
+            OverlongError, DataError: the first request is too long.
             GenerationError, RewardError, EpisodeError: no member came to its end, no greedy completion did, however
                 often it was tried, or something that the learner needs is missing.
             HopelessRewardError: rewards fail too often, of this group and of those before it.
@@ -96,7 +109,7 @@ class EpisodeRunner:
             attempt=assignment.attempt,
             worker=worker,
             trajectories=self.parts.complete(episodes.trajectories, greedy),
-            prompt_text=prompt.text,
+            prompt_text=episodes.prompt_text or prompt.text,
             completion_texts=episodes.texts,
             started_at=started_at,
             finished_at=time.time(),
@@ -141,7 +154,11 @@ class EpisodeRunner:
                 failures.append(error)
                 continue
             failures += more.failures
-            made = Episodes(trajectories=made.trajectories + more.trajectories, texts=made.texts + more.texts)
+            made = Episodes(
+                trajectories=made.trajectories + more.trajectories,
+                texts=made.texts + more.texts,
+                prompt_text=made.prompt_text,
+            )
         if len(made.members) < shape.fewest:
             raise IncompleteGroupError(
                 f"{len(made.members)} of {shape.size} members after {shape.tries} tries, {shape.fewest} are "
@@ -205,6 +222,7 @@ class EpisodeRunner:
         scored = Episodes(
             trajectories=tuple(made.trajectories[place] for place in kept),
             texts=tuple(made.texts[place] for place in kept),
+            prompt_text=made.prompt_text,
         )
         lost = samples - len(scored.members) - len(failures)
         return replace(scored, failures=(*failures, *[EpisodeError("the environment made no trajectory")] * lost))
@@ -233,6 +251,8 @@ class EpisodeRunner:
 
     async def _run(self, prompt: Prompt, size: int, sampling: SamplingParams, *, name: str, seed: int) -> Episodes:
         turns, order = itertools.count(), traced(name)
+        first: list[NDArray[np.int32]] = []
+        too_long: list[DataError] = []
         longest = min(self.engine.max_length, self.max_tokens or self.engine.max_length)
 
         async def generate(
@@ -244,6 +264,11 @@ class EpisodeRunner:
             temperature: float | None = None,
         ) -> list[Completion]:
             turn = next(turns)
+            if not first:
+                first.append(token_ids)
+                too_long.extend(self._too_long(prompt, token_ids))
+            if too_long:
+                raise ContextFullError(str(too_long[0]))
             limit = min(sampling.max_new_tokens, sampling.max_new_tokens if max_tokens is None else max_tokens)
             # A prompt that is too long by itself is for the engine to refuse: cut to one token nobody would see why.
             if len(token_ids) > len(prompt.token_ids) or self.max_tokens:
@@ -286,8 +311,28 @@ class EpisodeRunner:
             chat=self.chat,
             timeout_s=self.timeout_s,
         )
-        with span("environment", **order):
-            return await self.environment.run(prompt, size, tools)
+        try:
+            with span("environment", **order):
+                made = await self.environment.run(prompt, size, tools)
+        except FAILURES:
+            if too_long:  # whatever the environment made of the refusal
+                raise too_long[0] from None
+            raise
+        if too_long:
+            raise too_long[0]
+        own = bool(first) and not np.array_equal(first[0], prompt.token_ids)
+        return replace(made, prompt_text=self._text_of(first[0].tolist()) if own else prompt.text)
+
+    def _too_long(self, prompt: Prompt, first: NDArray[np.int32]) -> list[DataError]:
+        """The error for a first request that is too long; nothing for one that fits."""
+        if self.max_prompt_tokens is None or len(first) <= self.max_prompt_tokens:
+            return []
+        kind = DataError if self.overlong == "error" else OverlongError
+        said = (
+            f"{prompt.where}: the environment's first request has {len(first)} tokens, the limit is "
+            f"{self.max_prompt_tokens}. Raise data.max_prompt_tokens, or remove the row"
+        )
+        return [kind(said)]
 
     def _text_of(self, ids: Sequence[int]) -> str:
         return self.decode([np.asarray(ids, np.int32)], special=True)[0]

@@ -96,7 +96,7 @@ def samples_of(row: int, prompt: Prompt | None, made: Episodes) -> list[Sample]:
     Args:
         prompt: None if the row cannot be used.
     """
-    text = "" if prompt is None else prompt.text
+    text = made.prompt_text or ("" if prompt is None else prompt.text)
     source = "" if prompt is None else prompt.columns.get("data_source", "")
     known: dict[str, Any] = {"row": row, "data_source": str(source), "prompt": text}
     scored = [

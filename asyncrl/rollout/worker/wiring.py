@@ -14,6 +14,7 @@ from asyncrl.chat.turn_end import described
 from asyncrl.checks.evaluations import EvalSet, eval_sets
 from asyncrl.checks.permanent import refused_if_permanent
 from asyncrl.checks.rewards import compared_parts
+from asyncrl.checks.rules.settings import ENVIRONMENTS
 from asyncrl.checks.sources import Source
 from asyncrl.data.dataset import open_alone, open_dataset
 from asyncrl.data.local_tokenizer import LocalTokenizer, own_tokenizer, tokenizer_digest
@@ -223,9 +224,16 @@ def rows_in_order(source: Source, config: Config, chat: RendererChat) -> PromptS
         chat,
         seed=0,
         shuffle=False,
-        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_prompt_tokens=longest_drawn(config),
         overlong=config.data.overlong,
     )
+
+
+def longest_drawn(config: Config) -> int | None:
+    """The limit on prompts as they are drawn; None where the environment makes its first request itself (with tools, a
+    system message, of other columns), which the runner then measures."""
+    reads_tokens = config.environment.name == ENVIRONMENTS[0] or config.data.overlong.startswith("truncate_")
+    return config.data.max_prompt_tokens if reads_tokens else None
 
 
 def make_runner(
@@ -257,6 +265,8 @@ def make_runner(
         chat=texts.chat,
         timeout_s=config.environment.timeout_s,
         max_tokens=config.environment.max_tokens,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        overlong=config.data.overlong,
         accuracy=config.reward.metric == "accuracy",
     )
 
@@ -304,7 +314,7 @@ def load_texts(config: Config, own: LocalTokenizer | None = None) -> Texts:
         chat,
         seed=config.seed,
         shuffle=config.data.shuffle,
-        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_prompt_tokens=longest_drawn(config),
         overlong=config.data.overlong,
         vocabulary=vocabulary,
     )

@@ -163,18 +163,25 @@ class RolloutWorker:
         with span("group", **order, row=assignment.prompt_index) as made:
             await self._make(assignment, order, made)
 
+    async def _drop_overlong(self, assignment: Assignment, error: OverlongError) -> None:
+        await self._replay.fail(assignment, DropReason.OVER_LENGTH, str(error))
+        self._outcomes.dropped(DropReason.OVER_LENGTH, str(error), size=self._shape.size)
+
     async def _make(self, assignment: Assignment, order: dict[str, Any], made: span) -> None:
         try:
             prompt = self._prompts[assignment.prompt_index]
         except OverlongError as error:
-            await self._replay.fail(assignment, DropReason.OVER_LENGTH, str(error))
-            self._outcomes.dropped(DropReason.OVER_LENGTH, str(error), size=self._shape.size)
+            await self._drop_overlong(assignment, error)
             return
         try:
             shape = replace(self._shape, size=1, fewest=1) if assignment.single else self._shape
             group = await self._runner.run_group(
                 assignment, prompt, shape=shape, sampling=self._sampling, worker=self._name
             )
+        except OverlongError as error:
+            self._prompts.count_overlong()
+            await self._drop_overlong(assignment, error)
+            return
         except IncompleteGroupError as error:
             self._failures_in_row = 0  # some members were generated
             await self._failed(assignment, DropReason.INCOMPLETE, error, prompt)

@@ -39,6 +39,8 @@ class Quiet(SingleTurn):
 
 
 class Tokenizer(ByteTokenizer):
+    end_texts: tuple[str, ...] = ()
+
     def decode(self, sequences: Any, *, special: bool = True, skip_special_tokens: bool = False) -> Any:
         return self._tokenizer.decode(sequences, skip_special_tokens=skip_special_tokens)
 
