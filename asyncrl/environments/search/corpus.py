@@ -10,6 +10,8 @@ from asyncrl.data.rows.base import Row
 from asyncrl.data.rows.jsonl import JsonlFile
 from asyncrl.errors import DataError
 
+NEEDS_BM25 = "a retriever of a corpus needs the package bm25s"
+
 
 class Corpus:
     """Kept on disk; only the start of each line is in memory. May be used by several threads.

@@ -7,7 +7,7 @@ from typing import Any
 
 from asyncrl.environments.episodes import Asked
 from asyncrl.environments.late import late_import
-from asyncrl.environments.search.corpus import Corpus
+from asyncrl.environments.search.corpus import NEEDS_BM25, Corpus
 from asyncrl.environments.tools.calling import Budget, Calling, check_positive
 from asyncrl.environments.tools.styles import Native, Style, Tagged
 from asyncrl.errors import ConfigError, DataError, EpisodeError
@@ -108,6 +108,7 @@ class Search(Calling):
         check_source(url, corpus)
         if corpus:
             retrievers()
+            late_import("search.bm25", NEEDS_BM25, "search")
             try:
                 Corpus(corpus)
             except DataError as error:

@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 
 from asyncrl.checks.addresses import is_loopback
 from asyncrl.data.rows.base import Row
-from asyncrl.environments.search.bm25 import Bm25
-from asyncrl.environments.search.corpus import Corpus, passage
+from asyncrl.environments.late import late_import
+from asyncrl.environments.search.corpus import NEEDS_BM25, Corpus, passage
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.http_server import Answers, HttpServer
 from asyncrl.utils.process_tree import die_with_parent
@@ -42,7 +42,8 @@ class Retriever:
     def __init__(self, corpus: Corpus) -> None:
         """Build the index. Raises DataError for a line that is not a passage."""
         self.corpus = corpus
-        self._index = Bm25(corpus.texts())
+        module = late_import("search.bm25", NEEDS_BM25, "search")
+        self._index = module.Bm25(corpus.texts())
 
     def answer(self, asked: Any) -> dict[str, Any]:
         """Answer a request. Raises ValueError for an invalid one."""
