@@ -18,6 +18,7 @@ from asyncrl.cli.starting.resuming import check_resumed, nothing_to_do, trained_
 from asyncrl.collector import load
 from asyncrl.config import JOURNAL_DIR, LOG_DIR
 from asyncrl.errors import RunFolderError
+from asyncrl.memory.fit import refuse_unfit
 from asyncrl.replay.net.keyring import with_keys
 from asyncrl.schema import Config
 from asyncrl.storage.checkpoints import trained_steps
@@ -40,7 +41,7 @@ def run_local(overrides: Sequence[str], *, typed: Sequence[str]) -> int:
         ConfigError: a setting or this machine was refused. RunFolderError: the run folder is in use.
     """
     config, overrides, seen = check_start("local", overrides)
-    for line in (*seen.prompts, *seen.reward):
+    for line in (*seen.prompts, *seen.reward, *refuse_unfit(config, "local")):
         print(line, flush=True)
     with occupied(config):
         return _run(config, overrides, typed)

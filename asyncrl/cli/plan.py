@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.table import Column, Table
 
-from asyncrl.checks.dtypes import with_dtypes
+from asyncrl.checks.dtypes import recomputed_on, with_dtypes
 from asyncrl.checks.machine import check_machine
 from asyncrl.checks.parallel import ranks_step
 from asyncrl.checks.placement import gpus_of_rewards, placement_of, visible_gpus
@@ -139,7 +139,7 @@ class PlannedFor:
             length=length,
             prompt=config.data.max_prompt_tokens / 2,
             tensor_parallel=config.engine.tensor_parallel,
-            recomputed=config.model.activation_checkpointing,
+            recomputed=recomputed_on(config.model.activation_checkpointing, "cuda"),
         )
         self.lines.append(assumed(work, given=bool(given.length_mean)))
         self.lines.append("not looked at: data, reward and model, which need not be here. --dry-run looks at them")

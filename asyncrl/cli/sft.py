@@ -24,7 +24,7 @@ from asyncrl.cli.processes.ending import Ended, best_line, how_to_go_on, resumed
 from asyncrl.cli.processes.supervision import supervise
 from asyncrl.cli.starting.preflight import refuse_unmeasured
 from asyncrl.cli.starting.resuming import nothing_to_do
-from asyncrl.memory.fit import fitting_lines
+from asyncrl.memory.fit import fitting_lines, refuse_unfit
 from asyncrl.memory.model_size import sizes_of
 from asyncrl.memory.usage import learner_memory
 from asyncrl.plain_text import plain
@@ -94,6 +94,7 @@ def main(arguments: Sequence[str], *, dry_run: bool = False) -> int:
     if dry_run:
         show(plan, console)
         return 0
+    say(console, *refuse_unfit(learner_config(given), "learner"))
     with occupied(given):
         return _run(plan, console, ["asyncrl", "sft", *arguments])
 

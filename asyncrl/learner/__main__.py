@@ -30,6 +30,7 @@ from asyncrl.learner.backends.factory import joined_ranks
 from asyncrl.learner.checkpoints.resume import kept_rows
 from asyncrl.learner.parallel.place import Place, prepare_process
 from asyncrl.learner.processes.launcher import as_rank, to_the_end
+from asyncrl.learner.processes.out_of_memory import memory_named
 from asyncrl.learner.processes.stop import StopRequest
 from asyncrl.learner.publishing.canary import ProvingPublisher
 from asyncrl.learner.roles import Roles
@@ -92,15 +93,16 @@ def run(config: Config, place: Place, backend: Backend, opened: ExitStack, overr
     opened.enter_context(lived_in(run_dir))
 
     asked = StopRequest(run_dir)
-    with refused_if_permanent(f"model.path={config.model.path} cannot be trained with these settings"):
-        parts = assembled(config, place, backend, opened, replay, run_dir)
-    if place.rank == 0:
-        begin_settings(config, {"model.dtype": config.model.dtype, "weights.wire_dtype": config.weights.wire_dtype})
-    dims = ParallelDims.of(config.learner, place.world)
-    log.info("%d ranks on %s%s, %s, from step %d", place.world, place.device, gpus_seen(), dims, parts.start.step)
-    log.info("%s", choices(config, place, parts.roles.policy.layout.value))
-    with still_of(place.run_id, run_dir):
-        train(config, parts, asked)
+    with memory_named(config, place.rank):
+        with refused_if_permanent(f"model.path={config.model.path} cannot be trained with these settings"):
+            parts = assembled(config, place, backend, opened, replay, run_dir)
+        if place.rank == 0:
+            begin_settings(config, {"model.dtype": config.model.dtype, "weights.wire_dtype": config.weights.wire_dtype})
+        dims = ParallelDims.of(config.learner, place.world)
+        log.info("%d ranks on %s%s, %s, from step %d", place.world, place.device, gpus_seen(), dims, parts.start.step)
+        log.info("%s", choices(config, place, parts.roles.policy.layout.value))
+        with still_of(place.run_id, run_dir):
+            train(config, parts, asked)
 
 
 def assembled(

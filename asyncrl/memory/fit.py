@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.checks.parallel import problem_of
 from asyncrl.checks.placement import gpus_to_plan, kind_to_plan, placement_of
 from asyncrl.checks.programs import nvidia_smi
+from asyncrl.errors import ConfigError
 from asyncrl.learner.memory_plan import reduces_each
-from asyncrl.memory.model_size import ModelSize
-from asyncrl.memory.usage import copies_bytes, copies_on_gpu, policy_held, rank_bytes, size
+from asyncrl.memory.model_size import ModelSize, sizes_of
+from asyncrl.memory.usage import copies_bytes, copies_on_gpu, held_bytes, policy_held, rank_bytes, size
 from asyncrl.placement import WHOLE_SHARE
 from asyncrl.schema import Config
 
@@ -31,6 +33,14 @@ class Fit:
     available: int
     """What the rank may use of it."""
     needed: float
+    """At most, with activations and the head, which are estimates."""
+    held: float = 0.0
+    """Of `needed`, what the models take between and beside the steps: weights, gradients, moments, other models."""
+
+    @property
+    def possible(self) -> bool:
+        """Whether what the models hold fits; a step that does not is repeated with half the micro-batch."""
+        return self.held <= self.available
 
     @property
     def fits(self) -> bool:
@@ -58,7 +68,46 @@ def rank_fit(config: Config, model: ModelSize | None, command: str) -> Fit | Non
         return None
     whole = gpu_gb()
     available = int(share_of(config, command) * whole * 1e9)
-    return Fit(gpu_gb=whole, available=available, needed=taken(config, model, command, available))
+    return Fit(
+        gpu_gb=whole,
+        available=available,
+        needed=taken(config, model, command, available),
+        held=held_bytes(config, model),
+    )
+
+
+def refuse_unfit(config: Config, command: str) -> list[str]:
+    """Return a line if a learner rank may not fit its GPU; see `rank_fit`. Reads the model's files only if the learner
+    computes on a GPU.
+
+    Raises:
+        ConfigError: the models alone do not fit, whatever the micro-batch.
+    """
+    kind = kind_to_plan(config, config.learner.device)
+    if kind != "cuda":
+        return []
+    config = with_dtypes(config, learner=kind)
+    fit = rank_fit(config, sizes_of(config), command)
+    if fit is None or fit.fits:
+        return []
+    if fit.possible:
+        return [f"{fit}. The activations in it are an estimate, so the run starts"]
+    raise ConfigError(
+        f"learner, on GPUs of {fit.gpu_gb:.0f} GB: a rank has {size(fit.available)}, and its models alone take "
+        f"{size(fit.held)} between steps. Give more learner.ranks, {lighter(config)}, or a smaller model"
+    )
+
+
+def lighter(config: Config) -> str:
+    """What lowers the memory that a rank's models take, in words; only what is not set."""
+    learner = config.learner
+    ways = (
+        ("learner.offload=optimizer or all", learner.offload == "none"),
+        ("learner.offload=all", learner.offload == "optimizer"),
+        ("learner.optimizer=adamw_8bit", learner.optimizer == "adamw"),
+        ("model.lora_rank (adapters instead of all weights)", config.model.lora_rank == 0),
+    )
+    return ", ".join(way for way, left in ways if left)
 
 
 def fitting_lines(config: Config, model: ModelSize | None, command: str) -> list[str]:

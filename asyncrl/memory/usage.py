@@ -121,6 +121,14 @@ def rank_bytes(config: Config, model: ModelSize) -> float:
     return sum(count for count, _ in learner_rows(config, model)) + sum(count for count, _ in role_rows(config, model))
 
 
+def held_bytes(config: Config, model: ModelSize) -> float:
+    """Return the bytes of all models on the fullest learner rank between steps: `rank_bytes` without gradients that are
+    not sharded yet, whole weights, activations and the head."""
+    return sum(count for count, _ in policy_rows(config, model)[0]) + sum(
+        count for count, _ in role_rows(config, model)
+    )
+
+
 def copies_bytes(config: Config, model: ModelSize) -> int:
     """Return the bytes of the weight copies on rank 0, which sends them: one copy is filled
     while another is being sent, and with deltas the previous version is kept as well."""

@@ -22,6 +22,7 @@ from asyncrl.learner.backends.factory import joined_ranks
 from asyncrl.learner.checkpoints.resume import Start
 from asyncrl.learner.parallel.place import Place, prepare_process
 from asyncrl.learner.processes.launcher import as_rank
+from asyncrl.learner.processes.out_of_memory import memory_named
 from asyncrl.learner.processes.stop import StopRequest
 from asyncrl.plain_text import make_streams_plain
 from asyncrl.sft.assembly import assemble
@@ -63,22 +64,27 @@ def work(overrides: Sequence[str], opened: ExitStack) -> None:
     given = replace(given, model=replace(given.model, activation_checkpointing=recomputed))
     opened.enter_context(lived_in(run_dir))
     asked = StopRequest(run_dir)
-    with refused_if_permanent(f"model.path={given.model.path} cannot be trained with these settings"):
-        parts = assemble(
-            given,
-            place,
-            opened,
-            backend=backend,
-            run_dir=run_dir,
-            log=lambda start: open_log(given, run_dir, start),
+    with memory_named(config, place.rank):
+        with refused_if_permanent(f"model.path={given.model.path} cannot be trained with these settings"):
+            parts = assemble(
+                given,
+                place,
+                opened,
+                backend=backend,
+                run_dir=run_dir,
+                log=lambda start: open_log(given, run_dir, start),
+            )
+        if place.rank == 0:
+            begin_settings(given, {"model.dtype": dtype})
+        log.info(
+            "%d ranks on %s, from step %d of %d",
+            place.world,
+            place.device,
+            parts.start.step,
+            parts.config.learner.steps,
         )
-    if place.rank == 0:
-        begin_settings(given, {"model.dtype": dtype})
-    log.info(
-        "%d ranks on %s, from step %d of %d", place.world, place.device, parts.start.step, parts.config.learner.steps
-    )
-    with still_of(place.run_id, run_dir):
-        train_rows(parts, asked)
+        with still_of(place.run_id, run_dir):
+            train_rows(parts, asked)
 
 
 def open_log(given: SftConfig, run_dir: Path, start: Start) -> PrintingLog:

@@ -13,9 +13,10 @@ import pytest
 from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.cli.dry_run.command import plan_text
 from asyncrl.config import load_config
+from asyncrl.errors import ConfigError
 from asyncrl.learner.step import accumulation
 from asyncrl.memory import fit as memory_fit
-from asyncrl.memory.fit import fitting_lines, gpu_gb, taken
+from asyncrl.memory.fit import fitting_lines, gpu_gb, refuse_unfit, taken
 from asyncrl.memory.model_size import model_size, sizes_of, tensor_shapes
 from asyncrl.memory.usage import size
 from asyncrl.schema import Config
@@ -118,3 +119,14 @@ def test_a_plan_reads_each_model_once(tmp_path: Path, monkeypatch: pytest.Monkey
     said = plan_text(config, "learner", [])
     assert "which does not fit" in said and "of the critic" in said
     assert sorted(read) == [critic, policy]
+
+
+def test_models_that_cannot_fit_are_refused_at_the_start(tmp_path: Path):
+    folder = checkpoint(tmp_path, "72b")
+    said = r"GPUs of 80 GB: a rank has .* alone take 1\d\d\.\d GiB.*Give more learner\.ranks, learner\.offload"
+    with pytest.raises(ConfigError, match=said):
+        refuse_unfit(planned(folder, "learner.device=cuda", "learner.ranks=8", *SMALL), "learner")
+    (line,) = refuse_unfit(planned(folder, "learner.device=cuda", "learner.ranks=24", "weights=files"), "learner")
+    assert "does not fit" in line and "an estimate, so the run starts" in line
+    assert refuse_unfit(planned(folder, "learner.device=cuda", "learner.ranks=64", *SMALL), "learner") == []
+    assert refuse_unfit(planned(folder, "learner.device=cpu", "learner.ranks=1"), "learner") == []

@@ -102,10 +102,42 @@ def one_more_try(config: Config, run_dir: Path, rank: int) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def memory_named(config: Config, rank: int) -> Iterator[None]:
+    """Context of everything beside the steps: models are made, weights sent, checkpoints loaded and saved. A smaller
+    micro-batch would not help there, and a restart would fail in the same place.
+
+    Raises:
+        ConfigError: the GPU's memory is full; the message names the setting that lowers it most.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not ran_out(error):
+            raise
+        why = str(error).partition("\n")[0].split(". ")[0]
+        raise ConfigError(
+            f"rank {rank} ran out of memory outside of a step, where models are made, sent, loaded or saved: {why}. "
+            f"What lowers it most: {holds_less(config)}. Then resume=auto"
+        ) from error
+
+
 def ran_out(error: RuntimeError) -> bool:
     """Whether the error says that a GPU's memory is full."""
     told = not isinstance(error, AsyncRLError) and any(form in str(error) for form in TOLD)
     return told or isinstance(error, torch.OutOfMemoryError)
+
+
+def holds_less(config: Config) -> str:
+    """The setting that lowers most what the models hold between steps, in words."""
+    learner = config.learner
+    if learner.offload == "none":
+        return "learner.offload=optimizer keeps Adam's moments in host memory, half of what a rank holds"
+    if learner.offload == "optimizer":
+        return "learner.offload=all keeps weights and gradients in host memory too"
+    if learner.optimizer == "adamw":
+        return "learner.optimizer=adamw_8bit keeps the moments in a quarter of the memory"
+    return "more learner.ranks share weights, gradients and moments"
 
 
 def lowers_most(config: Config) -> str:

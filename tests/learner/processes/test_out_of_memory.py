@@ -13,7 +13,7 @@ from asyncrl.checks.parallel import LAID_OUT_BY
 from asyncrl.errors import ConfigError, StepMemoryError, UserCodeError
 from asyncrl.learner import train as train_module
 from asyncrl.learner.processes.launcher import HOPELESS
-from asyncrl.learner.processes.out_of_memory import _of, heed_note, lowers_most, one_more_try
+from asyncrl.learner.processes.out_of_memory import _of, heed_note, holds_less, lowers_most, memory_named, one_more_try
 from tests.learner.fed_replay import FedReplay
 from tests.learner.test_train import CPU, make_config, run
 
@@ -104,3 +104,22 @@ def test_what_lowers_memory_most_is_named_in_turn(tmp_path: Path):
     for dim in LAID_OUT_BY:
         assert _of(replace(config, learner=replace(config.learner, **{dim: 2}))) != whole, dim
     assert "more learner.ranks" in lowers_most(config)
+
+
+def test_whatever_else_runs_out_of_memory_names_what_the_models_hold(tmp_path: Path):
+    config = make_config(tmp_path)
+    said = r"rank 3 ran out of memory outside of a step.* 9 GiB\. What.*learner\.offload=optimizer"
+    with pytest.raises(ConfigError, match=said), memory_named(config, 3):
+        raise torch.OutOfMemoryError("CUDA out of memory: tried to allocate 9 GiB. GPU 0 has none")
+    assert isinstance(ConfigError(), HOPELESS), "no restart helps"
+    with pytest.raises(RuntimeError, match="shape"), memory_named(config, 0):
+        raise RuntimeError("a shape is wrong")
+    with pytest.raises(StepMemoryError), memory_named(config, 0):
+        raise StepMemoryError("a step")
+
+
+def test_what_the_models_hold_is_lowered_by_settings_that_are_not_set_yet(tmp_path: Path):
+    config, said = make_config(tmp_path), list[str]()
+    for changes in ({}, {"offload": "optimizer"}, {"offload": "all"}, {"offload": "all", "optimizer": "adamw_8bit"}):
+        said.append(holds_less(replace(config, learner=replace(config.learner, **changes))).split(" ")[0])
+    assert said == ["learner.offload=optimizer", "learner.offload=all", "learner.optimizer=adamw_8bit", "more"]
