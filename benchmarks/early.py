@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-from asyncrl.data.byte_tokenizer import save_byte_tokenizer
+from asyncrl.quickstart.byte_tokenizer import save_byte_tokenizer
 from benchmarks.parts.answer import answer, parse
 from benchmarks.parts.model import tiny_model
 from benchmarks.parts.quickstart import SMALL, run_quickstart

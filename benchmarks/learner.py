@@ -45,10 +45,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from asyncrl.balance import shard_step
-from asyncrl.cli.quickstart import prepare
 from asyncrl.config import load_config
-from asyncrl.data.byte_tokenizer import VOCAB_SIZE
-from asyncrl.data.warmup_recipe import WarmupRecipe
 from asyncrl.learner.backends.factory import joined_ranks
 from asyncrl.learner.batch.micro_batch import pack
 from asyncrl.learner.batch.plan import Budget, plan_minibatches
@@ -57,7 +54,10 @@ from asyncrl.learner.optimizer.update import NonFiniteGuard
 from asyncrl.learner.parallel.place import Place
 from asyncrl.learner.roles import Roles, build_roles
 from asyncrl.learner.step.step import train_step
-from asyncrl.learner.warmup.base_model import build_model
+from asyncrl.quickstart.base_model import build_model
+from asyncrl.quickstart.byte_tokenizer import VOCAB_SIZE
+from asyncrl.quickstart.prepare import prepare
+from asyncrl.quickstart.recipes import WarmupRecipe
 from asyncrl.replay.protocol import Lease
 from asyncrl.schema import Config
 from asyncrl.types import NO_VERSION, GroupHeader, StepPlan, Trajectory, TrajectoryHeader

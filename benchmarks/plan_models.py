@@ -35,11 +35,11 @@ from typing import Any
 import psutil
 
 from asyncrl.cli.plan import measured_costs, run_of
-from asyncrl.data.byte_tokenizer import EOS_ID
 from asyncrl.planner.calibration import RunMeasured
 from asyncrl.planner.costs import Costs
 from asyncrl.planner.given import Given
 from asyncrl.planner.outcome import simulate
+from asyncrl.quickstart.byte_tokenizer import EOS_ID
 from benchmarks.overlap import CORES
 from benchmarks.parts.answer import answer, parse
 from benchmarks.parts.model import tiny_task

@@ -23,8 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from asyncrl.cli.quickstart import cache_root, prepare, scratch_beside
-from asyncrl.data.warmup_recipe import WarmupRecipe
+from asyncrl.quickstart.prepare import cache_root, prepare, scratch_beside
+from asyncrl.quickstart.recipes import WarmupRecipe
 from benchmarks.parts.answer import ROOT, answer, parse
 from benchmarks.parts.quickstart import ACCURACY, SMALL, run_quickstart
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.cli.quickstart import cache_folder, quickstart_overrides
 from asyncrl.config import load_config
-from asyncrl.data.byte_tokenizer import save_byte_tokenizer
-from asyncrl.data.modes import write_modes
-from asyncrl.data.warmup_recipe import WarmupRecipe
+from asyncrl.quickstart.byte_tokenizer import save_byte_tokenizer
+from asyncrl.quickstart.modes import write_modes
+from asyncrl.quickstart.prepare import cache_folder, quickstart_overrides
+from asyncrl.quickstart.recipes import WarmupRecipe
 from benchmarks.parts import gym_base
 from benchmarks.parts.cells import Cell, CellsFile
 from benchmarks.parts.held_age import Rollouts, run_held

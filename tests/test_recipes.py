@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from asyncrl.cli import smoke
 from asyncrl.cli.main import main
 from asyncrl.config import config_dir, load_config
-from asyncrl.data.byte_tokenizer import save_byte_tokenizer
+from asyncrl.quickstart import smoke
+from asyncrl.quickstart.byte_tokenizer import save_byte_tokenizer
 
 VARIANTS = sorted(file.stem for file in config_dir().glob("experiment/smoke/*.yaml") if file.stem != "small")
 SLOW = {"verifiers", "reasoning_gym_mix"}

@@ -19,8 +19,8 @@ from transformers import (
     Qwen2ForTokenClassification,
 )
 
-from asyncrl.data.byte_tokenizer import PAD_ID, save_byte_tokenizer
 from asyncrl.errors import ConfigError, RewardError
+from asyncrl.quickstart.byte_tokenizer import PAD_ID, save_byte_tokenizer
 from asyncrl.rewards import reward_model
 from asyncrl.rewards.call import Call
 from asyncrl.rewards.forms import adapt_reward

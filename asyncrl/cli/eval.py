@@ -19,9 +19,9 @@ from pathlib import Path
 from asyncrl.checks.dtypes import AUTO, with_dtypes
 from asyncrl.checks.evaluations import EvalSet, eval_sets
 from asyncrl.checks.machine import check_machine
+from asyncrl.checks.override_syntax import quoted
 from asyncrl.checks.placement import visible_gpus
 from asyncrl.checks.servers import SERVERS
-from asyncrl.cli.arguments.overrides import quoted
 from asyncrl.cli.arguments.settings_file import with_files
 from asyncrl.cli.starting.preflight import look_ahead
 from asyncrl.config import load_config

@@ -125,7 +125,7 @@ def _run_role(given: argparse.Namespace) -> int:
     """Run `data`, or a command of COMMANDS."""
     given.overrides = load("asyncrl.cli.arguments.settings_file").with_files(given.overrides)
     if given.command == "local":
-        given.overrides = load("asyncrl.cli.smoke").filled(given.overrides)
+        given.overrides = load("asyncrl.quickstart.smoke").filled(given.overrides)
     if given.command == "data":
         return load("asyncrl.cli.data_check").main(given.overrides)
     if given.dry_run and given.command != "quickstart":

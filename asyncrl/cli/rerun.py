@@ -25,10 +25,10 @@ from typing import Any
 
 from safetensors import safe_open
 
+from asyncrl.checks.override_syntax import written
 from asyncrl.checks.parallel import LAID_OUT_BY, ParallelDims, problem_of
 from asyncrl.checks.rules.learner import early_groups
 from asyncrl.checks.rules.switches import without_effect
-from asyncrl.cli.arguments.overrides import written
 from asyncrl.cli.processes.commands import learner_command
 from asyncrl.cli.processes.supervision import TURN_S, show_failure
 from asyncrl.cli.processes.supervisor import Supervisor

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from asyncrl.cli.quickstart import prepare, quickstart_overrides, recipe_of
 from asyncrl.config import load_config
 from asyncrl.errors import AsyncRLError
 from asyncrl.learner.parallel.place import Place, prepare_process
+from asyncrl.quickstart.prepare import prepare, quickstart_overrides, recipe_of
 from benchmarks.parts import gym_base
 from benchmarks.parts.answer import commit
 from benchmarks.parts.held_age import Rollouts, run_held

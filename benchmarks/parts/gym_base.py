@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.cli.quickstart import cache_root, make, scratch_beside
-from asyncrl.data.warmup_recipe import WarmupRecipe
 from asyncrl.environments.reasoning.environment import COLUMN
+from asyncrl.quickstart.prepare import cache_root, make, scratch_beside
+from asyncrl.quickstart.recipes import WarmupRecipe
 
 TASKS: dict[str, dict[str, int]] = {
     "spell_backward": {"min_word_len": 3, "max_word_len": 5},
@@ -114,8 +114,8 @@ def paths(recipe: GymRecipe = GymRecipe()) -> list[str]:
 def main(folder: str, recipe_json: str) -> None:
     import torch
 
-    from asyncrl.data.byte_tokenizer import EOS_ID, VOCAB_SIZE, byte_tokenizer, save_byte_tokenizer
-    from asyncrl.learner.warmup.base_model import IGNORED, PROBES, build_model, padded, train
+    from asyncrl.quickstart.base_model import IGNORED, PROBES, build_model, padded, train
+    from asyncrl.quickstart.byte_tokenizer import EOS_ID, VOCAB_SIZE, byte_tokenizer, save_byte_tokenizer
 
     recipe = GymRecipe(**json.loads(recipe_json))
     trained, held = questions()

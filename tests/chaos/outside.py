@@ -27,8 +27,8 @@ from types import FrameType
 
 import psutil
 
-from asyncrl.cli.quickstart import prepare
-from asyncrl.data.warmup_recipe import WarmupRecipe
+from asyncrl.quickstart.prepare import prepare
+from asyncrl.quickstart.recipes import WarmupRecipe
 from tests.alive import is_alive
 
 from .outside_reader import Findings, judge, rows

@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from asyncrl.data.byte_tokenizer import byte_tokenizer
+from asyncrl.quickstart.byte_tokenizer import byte_tokenizer
 
 SPECIAL, WORDS = (part.split() for part in (Path(__file__).parent / "markers.txt").read_text().split("\n\n"))
 """WORDS are markers that a tokenizer decodes as text, and one word. Sampled letter by letter, that word is a sequence

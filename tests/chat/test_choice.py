@@ -9,8 +9,8 @@ import pytest
 
 from asyncrl.chat.base import ChatError
 from asyncrl.chat.choice import agrees, open_chat, told
-from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 from asyncrl.errors import ConfigError
+from asyncrl.quickstart.byte_tokenizer import save_byte_tokenizer
 from tests.chat.markers import tokenizer
 
 QWEN3 = (Path(__file__).parent / "qwen3.jinja").read_text()

@@ -12,7 +12,7 @@ from asyncrl.chat.base import Message
 from asyncrl.chat.names import DEFAULT
 from asyncrl.chat.renderer import RendererChat
 from asyncrl.chat.seam import Seam
-from asyncrl.data.byte_tokenizer import EOS_ID
+from asyncrl.quickstart.byte_tokenizer import EOS_ID
 from asyncrl.rollout.worker.tokenizer import make_decode, make_encode
 from tests.chat import markers, spaced
 

@@ -13,8 +13,8 @@ from asyncrl.chat.choice import open_chat
 from asyncrl.chat.names import DEFAULT, RENDERERS
 from asyncrl.chat.renderer import RendererChat
 from asyncrl.chat.supervised import Supervised
-from asyncrl.data.byte_tokenizer import CHAT_TEMPLATE, EOS_ID
 from asyncrl.data.local_tokenizer import LocalTokenizer
+from asyncrl.quickstart.byte_tokenizer import CHAT_TEMPLATE, EOS_ID
 from tests.chat.markers import tokenizer
 
 OFFLINE = sorted(set(RENDERERS) - {DEFAULT, "gpt-oss"})

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from asyncrl.chat.names import DEFAULT
 from asyncrl.chat.renderer import RendererChat
 from asyncrl.chat.turn_end import described
-from asyncrl.data.byte_tokenizer import EOS_ID
 from asyncrl.data.local_tokenizer import load_local_tokenizer
+from asyncrl.quickstart.byte_tokenizer import EOS_ID
 from asyncrl.rollout.worker.tokenizer import make_decode
 from tests.chat import markers
 from tests.chat.templates import STYLES

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.cli import local, quickstart, smoke, verify
+from asyncrl.cli import local, quickstart, verify
 from asyncrl.cli.main import COMMANDS, main
 from asyncrl.config import config_dir, load_config
-from asyncrl.data.warmup_recipe import AgentRecipe, WarmupRecipe
 from asyncrl.memory.model_size import ModelSize, kv_values, model_size, tensor_shapes
+from asyncrl.quickstart import prepare as preparing
+from asyncrl.quickstart import smoke
+from asyncrl.quickstart.recipes import AgentRecipe, WarmupRecipe
 from asyncrl.telemetry.live.console import PlainConsole
 
 
@@ -348,7 +350,7 @@ def test_grouped_query_heads_and_an_explicit_head_dim_are_respected() -> None:
     assert kv_values({}) == 0
 
 
-@pytest.mark.parametrize("typed", [[], *([f"experiment={name}"] for name in quickstart.AGENT_OF)])
+@pytest.mark.parametrize("typed", [[], *([f"experiment={name}"] for name in preparing.AGENT_OF)])
 def test_the_quickstart_makes_its_files_once_and_then_starts_with_them(
     typed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,24 +361,24 @@ def test_the_quickstart_makes_its_files_once_and_then_starts_with_them(
         target.mkdir(parents=True)
         made.append(target)
 
-    monkeypatch.setattr(quickstart, "warm_up", fake_warm_up)
-    recipe = quickstart.recipe_of(typed)
-    first = quickstart.prepare(recipe)
-    assert quickstart.prepare(recipe) == first
+    monkeypatch.setattr(preparing, "warm_up", fake_warm_up)
+    recipe = preparing.recipe_of(typed)
+    first = preparing.prepare(recipe)
+    assert preparing.prepare(recipe) == first
     assert len(made) == 1
     corpus = {"corpus.jsonl"} if "experiment=search_quickstart" in typed else set[str]()
     assert {path.name for path in first.iterdir()} == {"model", "train.jsonl", "heldout.jsonl"} | corpus
-    given = [text for text in quickstart.quickstart_overrides(first, typed) if text.startswith("environment.")]
+    given = [text for text in preparing.quickstart_overrides(first, typed) if text.startswith("environment.")]
     assert given == [f"environment.args.corpus={first / name}" for name in corpus]
     assert list(tmp_path.iterdir()) == [first], "nothing half-made is left"
     others = [replace(recipe, seed=1), AgentRecipe() if type(recipe) is WarmupRecipe else WarmupRecipe()]
-    assert first not in [quickstart.cache_folder(other) for other in others]
+    assert first not in [preparing.cache_folder(other) for other in others]
 
 
 MAKES = """
 import sys
 from pathlib import Path
-from asyncrl.cli.quickstart import scratch_beside
+from asyncrl.quickstart.prepare import scratch_beside
 with scratch_beside(Path(sys.argv[1])) as made:
     made.mkdir()
     print(made, flush=True)
@@ -391,7 +393,7 @@ def test_what_a_killed_quickstart_left_half_made_is_removed_by_the_next_that_mak
         killed, used = (Path(maker.stdout.readline().strip()) for maker in makers if maker.stdout)
         makers[0].kill()
         makers[0].wait()
-        with quickstart.scratch_beside(tmp_path / "c") as made:
+        with preparing.scratch_beside(tmp_path / "c") as made:
             made.mkdir()
         assert not killed.exists() and used.exists()
         makers[1].communicate("\n")
@@ -429,7 +431,7 @@ def test_the_quickstart_refuses_settings_before_it_makes_a_model(
     name: str, refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ASYNCRL_CACHE", str(tmp_path))
-    monkeypatch.setattr(quickstart, "prepare", lambda recipe: pytest.fail("made before it was refused"))
+    monkeypatch.setattr(preparing, "prepare", lambda recipe: pytest.fail("made before it was refused"))
     assert main(["quickstart", f"experiment={name}", refused]) == 2
     assert "ConfigError" in capsys.readouterr().err
     with pytest.raises(pytest.fail.Exception, match="made before"):
@@ -451,7 +453,7 @@ def test_a_sweep_of_hydra_is_refused_with_what_to_do_instead(
 
 
 def test_the_user_s_settings_win_over_the_quickstart_s(tmp_path: Path) -> None:
-    overrides = quickstart.quickstart_overrides(tmp_path / "a b", ["data.path=mine.jsonl"])
+    overrides = preparing.quickstart_overrides(tmp_path / "a b", ["data.path=mine.jsonl"])
     assert overrides[0] == "experiment=quickstart"
     assert overrides[-1] == "data.path=mine.jsonl"
     assert f"model.path='{tmp_path}/a b/model'" in overrides

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncrl.cli.main import main
-from asyncrl.data.byte_tokenizer import save_byte_tokenizer
+from asyncrl.quickstart.byte_tokenizer import save_byte_tokenizer
 from asyncrl.rewards.reference_answers import reference_text
 from asyncrl.sandbox.level import Level
 from asyncrl.sandbox.running import unavailable

@@ -12,13 +12,13 @@ from transformers import AutoTokenizer
 from asyncrl.chat.choice import open_chat
 from asyncrl.chat.names import DEFAULT
 from asyncrl.chat.renderer import RendererChat
-from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 from asyncrl.data.local_tokenizer import LocalTokenizer, load_local_tokenizer
 from asyncrl.data.prompts import PromptSource, render
 from asyncrl.data.rows.view import PromptRows
 from asyncrl.data.truncation import cut_messages
 from asyncrl.drawing.order import APART, epoch_order
 from asyncrl.errors import DataError, OverlongError
+from asyncrl.quickstart.byte_tokenizer import save_byte_tokenizer
 from tests.chat import spaced
 from tests.chat.markers import tokenizer as byte_tokenizer_with_markers
 from tests.rollout.rollout_fakes import dataset

@@ -7,12 +7,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from asyncrl.checks.sources import Source
-from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 from asyncrl.data.local_tokenizer import load_local_tokenizer
 from asyncrl.data.rows.opening import open_source
 from asyncrl.data.rows.view import PromptRows
 from asyncrl.data.survey import LONGEST, SAMPLED, chosen, survey
 from asyncrl.errors import DataError
+from asyncrl.quickstart.byte_tokenizer import save_byte_tokenizer
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "häagen <b> 3 {}"}]
 TEMPLATES = [

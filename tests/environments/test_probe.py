@@ -15,11 +15,11 @@ from transformers import AutoTokenizer
 from asyncrl.chat.choice import open_chat
 from asyncrl.cli import local
 from asyncrl.cli.dry_run import command as dry_run
-from asyncrl.data.byte_tokenizer import CHAT_TEMPLATE, save_byte_tokenizer
 from asyncrl.environments.episodes import Asked
 from asyncrl.environments.probe import check_environment, foreseen
 from asyncrl.environments.registry import ENVIRONMENTS, make_environment
 from asyncrl.errors import ConfigError
+from asyncrl.quickstart.byte_tokenizer import CHAT_TEMPLATE, save_byte_tokenizer
 from asyncrl.schema import EnvironmentConfig, ModelConfig
 
 SOUND = """

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from asyncrl.data.byte_tokenizer import EOS_ID
 from asyncrl.engines.base import GenerateRequest
 from asyncrl.engines.fake import FakeEngine
 from asyncrl.environments.single_turn import SingleTurn
@@ -17,6 +16,7 @@ from asyncrl.evaluation.samples import Sample
 from asyncrl.evaluator import loop
 from asyncrl.evaluator.loop import EvalPlan, Evaluator
 from asyncrl.evaluator.run import FixedWeights
+from asyncrl.quickstart.byte_tokenizer import EOS_ID
 from asyncrl.rewards.score import RewardScore
 from asyncrl.rollout.groups.episode import EpisodeRunner
 from asyncrl.rollout.worker.report import WorkerReport

@@ -20,8 +20,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from asyncrl.data.byte_tokenizer import save_byte_tokenizer
-from asyncrl.data.modes import write_modes
+from asyncrl.quickstart.byte_tokenizer import save_byte_tokenizer
+from asyncrl.quickstart.modes import write_modes
 from asyncrl.telemetry.metrics.evaluations import is_evaluation
 from asyncrl.utils.process_tree import dying_with_this
 from tests.waiting import until

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.cli.quickstart import prepare, quickstart_overrides
-from asyncrl.data.warmup_recipe import WarmupRecipe
+from asyncrl.quickstart.prepare import prepare, quickstart_overrides
+from asyncrl.quickstart.recipes import WarmupRecipe
 from asyncrl.telemetry.metrics.evaluations import is_evaluation
 
 pytestmark = [pytest.mark.slow, pytest.mark.unhurried, pytest.mark.timeout(2700)]

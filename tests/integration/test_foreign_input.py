@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
-from asyncrl.data.byte_tokenizer import save_byte_tokenizer
+from asyncrl.quickstart.byte_tokenizer import save_byte_tokenizer
 from tests.integration.conftest import StartLocal
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

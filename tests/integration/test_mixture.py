@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2MoeConfig
 
-from asyncrl.cli.quickstart import prepare
-from asyncrl.data.warmup_recipe import WarmupRecipe
+from asyncrl.quickstart.prepare import prepare
+from asyncrl.quickstart.recipes import WarmupRecipe
 from asyncrl.telemetry.metrics.evaluations import is_evaluation
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.cli.quickstart import AGENT_OF
+from asyncrl.quickstart.prepare import AGENT_OF
 from asyncrl.telemetry.metrics.evaluations import is_evaluation
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]

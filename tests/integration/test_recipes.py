@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.cli.smoke import SMOKES
 from asyncrl.config import read_settings
+from asyncrl.quickstart.smoke import SMOKES
 from asyncrl.storage.best import read_best
 from tests.integration.conftest import LocalRun, begun
 

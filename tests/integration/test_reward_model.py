@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
-from asyncrl.data.byte_tokenizer import PAD_ID, save_byte_tokenizer
-from asyncrl.data.modes import LETTERS
+from asyncrl.quickstart.byte_tokenizer import PAD_ID, save_byte_tokenizer
+from asyncrl.quickstart.modes import LETTERS
 from tests.integration.conftest import StartLocal
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from asyncrl.cli.main import main
-from asyncrl.data.byte_tokenizer import save_byte_tokenizer
-from asyncrl.data.modes import write_modes
-from asyncrl.data.warmup_recipe import WarmupRecipe
-from asyncrl.learner.warmup.base_model import build_model
+from asyncrl.quickstart.base_model import build_model
+from asyncrl.quickstart.byte_tokenizer import save_byte_tokenizer
+from asyncrl.quickstart.modes import write_modes
+from asyncrl.quickstart.recipes import WarmupRecipe
 from tests.integration.conftest import begun
 from tests.sft.given import write
 from tests.waiting import until

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from asyncrl.config import load_config
-from asyncrl.data.byte_tokenizer import VOCAB_SIZE, save_byte_tokenizer
 from asyncrl.data.vocabulary import ids_of, refuse_lacking, refuse_smaller_vocabulary, refuse_unknown
 from asyncrl.errors import ConfigError
 from asyncrl.learner.roles import build_roles
+from asyncrl.quickstart.byte_tokenizer import VOCAB_SIZE, save_byte_tokenizer
 from asyncrl.schema import Config
 from tests.learner.feed import tiny_checkpoint
 

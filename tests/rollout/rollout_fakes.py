@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.checks.sources import Source
-from asyncrl.data.byte_tokenizer import EOS_ID, byte_tokenizer
 from asyncrl.data.dataset import Dataset, open_alone
 from asyncrl.data.prompts import PromptSource
 from asyncrl.engines.fake import FakeEngine
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.errors import RewardError
 from asyncrl.evaluation.orders import EvalAssignment, EvalResult
+from asyncrl.quickstart.byte_tokenizer import EOS_ID, byte_tokenizer
 from asyncrl.replay.protocol import Acquired, Board, DroppedSample, InsertReply
 from asyncrl.rewards.score import RewardScore
 from asyncrl.rollout.groups.episode import EpisodeRunner, GroupShape

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from asyncrl.checks.sources import Source
-from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 from asyncrl.learner.parallel.place import Place
+from asyncrl.quickstart.byte_tokenizer import save_byte_tokenizer
 from asyncrl.sft.assembly import assemble
 from asyncrl.sft.rows import SftRows, train_sources
 from asyncrl.sft.rules import load_sft

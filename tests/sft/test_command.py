@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.cli.main import main
 from asyncrl.cli.processes.ending import Ended
-from asyncrl.data.byte_tokenizer import save_byte_tokenizer
+from asyncrl.quickstart.byte_tokenizer import save_byte_tokenizer
 from asyncrl.telemetry.folder.run_folder import prepare_run_folder
 from asyncrl.telemetry.trace import read_trace
 from tests.chat import spaced

@@ -9,8 +9,8 @@ import pytest
 
 from asyncrl.chat.names import DEFAULT
 from asyncrl.chat.renderer import RendererChat
-from asyncrl.data.byte_tokenizer import EOS_ID, save_byte_tokenizer
 from asyncrl.errors import DataError, OverlongError
+from asyncrl.quickstart.byte_tokenizer import EOS_ID, save_byte_tokenizer
 from asyncrl.sft.examples import Encoder, Examples, open_encoder
 from asyncrl.sft.rows import Conversation, Texts
 from asyncrl.sft.settings import SftDataConfig

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.checks.addresses import host_of
+from asyncrl.checks.override_syntax import quoted, written
 from asyncrl.checks.rules.switches import without_effect
-from asyncrl.cli.arguments.overrides import quoted, written
 from asyncrl.config import choice_values, config_dir, config_groups, default_settings, read_settings
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Config

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from asyncrl.checks.addresses import host_of, tcp
+from asyncrl.checks.override_syntax import quoted
 from asyncrl.checks.placement import VISIBLE, met_twice, named, placement_of
-from asyncrl.cli.arguments.overrides import quoted
 from asyncrl.cli.processes.ports import free_port
 from asyncrl.placement import WHOLE_SHARE
 from asyncrl.schema import Config, RunSettings

@@ -13,8 +13,8 @@ import pytest
 from asyncrl.cli import local
 from asyncrl.cli.main import main
 from asyncrl.config import load_config, read_config
-from asyncrl.data.byte_tokenizer import CHAT_TEMPLATE, save_byte_tokenizer
-from asyncrl.data.smoke_rows import NUMBERS_V1
+from asyncrl.quickstart.byte_tokenizer import CHAT_TEMPLATE, save_byte_tokenizer
+from asyncrl.quickstart.smoke_rows import NUMBERS_V1
 from asyncrl.telemetry.folder.run_folder import prepare_run_folder
 
 REWARDS = """

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 
 from asyncrl.chat.hub import described_in
 from asyncrl.config import load_config
-from asyncrl.data.byte_tokenizer import CHAT_TEMPLATE, save_byte_tokenizer
 from asyncrl.data.local_tokenizer import tokenizer_digest
 from asyncrl.errors import CheckpointError
 from asyncrl.learner.checkpoints.export import export_critic, export_hf
 from asyncrl.learner.model.critic import build_critic
 from asyncrl.learner.model.policy import build_model
+from asyncrl.quickstart.byte_tokenizer import CHAT_TEMPLATE, save_byte_tokenizer
 from asyncrl.schema import Config, ModelConfig, RunConfig
 from asyncrl.storage.sealed import verify_export
 from tests.learner.feed import tiny_checkpoint

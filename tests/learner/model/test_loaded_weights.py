@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
-from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 from asyncrl.engines.hf.runner import ModelRunner
 from asyncrl.errors import ConfigError
 from asyncrl.learner.backends.fsdp2 import FSDP2
 from asyncrl.learner.model.critic import blank_classifier, build_critic, of_next_token, value_head
 from asyncrl.learner.model.policy import build_model, causal_lm
 from asyncrl.learner.model.reading import Checkpoint, EmptyOnMeta, pieces_of, without_weights
+from asyncrl.quickstart.byte_tokenizer import save_byte_tokenizer
 from asyncrl.rewards.reward_model import RewardModel
 from asyncrl.schema import Config, CriticConfig, ModelConfig
 from tests.learner.feed import VOCABULARY, tiny_checkpoint

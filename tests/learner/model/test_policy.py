@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from asyncrl.data.byte_tokenizer import CHAT_TEMPLATE, EOS_ID, save_byte_tokenizer
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.learner.batch import packing
 from asyncrl.learner.checkpoints.export import export_hf
 from asyncrl.learner.model.policy import build_model
 from asyncrl.learner.model.reading import files_of
+from asyncrl.quickstart.byte_tokenizer import CHAT_TEMPLATE, EOS_ID, save_byte_tokenizer
 from asyncrl.schema import Config, ModelConfig, RunConfig
 from tests.learner.families import siblings, tiny_family, trained_logprobs
 from tests.learner.feed import FAMILIES, VOCABULARY, tiny_checkpoint, tiny_model

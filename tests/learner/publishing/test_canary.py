@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 
-from asyncrl.data.byte_tokenizer import save_byte_tokenizer
-from asyncrl.data.smoke_rows import write_gsm8k
 from asyncrl.engines.hf.runner import ModelRunner
 from asyncrl.errors import NonFiniteError
 from asyncrl.learner.backends.fsdp2 import FSDP2
 from asyncrl.learner.model.policy import PolicyModel, build_model
 from asyncrl.learner.publishing.canary import DECOYS, ProvingPublisher, canary_of, exchanging, layers_of
 from asyncrl.learner.publishing.probes import Probes, probes_of, probes_of_run
+from asyncrl.quickstart.byte_tokenizer import save_byte_tokenizer
+from asyncrl.quickstart.smoke_rows import write_gsm8k
 from asyncrl.schema import Config, DataConfig, ModelConfig, RunConfig
 from asyncrl.weights.base import Publisher
 from asyncrl.weights.canary import ROUTED, Canary, compare, serves

@@ -13,11 +13,11 @@ import torch
 
 from asyncrl.checks.servers import PROBE_TOKENS
 from asyncrl.config import load_config
-from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 from asyncrl.data.local_tokenizer import own_tokenizer
 from asyncrl.learner.model.policy import PolicyModel
 from asyncrl.learner.publishing import probes
 from asyncrl.learner.publishing.probes import PROBES, agreed_probes, probes_of, probes_of_run
+from asyncrl.quickstart.byte_tokenizer import save_byte_tokenizer
 from asyncrl.schema import Config
 from tests.learner.feed import tiny_model
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from asyncrl.data.byte_tokenizer import byte_tokenizer, save_byte_tokenizer
 from asyncrl.learner.reporting.samples import Samples
+from asyncrl.quickstart.byte_tokenizer import byte_tokenizer, save_byte_tokenizer
 from asyncrl.rollout.worker.tokenizer import make_encode
 from asyncrl.types import NO_VERSION, StepPlan, Trajectory, TrajectoryGroup
 from tests.chat import spaced

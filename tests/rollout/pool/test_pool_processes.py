@@ -16,9 +16,9 @@ import psutil
 import pytest
 
 from asyncrl.config import load_config
-from asyncrl.data.byte_tokenizer import save_byte_tokenizer
-from asyncrl.data.modes import write_modes
 from asyncrl.digests import run_digest
+from asyncrl.quickstart.byte_tokenizer import save_byte_tokenizer
+from asyncrl.quickstart.modes import write_modes
 from asyncrl.replay.client.client import LearnerClient
 from asyncrl.replay.core.admission import AdmissionSettings
 from asyncrl.replay.net.keyring import with_keys

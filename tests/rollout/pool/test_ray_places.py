@@ -13,8 +13,8 @@ import ray
 from ray.util import placement_group_table
 
 from asyncrl.config import config_to_dict, load_config
-from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 from asyncrl.errors import ConfigError
+from asyncrl.quickstart.byte_tokenizer import save_byte_tokenizer
 from asyncrl.rollout.host import EXIT_REFUSED, WorkerExit, WorkerSpec
 from asyncrl.rollout.pool import ray_host
 from asyncrl.rollout.pool.ray_host import RayHost

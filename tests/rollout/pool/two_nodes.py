@@ -18,8 +18,8 @@ from pathlib import Path
 from ray.cluster_utils import Cluster
 
 from asyncrl.config import load_config
-from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 from asyncrl.errors import ConfigError
+from asyncrl.quickstart.byte_tokenizer import save_byte_tokenizer
 from asyncrl.replay.net.keyring import with_keys
 from asyncrl.rollout.host import WorkerExit
 from asyncrl.rollout.pool.nodes import refuse_lacking_nodes

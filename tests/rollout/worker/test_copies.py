@@ -12,9 +12,9 @@ import pytest
 from asyncrl.chat import hub
 from asyncrl.checks.user_code import CODE, workers_code
 from asyncrl.config import load_config
-from asyncrl.data.byte_tokenizer import save_byte_tokenizer
 from asyncrl.data.local_tokenizer import TOKENIZER, tokenizer_digest
 from asyncrl.errors import ConfigError
+from asyncrl.quickstart.byte_tokenizer import save_byte_tokenizer
 from asyncrl.replay.core.live.workers import OTHER_CODE
 from asyncrl.rollout.worker.copies import SameCopies
 from asyncrl.schema import Config

@@ -1,4 +1,4 @@
-"""The models of `experiment=smoke/NAME`: `python -m asyncrl.learner.warmup.smoke_models FOLDER`, one process, CPU.
+"""The models of `experiment=smoke/NAME`: `python -m asyncrl.quickstart.smoke_models FOLDER`, one process, CPU.
 
 model/        answers every prompt with one of a few numbers, in every form that the recipes' rewards read
 caller/       the same, but first writes a program and a query, one number each
@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForSequenceClassification, Qwen2ForCausalLM
 
-from asyncrl.data.byte_tokenizer import EOS_ID, PAD_ID, save_byte_tokenizer
-from asyncrl.data.smoke_rows import ANSWERS
-from asyncrl.data.warmup_recipe import WarmupRecipe
-from asyncrl.learner.warmup.base_model import IGNORED, build_model, fit, next_token_loss
+from asyncrl.quickstart.base_model import IGNORED, build_model, fit, next_token_loss
+from asyncrl.quickstart.byte_tokenizer import EOS_ID, PAD_ID, save_byte_tokenizer
+from asyncrl.quickstart.recipes import WarmupRecipe
+from asyncrl.quickstart.smoke_rows import ANSWERS
 
 STEPS, CALLER_STEPS, TEACHER_STEPS, BATCH, LR = 150, 200, 20, 8, 3e-3
 LONGEST_PROMPT = 200

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl.cli.quickstart import cache_root, make, scratch_beside, with_paths
-from asyncrl.data import smoke_rows
+from asyncrl.quickstart import smoke_rows
+from asyncrl.quickstart.prepare import cache_root, make, scratch_beside, with_paths
 
 CHOSEN = "experiment=smoke/"
 
@@ -26,7 +26,7 @@ class Ingredients:
     files: Mapping[str, str]
     """Settings -> files of rows, `data.path` first."""
     models: Mapping[str, str] = field(default_factory=dict)
-    """Settings -> model folders of `learner.warmup.smoke_models`. `model.path` is `model` by default."""
+    """Settings -> model folders of `smoke_models`. `model.path` is `model` by default."""
 
 
 TRAIN_AND_TEST = {"data.path": "train.parquet", "eval.path": "test.parquet"}
@@ -97,7 +97,7 @@ def prepared_models() -> Path:
                 "training the models of the smoke variants, 149 k parameters each: minutes, once, then cached ...",
                 flush=True,
             )
-            make("asyncrl.learner.warmup.smoke_models", str(made))
+            make("asyncrl.quickstart.smoke_models", str(made))
     return folder
 
 
@@ -111,12 +111,12 @@ def prepared_rows(name: str, needed: Ingredients) -> Path:
     return folder
 
 
-ROW_SOURCES = ("data/smoke_rows.py", "environments/reasoning/rows.py")
+ROW_SOURCES = ("quickstart/smoke_rows.py", "environments/reasoning/rows.py")
 MODEL_SOURCES = (
-    "learner/warmup/smoke_models.py",
-    "learner/warmup/base_model.py",
-    "data/warmup_recipe.py",
-    "data/byte_tokenizer.py",
+    "quickstart/smoke_models.py",
+    "quickstart/base_model.py",
+    "quickstart/recipes.py",
+    "quickstart/byte_tokenizer.py",
 )
 """Files of the package that determine the models, as those of `ROW_SOURCES` determine the rows."""
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.data.byte_tokenizer import EOS_ID, PAD_ID
-from asyncrl.data.warmup_recipe import WarmupRecipe
-from asyncrl.learner.warmup.base_model import IGNORED, Modes, build_model, main, train
+from asyncrl.quickstart.base_model import IGNORED, Modes, build_model, main, train
+from asyncrl.quickstart.byte_tokenizer import EOS_ID, PAD_ID
+from asyncrl.quickstart.recipes import WarmupRecipe
 
 
 def test_only_the_answer_and_its_end_are_learned() -> None:

@@ -9,8 +9,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from asyncrl.data import byte_tokenizer as bt
-from asyncrl.data.modes import is_held_out, reverse, sample_word, warmup_example, write_modes
+from asyncrl.quickstart import byte_tokenizer as bt
+from asyncrl.quickstart.modes import is_held_out, reverse, sample_word, warmup_example, write_modes
 
 
 def test_the_files_have_the_asked_rows_no_word_twice_and_no_word_in_both(tmp_path):
@@ -71,7 +71,8 @@ def test_the_byte_tokenizer_loads_through_auto_tokenizer(tmp_path):
 
 def test_data_and_rewards_load_no_torch():
     code = (
-        "import sys, asyncrl.data.modes, asyncrl.data.byte_tokenizer, asyncrl.data.prompts, asyncrl.rewards.pool;"
+        "import sys, asyncrl.quickstart.prepare, asyncrl.quickstart.byte_tokenizer;"
+        "import asyncrl.data.prompts, asyncrl.rewards.pool;"
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'ray')))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=150).returncode == 0

@@ -31,7 +31,7 @@ class AgentRecipe(WarmupRecipe):
     """The same model, trained on conversations with a tool, a ninth of which are right in both turns."""
 
     agent: str = "calculator"
-    """Name in `data.quick_agents.AGENTS`."""
+    """Name in `agents.AGENTS`."""
 
     lr: float = 2e-3
     min_sampled_accuracy: float = 0.105

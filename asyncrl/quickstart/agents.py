@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.data.modes import is_held_out
-from asyncrl.data.quick_questions import Facts, Questions, Sums
+from asyncrl.quickstart.modes import is_held_out
+from asyncrl.quickstart.questions import Facts, Questions, Sums
 
 GUESS_SHARE = 0.6
 """Share of conversations that answer at once: above a half, so that even greedy decoding starts with none right."""

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.data.smoke_rows import write_reasoning
 from asyncrl.errors import ConfigError
+from asyncrl.quickstart.smoke_rows import write_reasoning
 
 
 def test_without_reasoning_gym_its_recipe_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

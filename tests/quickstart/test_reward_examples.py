@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import random
 
-from asyncrl.data.judged import judged_example
-from asyncrl.data.modes import is_held_out, reverse
+from asyncrl.quickstart.modes import is_held_out, reverse
+from asyncrl.quickstart.reward_examples import judged_example
 
 
 def test_answers_are_labelled_by_what_they_are_half_of_each_and_never_of_a_held_out_word() -> None:

@@ -1,4 +1,4 @@
-"""Supervised warm-up of the quickstart's base models: `python -m asyncrl.learner.warmup.base_model FOLDER RECIPE-JSON`.
+"""Supervised warm-up of the quickstart's base models: `python -m asyncrl.quickstart.base_model FOLDER RECIPE-JSON`.
 
 A plain loop over text: next-token cross entropy on what the model is to write, one process, CPU.
 """
@@ -16,8 +16,9 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from asyncrl.data import quick_agents
-from asyncrl.data.byte_tokenizer import (
+from asyncrl.quickstart import agents
+from asyncrl.quickstart.agents import AGENTS, Agent, Part
+from asyncrl.quickstart.byte_tokenizer import (
     BOS_ID,
     CHAT_TEMPLATE,
     EOS_ID,
@@ -26,9 +27,8 @@ from asyncrl.data.byte_tokenizer import (
     byte_tokenizer,
     save_byte_tokenizer,
 )
-from asyncrl.data.modes import reverse, sample_word, warmup_example
-from asyncrl.data.quick_agents import AGENTS, Agent, Part
-from asyncrl.data.warmup_recipe import AgentRecipe, WarmupRecipe
+from asyncrl.quickstart.modes import reverse, sample_word, warmup_example
+from asyncrl.quickstart.recipes import AgentRecipe, WarmupRecipe
 
 IGNORED = -100
 PROBES = 256
@@ -93,7 +93,7 @@ def padded(rows: list[list[int]], labels: list[list[int]]) -> tuple[torch.Tensor
 
 
 class Modes:
-    """Words, with one of several kinds of answers (`asyncrl.data.modes`)."""
+    """Words, with one of several kinds of answers (`asyncrl.quickstart.modes`)."""
 
     seed = "warm-up"
     template = CHAT_TEMPLATE
@@ -136,10 +136,10 @@ class Modes:
 
 
 class Conversations:
-    """Conversations with a tool (`asyncrl.data.quick_agents`), whose output is not trained on."""
+    """Conversations with a tool (`asyncrl.quickstart.agents`), whose output is not trained on."""
 
     seed = "agent-warm-up"
-    template = quick_agents.CHAT_TEMPLATE
+    template = agents.CHAT_TEMPLATE
 
     def __init__(self, agent: Agent) -> None:
         self._agent, self.phrases = agent, agent.phrases

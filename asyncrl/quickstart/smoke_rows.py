@@ -1,6 +1,6 @@
 """Generated rows with the columns of the recipes' datasets, used as training data by `experiment=smoke/NAME`.
 
-Every right answer is a small number, because the smoke model (`asyncrl.learner.warmup.smoke_models`) says only those.
+Every right answer is a small number, because the smoke model (`asyncrl.quickstart.smoke_models`) says only those.
 """
 
 from __future__ import annotations

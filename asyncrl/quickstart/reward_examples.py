@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from asyncrl.data.modes import LETTERS, reverse, sample_word
+from asyncrl.quickstart.modes import LETTERS, reverse, sample_word
 
 
 def judged_example(rng: random.Random) -> tuple[str, str, bool]:

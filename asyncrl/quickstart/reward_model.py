@@ -1,4 +1,4 @@
-"""Makes the quickstart's reward model: `python -m asyncrl.learner.warmup.reward_model BASE-FOLDER FOLDER RECIPE-JSON`.
+"""Makes the quickstart's reward model: `python -m asyncrl.quickstart.reward_model BASE-FOLDER FOLDER RECIPE-JSON`.
 
 A sequence classifier on the warmed-up base model, trained on right and wrong answers: one process, CPU, seconds.
 """
@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from asyncrl.data.byte_tokenizer import PAD_ID, save_byte_tokenizer
-from asyncrl.data.judged import judged_example
-from asyncrl.data.warmup_recipe import RewardRecipe
-from asyncrl.learner.warmup.base_model import fit
+from asyncrl.quickstart.base_model import fit
+from asyncrl.quickstart.byte_tokenizer import PAD_ID, save_byte_tokenizer
+from asyncrl.quickstart.recipes import RewardRecipe
+from asyncrl.quickstart.reward_examples import judged_example
 from asyncrl.rewards.reward_model import pad_rows
 
 PROBES = 512

@@ -10,13 +10,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from asyncrl.chat.renderer import RendererChat
-from asyncrl.data.byte_tokenizer import EOS_ID, save_byte_tokenizer
-from asyncrl.data.modes import is_held_out
-from asyncrl.data.quick_agents import AGENTS, CHAT_TEMPLATE, END, write_rows
-from asyncrl.data.quick_questions import Facts, Sums
 from asyncrl.environments.search.environment import STYLES as SEARCH
 from asyncrl.environments.tools.interpreter import STYLES as PYTHON
 from asyncrl.environments.tools.styles import Tagged
+from asyncrl.quickstart.agents import AGENTS, CHAT_TEMPLATE, END, write_rows
+from asyncrl.quickstart.byte_tokenizer import EOS_ID, save_byte_tokenizer
+from asyncrl.quickstart.modes import is_held_out
+from asyncrl.quickstart.questions import Facts, Sums
 from asyncrl.rewards.library.question_answering import qa_exact_match
 
 CALCULATOR = AGENTS["calculator"]

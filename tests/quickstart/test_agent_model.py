@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.data.byte_tokenizer import EOS_ID
-from asyncrl.data.quick_agents import AGENTS
-from asyncrl.learner.warmup.base_model import IGNORED, Conversations, main, padded
+from asyncrl.quickstart.agents import AGENTS
+from asyncrl.quickstart.base_model import IGNORED, Conversations, main, padded
+from asyncrl.quickstart.byte_tokenizer import EOS_ID
 
 CALCULATOR = AGENTS["calculator"]
 

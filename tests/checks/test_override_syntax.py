@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.cli.arguments.overrides import quoted
+from asyncrl.checks.override_syntax import quoted
 from asyncrl.config import load_config
 
 REQUIRED = ["model.path=m", "data.path=d.jsonl", "reward.function=r.py:f"]

@@ -7,7 +7,7 @@ import operator
 import random
 from typing import Protocol
 
-from asyncrl.data.modes import LETTERS
+from asyncrl.quickstart.modes import LETTERS
 
 
 class Questions(Protocol):
@@ -48,7 +48,7 @@ class Sums:
 
 
 class Facts:
-    """Keys such as `bdca`, each with a value that only the corpus gives. No letter repeats in either (`data.modes`)."""
+    """Keys such as `bdca`, each with a value that only the corpus gives. No letter repeats in either (`modes`)."""
 
     KEY, VALUE = 4, 5
     """Lengths in letters. They differ, so that no key occurs in another key's passage."""
