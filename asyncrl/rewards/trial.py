@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,7 @@ def refuse_silent(
 
 def _silent(term: RewardTerm, rows: Sequence[tuple[str, dict[str, Any]]], timeout_s: float) -> list[str]:
     name = term.name or GRADERS[term.function]
+    term = replace(term, weight=1.0)  # with weight 0, as in distillation, every answer would be worth the same
     covered = [(where, row, reference_completions([term], row)) for where, row in rows if term.covers(row)]
     judged = [(where, row, [text for _, text in forms]) for where, row, forms in covered if forms]
     found = asyncio.run(_score_all([term], [(row, ["", *texts]) for _, row, texts in judged], timeout_s))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from asyncrl.checks.rewards import LIBRARY, RewardTerm
@@ -52,3 +54,10 @@ def test_the_own_answer_comes_from_the_rewards_own_column_first():
     texts = [text for _, text in reference_completions([term("gsm8k", column="kind")], row)]
     assert "#### 2" in texts and "#### 1" not in texts
     assert reference_completions([term("code")], row) == []
+
+
+def test_a_grader_of_weight_zero_knows_right_answers():
+    """In distillation the reward is only logged."""
+    logged = replace(term("gsm8k"), weight=0.0)
+    row = {"prompt": "p", "answer": "2 + 2 = 4\n#### 4"}
+    assert refuse_silent([logged], [("d.jsonl:1", row)], timeout_s=60) == []
