@@ -139,6 +139,8 @@ def boxed_answers(completion: str) -> list[str]:
     boxes = _boxes(completion)
     if not boxes:
         return UNBRACED_BOX.findall(completion)[-1:]
+    if boxes[-1][2] is None:
+        return [""]  # cut off: an earlier box was not the last word
     found: list[str] = []
     behind = len(completion)
     for start, end, contents in reversed(boxes):
@@ -147,6 +149,13 @@ def boxed_answers(completion: str) -> list[str]:
         found.insert(0, contents)
         behind = start
     return list(dict.fromkeys(found))
+
+
+def after_thinking(completion: str) -> str:
+    """Return what follows the last `</think>`, since a box among the thoughts is no answer; the whole text if nothing
+    does."""
+    answer = completion.rpartition("</think>")[2]
+    return answer if answer.strip() else completion
 
 
 def _boxes(completion: str) -> list[tuple[int, int, str | None]]:

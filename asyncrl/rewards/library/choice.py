@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from asyncrl.errors import RewardError
-from asyncrl.rewards.library.answers import Answer, boxed_answer, right_answers, tagged_answer, value_of
+from asyncrl.rewards.library.answers import Answer, after_thinking, boxed_answer, right_answers, tagged_answer, value_of
 
 LETTERS = "ABCDEFGHIJ"
 CHOICES = ("choices", "options", "endings", "question.choices")
@@ -30,6 +30,12 @@ ALSO_SAID = re.compile(
 )
 ALONE = re.compile(r"[\s({\[]*([A-Ja-j])[\s)}\].:]*")
 LISTED = re.compile(r"[\s({\[]*([A-J])[)\].:]\s*\S.*")
+HEDGED = re.compile(
+    r"[)}\]\s]*(?:"
+    r"(?:and|or)\b\s*[({\[]*[A-J]|[,/&+]\s*[({\[]*(?:[B-HJ]|[AI](?!\s+[a-z]))|\s*[({\[]+[A-J](?=[)}\]])|\s+[A-J](?=\W*$)"
+    r")(?![A-Za-z'\u2019])[)}\]]*(?!\s+(?:is|are|was|were|seems|cannot|can|would|does|do|has|states|says)\b)"
+)
+"""Another letter right behind one: `A or B`, `A, B` name no choice."""
 BRACKETED = re.compile(r"\(([A-J])\)")
 PRONOUN = re.compile(
     r"I\s+(?:think|believe|guess|am|would|will|do|did|can|could|chose|choose|pick|was|have|know|need|say)\b"
@@ -92,21 +98,23 @@ def _choices(row: Mapping[str, Any]) -> tuple[Sequence[str], Sequence[str]]:
 
 def chosen(completion: str) -> str | None:
     """Return the letter that a completion chooses; None if it chooses none."""
+    completion = after_thinking(completion)
     tagged = tagged_answer(completion)
     boxed = boxed_answer(completion if tagged is None else tagged)
     marked = tagged if boxed is None else boxed
     if marked is not None:
         return _letter(marked)
     text = DRESS.sub("", PRONOUN.sub("", completion))
-    said = [(found.end(), (found[1] or found[2]).upper()) for found in SAID.finditer(text)]
-    said += [(found.end(), found[1]) for found in ALSO_SAID.finditer(text)]
+    said = [(found.end(), found.end(), (found[1] or found[2]).upper()) for found in SAID.finditer(text)]
+    said += [(found.end(), found.end(1), found[1]) for found in ALSO_SAID.finditer(text)]
     if said:
-        return max(said)[1]
+        _, behind, letter = max(said)
+        return None if HEDGED.match(text, behind) else letter
     lines = text.strip().splitlines()
     if not lines:
         return None
     if alone := ALONE.fullmatch(lines[-1]) or LISTED.fullmatch(lines[-1]):
-        return alone[1].upper()
+        return None if HEDGED.match(lines[-1], alone.end(1)) else alone[1].upper()
     bracketed = set(BRACKETED.findall(lines[-1]))
     return bracketed.pop() if len(bracketed) == 1 else None
 
@@ -115,6 +123,8 @@ def _letter(text: str) -> str | None:
     """Return the letter with which a short text begins; or that `answer is B` in it names."""
     text = DRESS.sub(" ", text).strip()
     found = LETTER.match(text)
+    if found and HEDGED.match(text, found.end(1)):
+        return None
     bracketed = found is not None and text[found.start(1) - 1 : found.start(1)] in ("(", "{", "[")
     if found and (BEHIND.match(text, found.end()) or bracketed or BEHIND.match(text, found.end(1))):
         return found[1].upper()

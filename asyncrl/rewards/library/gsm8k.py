@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from asyncrl.errors import RewardError
-from asyncrl.rewards.library.answers import Answer, boxed_answer, right_answers
+from asyncrl.rewards.library.answers import Answer, after_thinking, boxed_answer, right_answers
 from asyncrl.rewards.library.numerals import (
     Number,
     decimal_text,
@@ -89,6 +89,7 @@ def marked_number(text: str) -> Number | None:
 
 def answered_number(text: str) -> Number | None:
     """Return the number after the last `####`, otherwise that in the last box, otherwise the last."""
+    text = after_thinking(text)
     if MARK in text:
         return marked_number(text)
     boxed = boxed_answer(text)

@@ -15,7 +15,14 @@ from typing import Any
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 from asyncrl.errors import ConfigError, RewardError
-from asyncrl.rewards.library.answers import Answer, boxed_answers, right_answers, tagged_answer, texts_of
+from asyncrl.rewards.library.answers import (
+    Answer,
+    after_thinking,
+    boxed_answers,
+    right_answers,
+    tagged_answer,
+    texts_of,
+)
 from asyncrl.rewards.library.numerals import SIGNS, spelled_out
 
 READ = (LatexExtractionConfig(), ExprExtractionConfig())
@@ -26,6 +33,11 @@ UNITED = re.compile(r"(-?[\d.,]+)\s*(?:[cdkm]m|ft|in|yd|mi|kg|mg|lb|oz|mph)(?:\^
 """A number and a unit that math-verify takes for variables."""
 LETTERED = re.compile(r"\s*\\?(?:text(?:bf)?|mathrm|mathbf)?\{?\(([A-J])\)\}?\S*\s*\S+")
 """The letter of a choice with the choice behind it, as in `\\textbf{(C)}\\ 5`."""
+ROOT = re.compile(r"\\sqrt\s*\(([^()]*)\)")
+ROOT_SIGN = re.compile("\u221a\\s*\\(?(\\d+|[a-z])\\)?")
+"""math-verify leaves out what follows `\\sqrt(`, and the typographic sign."""
+SMALL, APART = 1e-3, 1e-3
+"""math-verify rounds numbers to six places; below `SMALL` they must not differ by this share."""
 FRACTION = re.compile(r"\\([dt]?)frac\s*(\\[a-zA-Z]+|\d)\s*(\\[a-zA-Z]+|\d)(?![a-zA-Z{])")
 """Without braces: `\\frac\\pi2`."""
 SAID = re.compile(r"(?i)answer(?:\s+is)?\s*:?\s*(?:\*\*)?\s*([^\n*]+)")
@@ -74,7 +86,7 @@ class MathVerified:
         if not wanted:
             raise RewardError(f"math cannot read the right answer {truths[0]!r:.80}")
         return any(
-            given and verify(wanted, given, timeout_seconds=None)
+            given and verify(wanted, given, timeout_seconds=None) and not _far_apart(wanted[0], given[0])
             for text in answers_in(completion, boxed=self._boxed)
             for given in (_read(text),)
         )
@@ -86,6 +98,7 @@ def answers_in(completion: str, *, boxed: bool) -> list[str]:
     The last box counts, together with boxes directly before it (`\\boxed{1} and \\boxed{2}`); without a box, the last
     `<answer>` tag or `####`; otherwise what math-verify finds in the whole text, and what follows the last `answer is`.
     """
+    completion = ROOT.sub(r"\\sqrt{\1}", after_thinking(completion))
     found = boxed_answers(completion)
     if not found and not boxed:
         tagged = tagged_answer(completion)
@@ -104,6 +117,7 @@ def answers_in(completion: str, *, boxed: bool) -> list[str]:
 def readings_of(text: str) -> list[str]:
     """Return what an answer can mean: without currency and unit, mixed numbers and scientific notation written out."""
     text = CURRENCY.sub("", text.strip().strip("*`").strip().translate(SIGNS))
+    text = ROOT.sub(r"\\sqrt{\1}", ROOT_SIGN.sub(r"\\sqrt{\1}", text))
     text = FRACTION.sub(r"\\\1frac{\2}{\3}", text.removesuffix(".").removesuffix(",").strip())
     if united := UNITED.fullmatch(text):
         text = united[1]
@@ -134,6 +148,14 @@ def _right(answer: Answer) -> list[str]:
         text = inner if len(inner) == len(text.strip()) - len(first + last) and first not in inner else text
     letter = LETTERED.match(text)
     return readings_of(text) + ([letter[1]] if letter else [])
+
+
+def _far_apart(wanted: Any, given: Any) -> bool:
+    """Whether two numbers that are equal to six places differ all the same, because one of them is very small."""
+    if not (getattr(wanted, "is_comparable", False) and getattr(given, "is_comparable", False)):
+        return False
+    one, other = abs(wanted.evalf()), abs(given.evalf())
+    return bool(min(one, other) < SMALL and abs(one - other) > APART * max(one, other))
 
 
 def _read_right(text: str) -> list[Any]:
