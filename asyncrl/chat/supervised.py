@@ -154,11 +154,20 @@ def _pieces(
 
 
 def _going_on(through: str, whole: str, special: Collection[str]) -> str:
-    """Leave out the special token with which a template (Phi's) ends any conversation, so also one that goes on."""
+    """Leave out the special token with which a template (Phi's) ends any conversation, so also one that goes on; but
+    not where another token ends the turn there (Harmony's): the model would learn both."""
     if whole.startswith(through):
         return through
     shorter = (through.removesuffix(token) for token in special if token and through.endswith(token))
-    return next((text for text in shorter if whole.startswith(text)), through)
+    return next((text for text in shorter if whole.startswith(text) and _is_same_end(text, whole, special)), through)
+
+
+def _is_same_end(text: str, whole: str, special: Collection[str]) -> bool:
+    """Whether `text` ends its turn by itself, or nothing in `whole` ends it behind `text`."""
+    bare, behind = text.rstrip(), whole[len(text) :].lstrip()
+    return any(token and bare.endswith(token) for token in special) or not any(
+        token and behind.startswith(token) for token in special
+    )
 
 
 def _closed(written: str, message: Message, special: Collection[str]) -> tuple[str, bool]:

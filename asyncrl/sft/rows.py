@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from asyncrl.chat.base import Message, ToolSpec
 from asyncrl.checks.sources import Source, sources
 from asyncrl.data.rows.base import Row
-from asyncrl.data.rows.messages import MEDIA, TOOLS, messages_of, refuse_halves, refuse_media, tools_of
+from asyncrl.data.rows.messages import MEDIA, TOOLS, from_json_text, messages_of, refuse_halves, refuse_media, tools_of
 from asyncrl.data.rows.opening import open_rows
 from asyncrl.data.rows.view import SourceRows, dug
 from asyncrl.errors import DataError
@@ -119,6 +119,7 @@ class SftRows(SourceRows):
         if prompt is None or not name:
             raise self._columns_missing(columns, row, prompt is None)
         completion = dug(columns, name.split("."))
+        prompt, completion = from_json_text(prompt), from_json_text(completion)
         if isinstance(prompt, str) and isinstance(completion, str) and not data.chat:
             for column, text in ((self.source.prompt_column, prompt), (name, completion)):
                 refuse_halves(text, column, where)
@@ -183,6 +184,7 @@ def _as_messages(given: Any, role: str) -> Any:
 
 def _messages(given: Any, column: str, where: str) -> list[Message]:
     """As `messages_of`, but also accepts ShareGPT's form."""
+    given = from_json_text(given)
     if isinstance(given, list):
         given = [_of_sharegpt(each, where) if isinstance(each, Mapping) else each for each in given]
     found = messages_of(given, column, where)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from asyncrl.chat.base import ChatError
 from asyncrl.chat.names import DEFAULT
 from asyncrl.chat.renderer import RendererChat
 from asyncrl.chat.turn_end import described
@@ -94,6 +95,17 @@ def test_an_end_of_several_tokens_is_taught_with_the_eos_behind_the_last_turn_al
     prompt = chat.render(TALK[:1])
     said = chat.encode("TWO[/assistant]", add_special_tokens=False)
     assert list(found.token_ids[: len(prompt) + len(said)]) == [*prompt, *said]
+
+
+def test_an_end_that_is_another_one_once_others_follow_is_refused_and_not_taught_as_the_eos() -> None:
+    """Harmony's turns end with <|return|> at the end of a conversation, and with <|end|> before other messages."""
+    chat = chat_of("harmony")
+    talk = [*TALK, MORE, TALK[1]]
+    with pytest.raises(ChatError, match=r"writes message 1 differently .* Train on the last turn only"):
+        chat.supervise(talk, learned=(False, True, False, True))
+    found = chat.supervise(talk, learned=(False, False, False, True))
+    learned = [token for token, mask in zip(found.token_ids, found.loss_mask, strict=True) if mask]
+    assert chat.decode(learned) == "<|channel|>final<|message|>TWO<|return|>"
 
 
 def test_a_template_that_has_no_end_for_tool_calls_is_not_ended_by_the_first_of_several() -> None:

@@ -369,3 +369,12 @@ def test_columns_of_the_arrow_json_type_become_the_objects_that_were_stored(tmp_
     }
     assert rows[1]["answer"] == {"n": [1, None]} and rows[1]["prompt"] == [{"role": "user", "content": "b"}]
     assert opened(tmp_path / "d.parquet", prompt_column="talk")[1]["prompt"] == [{"role": "user", "content": "ho"}]
+
+
+def test_messages_that_are_stored_as_json_text_are_messages(tmp_path: Path) -> None:
+    """Otherwise the policy would read brackets and quotation marks."""
+    said = [{"role": "user", "content": "hi"}]
+    texts = ["[1, 2] is a list. Sum it", '[{"a": 1}]', "[", "plain"]
+    (tmp_path / "d.jsonl").write_text(json.dumps({"prompt": json.dumps(said)}) + "\n")
+    assert opened(tmp_path / "d.jsonl")[0]["prompt"] == said
+    assert [checked_prompt(text, "prompt", "row") for text in texts] == texts

@@ -35,6 +35,18 @@ def without_made_nulls(value: Any, below: bool = False) -> Any:
     return [without_made_nulls(part, below) for part in value] if isinstance(value, list) else value
 
 
+def from_json_text(given: Any) -> Any:
+    """Messages that are stored as their JSON text, decoded; anything else as it is."""
+    if not isinstance(given, str) or not given.lstrip().startswith("["):
+        return given
+    try:
+        found = json.loads(given)
+    except (ValueError, RecursionError):
+        return given
+    is_list = isinstance(found, list) and found
+    return found if is_list and all(isinstance(each, Mapping) and is_message(each) for each in found) else given
+
+
 def messages_of(given: Any, column: str, where: str) -> list[dict[str, Any]]:
     """Copy the messages, without null fields (`"tool_calls": null`, as clients of OpenAI's API write them), and with
     the text parts of a message joined. What is below them stays: a null argument of a tool call may be meant.
@@ -45,6 +57,7 @@ def messages_of(given: Any, column: str, where: str) -> list[dict[str, Any]]:
     Raises:
         DataError: naming the row and the invalid message.
     """
+    given = from_json_text(given)
     if not isinstance(given, list) or not given:
         raise DataError(f"{where}: `{column}` must be text or a non-empty list of messages, got {given!r:.80}")
     refuse_halves(given, column, where)

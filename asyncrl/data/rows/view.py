@@ -12,7 +12,7 @@ from asyncrl.checks.conditions import Condition
 from asyncrl.checks.hints import nearest
 from asyncrl.checks.sources import Source
 from asyncrl.data.rows.base import Row, Rows
-from asyncrl.data.rows.messages import MEDIA, TOOLS, messages_of, refuse_halves, refuse_media, tools_of
+from asyncrl.data.rows.messages import MEDIA, TOOLS, from_json_text, messages_of, refuse_halves, refuse_media, tools_of
 from asyncrl.errors import DataError
 
 PROMPT = "prompt"
@@ -151,6 +151,7 @@ class PromptRows(SourceRows):
 
 def checked_prompt(prompt: object, column: str, where: str) -> str | list[dict[str, Any]]:
     """A text, or messages whose next one the model is to write. Raises DataError naming the row."""
+    prompt = from_json_text(prompt)
     if isinstance(prompt, str):
         if not prompt:
             raise DataError(f"{where}: `{column}` is empty. Remove the row")
