@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,6 @@ from asyncrl.telemetry.metrics.advice import tuning_advice
 from asyncrl.telemetry.metrics.evaluations import by_step, evaluations
 from asyncrl.telemetry.metrics.log import METRICS_FILE
 from asyncrl.telemetry.metrics.printed import clock, failed_rewards, who_waits
-from asyncrl.telemetry.reports.staleness_table import staleness_table
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,18 @@ Series = dict[str, tuple[list[int], list[float]]]
 CURVES_FILE = "curves.png"
 MAX_FAILED_LINES = 3
 """Limit on the evaluations of a set with failed rows that the summary names; the last ones are named."""
+
+
+AGE_COLUMNS = (
+    ("share", "token_share", "{:.1%}"),
+    ("rms log-ratio", "rms_log_ratio", "{:.4f}"),
+    ("ESS/N", "ess_token", "{:.3f}"),
+    ("KL(mu|pi)", "kl_k3", "{:.5f}"),
+    ("clipped", "clip_fraction", "{:.2%}"),
+    ("max ratio", "max", "{:.2f}"),
+)
+"""Heading, metric `staleness/age_<k>/...` and number format of each column."""
+AGE_OF = re.compile(r"staleness/age_(\d+)/token_share")
 
 
 def read_metrics(run_dir: Path) -> list[Row]:
@@ -103,6 +115,46 @@ def summary(rows: Sequence[Row], replay: ReplayConfig | None = None) -> str:
     if replay is not None:
         lines += filter(None, [tuning_advice({**last, **means}, replay.pipeline_depth, replay.max_staleness)])
     return "\n".join(lines)
+
+
+def staleness_table(rows: Sequence[Row], last: int = 50) -> list[str]:
+    """Return lines of text, one per token age, averaged by tokens over the last rows (for the maximum, the largest).
+
+    Args:
+        rows: rows of metrics.jsonl.
+        last: number of the last rows used: the policy at the end is what the next run starts from.
+
+    Returns:
+        No lines if 0 is the only age, since there is nothing to compare.
+    """
+    recent = rows[-last:]
+    ages = sorted({int(found.group(1)) for row in recent for name in row if (found := AGE_OF.fullmatch(name))})
+    if not ages or ages == [0]:
+        return []
+    widths = [max(len(heading), 8) for heading, _, _ in AGE_COLUMNS]
+    lines = [
+        "  age  " + "  ".join(heading.rjust(width) for (heading, _, _), width in zip(AGE_COLUMNS, widths, strict=True))
+    ]
+    for age in ages:
+        cells = (_age_cell(recent, age, metric, form) for _, metric, form in AGE_COLUMNS)
+        lines.append(f"{age:5d}  " + "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)))
+    return lines
+
+
+def _age_cell(rows: Sequence[Row], age: int, metric: str, form: str) -> str:
+    place = f"staleness/age_{age}"
+    if metric == "token_share":
+        return form.format(sum(row.get(f"{place}/token_share") or 0.0 for row in rows) / len(rows))
+    found = [
+        (row[f"{place}/{metric}"], row[f"{place}/token_share"])
+        for row in rows
+        if row.get(f"{place}/{metric}") is not None and row.get(f"{place}/token_share")
+    ]
+    if not found:
+        return ""
+    if metric == "max":
+        return form.format(max(value for value, _ in found))
+    return form.format(sum(value * share for value, share in found) / sum(share for _, share in found))
 
 
 def _trained_for(rows: Sequence[Row]) -> float:

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from asyncrl.cli.main import main
-from asyncrl.telemetry.reports import compared, page_samples
-from asyncrl.telemetry.reports.page import POINTS, TEMPLATE, curve_of, page_of
-from asyncrl.telemetry.reports.page_samples import SAMPLES
+from asyncrl.telemetry.reports import compared
+from asyncrl.telemetry.reports.page import POINTS, SAMPLES, TEMPLATE, curve_of, page_of
 
 
 def make_run(folder: Path, rows: list[dict[str, Any]], samples: list[dict[str, Any]] | None = None) -> Path:
@@ -123,7 +122,7 @@ def test_a_completion_cannot_leave_the_data_and_nothing_is_fetched(tmp_path: Pat
 
 
 def test_of_samples_that_fill_many_bytes_the_newest_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_samples, "MOST_BYTES", 2500)
+    monkeypatch.setattr("asyncrl.telemetry.reports.page.MOST_BYTES", 2500)
     samples = [{"step": step, "completion": "x" * 1000} for step in range(1, 9)]
     rows = data_in(page_of([make_run(tmp_path / "a", some_rows(5, 0), samples)]))["samples"]
     assert [row[1] for row in rows] == [8, 7]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.telemetry.reports.staleness_table import staleness_table
+from asyncrl.telemetry.reports.summary import staleness_table
 
 
 def row(**ages: tuple[float, float, float]) -> dict[str, float]:
