@@ -12,11 +12,15 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
+    Gemma3Config,
+    Gemma3ForSequenceClassification,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2ForSequenceClassification,
     Qwen2ForTokenClassification,
+    Qwen3_5Config,
+    Qwen3_5ForSequenceClassification,
 )
 
 from asyncrl.errors import ConfigError, RewardError
@@ -132,6 +136,45 @@ def test_a_conversation_goes_through_the_chat_template(tmp_path: Path) -> None:
     (chat,) = group(Call(completions=["hi"], row={"prompt": [{"role": "user", "content": "hello"}]}))
     (plain,) = group(Call(completions=["assistant: hi\n"], row={"prompt": "user: hello\n"}))
     assert chat.value == pytest.approx(plain.value)
+
+
+TEXT = {
+    **{"vocab_size": 264, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "initializer_range": 0.5},
+}
+SIGHT = {"hidden_size": 16, "intermediate_size": 16, "image_size": 28, "patch_size": 14, "num_attention_heads": 2}
+
+
+def gemma3() -> PreTrainedModel:
+    sight = SIGHT | {"num_hidden_layers": 1, "model_type": "siglip_vision_model"}
+    tokens = {"boi_token_index": 261, "eoi_token_index": 262, "image_token_index": 263}
+    config = Gemma3Config(text_config=TEXT, vision_config=sight, mm_tokens_per_image=4, **tokens)
+    config.num_labels = 1
+    return Gemma3ForSequenceClassification(config)
+
+
+def qwen3_5() -> PreTrainedModel:
+    linear = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 16}
+    linear |= {"linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}
+    sight = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    tokens = {"image_token_id": 263, "video_token_id": 262, "vision_start_token_id": 260, "vision_end_token_id": 261}
+    config = Qwen3_5Config(text_config=TEXT | linear, vision_config=sight, **tokens)
+    config.num_labels = 1
+    return Qwen3_5ForSequenceClassification(config)
+
+
+@pytest.mark.parametrize("make", [gemma3, qwen3_5])
+def test_a_classifier_that_also_sees_scores_each_text_of_a_batch_at_its_end(make: Any, tmp_path: Path) -> None:
+    """Its head looks for the padding in the settings of its decoder, not in its own."""
+    torch.manual_seed(0)
+    model = make()
+    with torch.no_grad():
+        for parameter in model.score.parameters():
+            parameter.normal_()
+    loaded = RewardModel(save(model, tmp_path))
+    rewards = loaded([prompt for prompt, _ in TEXTS], [answer for _, answer in TEXTS])
+    assert rewards == pytest.approx(one_by_one(model, per_token=False), abs=1e-4)
+    assert len({round(reward, 3) for reward in rewards}) == len(TEXTS)
 
 
 def test_texts_that_cannot_be_scored_are_errors_and_no_scores(tmp_path: Path) -> None:
