@@ -93,12 +93,20 @@ MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 def refuse_media(row: Mapping[str, Any], where: str) -> None:
     """Raises DataError naming the row if one of its columns `MEDIA` is not empty."""
     for name in MEDIA:
-        if row.get(name):
+        if _has_content(row.get(name)):
             raise DataError(
                 f"{where} has something in its column `{name}`, but the policy reads text only and would answer "
                 "without it. Give rows of text alone, leave such rows out with data.where, or rename the column if "
                 "only your reward or environment reads it"
             )
+
+
+def _has_content(value: Any) -> bool:
+    """Whether any value in it is neither null nor empty: Arrow fills the fields of an image that a row lacks with
+    nulls."""
+    if isinstance(value, Mapping):
+        return any(map(_has_content, value.values()))
+    return any(map(_has_content, value)) if isinstance(value, list) else bool(value)
 
 
 def refuse_halves(value: object, column: str, where: str) -> None:

@@ -310,7 +310,8 @@ def test_a_template_with_a_syntax_error_is_refused(task: list[str], capsys: pyte
 def test_rows_with_images_audio_or_video_are_refused_by_name(
     task: list[str], capsys: pytest.CaptureFixture[str], column: str
 ) -> None:
-    rows = [{"prompt": "abc", "answer": "", column: None}, {"prompt": "abc", "answer": "", column: []}] * 20
+    nothing = (None, [], [{"bytes": None, "path": None}], {"bytes": None})
+    rows = [{"prompt": "abc", "answer": "", column: value} for value in nothing] * 10
     write_rows(Path("d.jsonl"), *rows)
     assert main(["local", *task, "--dry-run"]) == 0
     write_rows(Path("d.jsonl"), *rows, {"prompt": "abc", "answer": "", column: ["cat.png"]})
