@@ -21,6 +21,8 @@ from asyncrl.types import DropReason, Prompt, TrajectoryGroup, members_of
 
 SHOWN = 400
 """Limit on the characters shown of the last failure."""
+ROUNDING = 1e-6
+"""Relative difference of rewards that counts as none."""
 GroupFilter = Callable[[TrajectoryGroup], bool]
 """Returns True if the group is to be dropped."""
 
@@ -28,8 +30,15 @@ GroupFilter = Callable[[TrajectoryGroup], bool]
 def zero_variance(group: TrajectoryGroup, parts: Sequence[str] = ()) -> bool:
     """All rewards are equal: with a group baseline every advantage is 0. With `parts`, each of these parts is."""
     if not parts:
-        return len({trajectory.reward for trajectory in group.trajectories}) < 2
-    return len({tuple(each.rewards.get(name) for name in parts) for each in group.trajectories}) < 2
+        return _same([trajectory.reward for trajectory in group.trajectories])
+    return all(_same([each.rewards[name] for each in group.trajectories if name in each.rewards]) for name in parts)
+
+
+def _same(values: Sequence[float]) -> bool:
+    """Whether numbers are equal but for rounding: a reward model gives 0.99999994 and 1.0 for the same answer, and a
+    baseline with a standard deviation would enlarge the difference."""
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    return high - low <= ROUNDING * max(abs(low), abs(high))
 
 
 def any_truncated(group: TrajectoryGroup) -> bool:

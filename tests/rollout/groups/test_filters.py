@@ -17,7 +17,7 @@ from asyncrl.replay.client.client import LearnerClient, WorkerRendezvous
 from asyncrl.rewards.filter_pool import FilterPool
 from asyncrl.rewards.filters import FinishedGroup, Verdict
 from asyncrl.rewards.score import RewardScore
-from asyncrl.rollout.groups.filters import Filters, built_in_filters
+from asyncrl.rollout.groups.filters import Filters, built_in_filters, zero_variance
 from asyncrl.rollout.worker.process import REFUSALS
 from asyncrl.rollout.worker.report import WorkerReport
 from asyncrl.schema import RolloutConfig
@@ -50,6 +50,20 @@ def shaped(*members: tuple[float, float]):
         for right, long in members
     )
     return replace(replay_group(ORDER, [0]), trajectories=trajectories)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "flat"),
+    [
+        ((0.99999994, 1.0), True),
+        ((0.0, 0.0), True),
+        ((-1.0, -1.0000001), True),
+        ((0.0, 1e-9), False),
+        ((1.0, 1.001), False),
+    ],
+)
+def test_rewards_that_differ_by_rounding_alone_are_equal(rewards: tuple[float, float], flat: bool):
+    assert zero_variance(made(*((reward, "stop") for reward in rewards))) == flat
 
 
 @pytest.mark.parametrize("named", [[], ["rollout.zero_variance_of=right/acc"], ["rollout.zero_variance_of=right"]])
