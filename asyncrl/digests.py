@@ -17,7 +17,7 @@ from asyncrl.checks.user_code import learner_code
 from asyncrl.schema import Config
 from asyncrl.user_code import code_fingerprint
 
-OWN_TO_A_PROCESS = ("address", "shard_address", "keys", "local_sockets", "durability", "max_restarts", "journal")
+OWN_TO_A_PROCESS = ("address", "keys", "local_sockets", "durability", "max_restarts", "journal")
 """Replay settings that may differ between processes."""
 
 

@@ -18,7 +18,6 @@ under way, and more are on their way to the consumer.
     memory    the replay server: acquire, insert, lease, train, commit; the producer and the server check every value
     journal   the same with `replay.durability=journal`; `ack_*_ms` is from insert to durable acknowledgement
     *_tcp     the same two with `replay.local_sockets=false`: by tcp and encrypted, as between machines
-    shards    the same with `replay.shards=2`, all on this machine; `server_*` is the planner alone
 
 Not all of them do the same work. `memory` / `two_hop` is the ratio to improve, and it includes what the bare proxy does
 not do: the proxy acknowledges nothing, so that 150 groups and more are in its pipes (the replay's producer has at most
@@ -41,7 +40,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -52,7 +50,6 @@ from asyncrl.replay.core.admission import AdmissionSettings
 from asyncrl.replay.net.malloc import keep_heap
 from asyncrl.replay.net.socket_options import LOOPBACK_SEND_BUFFER
 from asyncrl.replay.serving import run_server
-from asyncrl.replay.shards.running import run_shard
 from asyncrl.settings.replay import ReplayConfig
 from asyncrl.types import NO_VERSION, TrajectoryGroup
 from benchmarks.parts.answer import answer, parse
@@ -138,30 +135,19 @@ def serve(config: ReplayConfig, settings: AdmissionSettings, folder: Path | None
     run_server(config, settings, "bench", "d", 0, folder=folder)
 
 
-def serve_shard(config: ReplayConfig, number: int, folder: Path) -> None:
-    run_shard(replace(config, shard_address=free_address()), number, "d", folder=folder)
-
-
-def measure_replay(
-    size: Size, seconds: float, folder: Path, *, journal: bool, shards: int = 0, local: bool = True
-) -> Row:
+def measure_replay(size: Size, seconds: float, folder: Path, *, journal: bool, local: bool = True) -> Row:
     config = ReplayConfig(
         address=free_address(),
         keys=some_keys(),
         local_sockets=local,
         max_staleness=1 << 20,
         pipeline_depth=4,
-        shards=shards,
     )
     groups_per_step = int(min(64, max(4, STEP_BYTES // size.nbytes)))
     place = folder / f"journal-{time.monotonic_ns()}" if journal else None
     server = spawn.Process(target=serve, args=(config, admission(groups_per_step), place), daemon=True)
     producer = spawn.Process(target=run_producer, args=(config, size, folder / "acks.json"), daemon=True)
-    stores = [
-        spawn.Process(target=serve_shard, args=(config, number, folder / f"{server.name}-{number}"), daemon=True)
-        for number in range(shards)
-    ]
-    with started([server, *stores]):
+    with started([server]):
         learner = begin(config)
         fetch = LearnerClient(config.address, rank=1, run_digest="d", config=config)
         with started([producer]):
@@ -241,7 +227,6 @@ CONTENDERS: dict[str, Callable[[Size, float, Path], Row]] = {
     "journal": lambda size, seconds, folder: measure_replay(size, seconds, folder, journal=True),
     "memory_tcp": lambda size, seconds, folder: measure_replay(size, seconds, folder, journal=False, local=False),
     "journal_tcp": lambda size, seconds, folder: measure_replay(size, seconds, folder, journal=True, local=False),
-    "shards": lambda size, seconds, folder: measure_replay(size, seconds, folder, journal=True, shards=2),
 }
 
 

@@ -70,7 +70,7 @@ class Crowd:
         for number in range(workers):
             peer = self.context.socket(zmq.DEALER)
             peer.setsockopt(zmq.LINGER, 0)
-            secure_client(peer, config.keys, "worker", "server")
+            secure_client(peer, config.keys, "worker")
             peer.connect(config.address)
             self.names[peer], self.requests[peer], self.under_way[peer] = f"w{number}", 0, 0
             self.poller.register(peer, zmq.POLLIN)
@@ -124,7 +124,7 @@ class Crowd:
         self.under_way[peer] = len(orders)
         for group_id, prompt_index, attempt, *_ in orders:
             header = replace(self.header, group_id=group_id, prompt_index=prompt_index, attempt=attempt)
-            self._send(peer, "insert", [headers.encode_group_header(header), None, None], list(self.frames))
+            self._send(peer, "insert", [headers.encode_group_header(header), None], list(self.frames))
         if not orders:
             self._send(peer, "acquire", [4, 5.0])
 

@@ -89,7 +89,7 @@ def test_rich_still_draws_where_a_process_is_plain(monkeypatch: pytest.MonkeyPat
     assert "\x1b[1mrole" in raw.getvalue()
 
 
-ENTRIES = ("asyncrl local", "asyncrl.replay", "asyncrl.replay.shards 0", "asyncrl.rollout")
+ENTRIES = ("asyncrl local", "asyncrl.replay", "asyncrl.rollout")
 WITH_TORCH = ("asyncrl.learner", "asyncrl.cli.rerun")
 
 

@@ -163,13 +163,6 @@ REFUSED: Refused = [
     (["replay.journal.segment_mb=0"], ["replay.journal.segment_mb must be at least 1"]),
     (["replay.journal.window_mb=0"], ["replay.journal.window_mb must be at least 1"]),
     (["replay.max_restarts=-1"], ["replay.max_restarts must be at least 0"]),
-    (["replay.shards=-1"], ["replay.shards must be at least 0", "-1"]),
-    (["replay.shards=2", "replay.durability=memory"], ["needs replay.durability=journal", "replay.shards=0"]),
-    (["replay.shard_address=tcp://127.0.0.1:5580"], ["does nothing without replay.shards", "or replay.shard_address="]),
-    (
-        ["replay.shards=2", "replay.shard_address=tcp://10.0.0.5:5580"],
-        ["replay.shard_address=tcp://10.0.0.5:5580 can be reached", "asyncrl keys DIR"],
-    ),
     (
         ["replay.durability=memory", "replay.journal.retain=all"],
         ["retain=all does nothing with replay.durability=memory", "or replay.journal.retain=none"],

@@ -55,7 +55,7 @@ def test_a_message_without_an_end_is_kept_and_the_others_are_served_meanwhile() 
     config = replay_config()
     with running_server(config, settings()), zmq.Context() as context, context.socket(zmq.DEALER) as line:
         line.setsockopt(zmq.LINGER, 0)
-        secure_client(line, config.keys, "worker", "server")
+        secure_client(line, config.keys, "worker")
         line.connect(config.address)
         for _ in range(300):
             line.send(bytes(1 << 16), zmq.SNDMORE)

@@ -96,7 +96,7 @@ def taken_addresses(config: Config, role: str) -> Iterator[str]:
     """Report addresses on which this role must listen and cannot. Addresses that are chosen at the start are not
     checked."""
     given = config.replay.address
-    if role != "local":  # others fail when they listen: a shard starts while the server uses that address
+    if role != "local":  # others fail when they listen
         return
     if given.startswith("tcp://") and given != Config().replay.address:
         yield from _taken("replay.address", host_of(given), int(given.rpartition(":")[2]))

@@ -33,7 +33,6 @@ COMMANDS = {
     "local": "asyncrl.cli.local",
     "quickstart": "asyncrl.cli.quickstart",
     "replay": "asyncrl.replay.__main__",
-    "shard": "asyncrl.replay.shards.__main__",
     "rollout": "asyncrl.rollout.__main__",
     "learner": "asyncrl.learner.__main__",
 }
@@ -41,8 +40,7 @@ COMMANDS = {
 
 KEYS_MADE = """\
 keys in {}, one pair per role. Copy *.key to every machine of the run, but of the secrets only these:
-  the replay server's machine      server.key_secret and shard.key_secret
-  machines of shards, if any       shard.key_secret
+  the replay server's machine      server.key_secret
   the learner's machines           learner.key_secret
   the rollout workers' machines    worker.key_secret"""
 

@@ -67,7 +67,7 @@ def memory_lines(config: Config, model: ModelSize | None, command: str = "local"
     """
     lines = [
         f"replay store: {size(store_bytes_needed(config))} of tokens at most, limit {size(config.replay.max_bytes)} "
-        f"(replay.max_bytes){f', in {config.replay.shards} shards' if config.replay.shards else ''}",
+        f"(replay.max_bytes)",
         journal_line(config),
         *learner_memory(config, model),
     ]

@@ -65,7 +65,7 @@ class Lease:
 
     plan: StepPlan
     trajectories: dict[tuple[int, int], Trajectory]
-    """`(group position, trajectory position) -> Trajectory` for this rank's shard."""
+    """`(group position, trajectory position) -> Trajectory` for this rank's part of the batch."""
     samples: tuple[TrajectoryGroup, ...] = ()
     """On rank 0, a few whole groups with their texts, for `samples.jsonl`; sent over the network without extras."""
 

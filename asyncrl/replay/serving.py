@@ -24,12 +24,9 @@ from asyncrl.replay.net.clock import awake_clock
 from asyncrl.replay.net.malloc import keep_heap, spare_collector
 from asyncrl.replay.server.handlers import Handlers
 from asyncrl.replay.server.loop import ReplayServer
-from asyncrl.replay.server.payloads import refuse_other_store
 from asyncrl.replay.server.router import Entrance, entrance
 from asyncrl.replay.server.sessions import silence_of
 from asyncrl.replay.server.survivors import learner_of
-from asyncrl.replay.shards.payloads import InShards, with_shards
-from asyncrl.replay.shards.receipts import Seals
 from asyncrl.settings.replay import ReplayConfig
 from asyncrl.spans import lap
 from asyncrl.storage.full_disk import Patience
@@ -98,14 +95,7 @@ def stopped_by_signals(stop: threading.Event | None) -> threading.Event:
 def server_of(
     core: ReplayCore, run: Mapping[str, str], sync: SyncThread | None, config: ReplayConfig, way_in: Entrance
 ) -> ReplayServer:
-    """Build the server. Raises JournalError if the payloads of its journal are not where `replay.shards` says."""
-    kept = (entry.payload for entry in core.state.ledger.entries.values())
-    refuse_other_store(kept, config.shards)
     handlers = Handlers(core)
-    if config.shards:
-        seals = Seals(config.keys, run["run_digest"])
-        payloads = InShards(config.shards, run["run_id"], seals, silence_of(config), core.clock)
-        handlers = with_shards(core, payloads)
     server = ReplayServer(
         core,
         handlers,
@@ -147,7 +137,6 @@ def opened(
         listener=ledger,
         replayed=ledger.replayed if ledger else None,
         heartbeat_s=config.heartbeat_s,
-        sharded=config.shards > 0,
         **limits,
     )
     if ledger is not None:

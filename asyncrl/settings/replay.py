@@ -67,14 +67,9 @@ class ReplayConfig:
     wait_timeout_s: float = 300.0
     """Longest wait in seconds without any progress (the learner for a batch, a worker for the server) before an error.
     Generated tokens and environment steps are progress, so a first group may take longer."""
-    shards: int = 0
-    """Processes that store the payloads and serve them to the learner's ranks, so that the replay server handles only
-    headers. 0: the server stores them itself, enough for a thousand GPUs (docs/scale.md)."""
-    shard_address: str = ""
-    """Where a shard listens, if you start it yourself; `asyncrl local` chooses the addresses."""
     durability: str = "journal"
     """`journal`: what the server acknowledged survives its death, and the machine's, in `<run.dir>/journal`. `memory`:
     a server that dies loses all groups since the last checkpoint, and ends the run."""
     max_restarts: int = 10
-    """How often per hour `asyncrl local` restarts a replay server or shard that died; needs the journal."""
+    """How often per hour `asyncrl local` restarts a replay server that died; needs the journal."""
     journal: JournalConfig = field(default_factory=JournalConfig)

@@ -43,7 +43,6 @@ LOCAL, SFT = Kind("asyncrl local", ALONE), Kind("asyncrl sft", ALONE)
 POOL = Kind("the rollout pool", "a worker that dies is not restarted")
 WORKER = Kind("a rollout worker", "its groups are made by other workers or not at all", "the learner waits")
 REPLAY = Kind("the replay server", "nothing is admitted, stored or trained", "everybody waits")
-SHARD = Kind("a shard of the replay", "nothing is stored in it or read from it", "the replay server waits")
 TORCHRUN = Kind("torchrun", "a learner rank that dies is not restarted")
 RANK = Kind("a learner rank", "no step ends", "the run waits")
 SCORED = "what it scores waits"
@@ -62,8 +61,6 @@ KINDS = (
     ("VLLM::", Kind("a process of vLLM", "its engine generates nothing", "its rollout worker waits")),
     ("asyncrl.learner", RANK),
     ("asyncrl.sft", RANK),
-    ("asyncrl.replay.shards", SHARD),
-    ("asyncrl shard", SHARD),
     ("asyncrl.replay", REPLAY),
     ("asyncrl.rollout", POOL),
     ("launchers/rollout.py", POOL),

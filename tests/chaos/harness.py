@@ -47,11 +47,10 @@ class Harness:
         self.complaints: list[str] = []
         self._mending: list[tuple[float, Callable[[], object]]] = []
         self.network = Network(settings.address, settings.listen, Random(seed)) if settings.listen else None
-        self.shards = [f"shard-{number}" for number in range(len(settings.shards))]
-        self.names = ["server", *self.shards, *(f"w{n}" for n in range(settings.workers)), "learner"]
+        self.names = ["server", *(f"w{n}" for n in range(settings.workers)), "learner"]
 
     def start(self, name: str) -> None:
-        module = "worker" if name.startswith("w") else name.partition("-")[0]
+        module = "worker" if name.startswith("w") else name
         with (self.settings.root / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 dying_with_this([sys.executable, "-m", f"tests.chaos.{module}", self.settings.folder, name]),
@@ -70,11 +69,6 @@ class Harness:
     def power_loss(self) -> None:
         self.kill("server")
         self.lost_bytes += lose_power(self.settings.journal, self.random)
-
-    def kill_shard(self, number: int, *, power: bool) -> None:
-        self.kill(self.shards[number])
-        if power:
-            self.lost_bytes += lose_power(self.settings.shard_journal(number), self.random)
 
     def restart_the_dead(self) -> None:
         """Start what has not been started, and restart dead processes, including those that ended by themselves,
@@ -104,8 +98,6 @@ class Harness:
                 self.kill(name)
         elif kind == "power":
             self.power_loss()
-        elif kind in ("shard", "shard_power"):
-            self.kill_shard(self.random.randrange(len(self.shards)), power=kind == "shard_power")
         elif kind == "pause":
             name = self.random.choice(self.names)
             self.pause(name, self.random.choice((0.3, 2.5)))

@@ -33,8 +33,6 @@ WEIGHTS = {
     "blackhole": 2,
     "full": 1,
     "corrupt": 1,
-    "shard": 4,
-    "shard_power": 5,
 }
 
 
@@ -44,7 +42,7 @@ def chaos(harness: Harness, random: Random, *, seconds: float = 0.0, counts: dic
     harness.wait_for_steps(2)
     left = dict(counts or {})
     while left if counts else time.monotonic() < until:
-        kinds = [kind for kind in WEIGHTS if (kind in left if counts else harness.shards or "shard" not in kind)]
+        kinds = [kind for kind in WEIGHTS if not counts or kind in left]
         kind = random.choices(kinds, [left.get(kind, 0) if counts else WEIGHTS[kind] for kind in kinds])[0]
         if kind in left:
             left[kind] -= 1
@@ -101,7 +99,6 @@ def main() -> int:
     parser.add_argument("--mutant", default="")
     parser.add_argument("--folder", default="", help="where logs, histories and journal stay; default: deleted")
     parser.add_argument("--drain", type=float, default=DRAIN_S, help="seconds without a step that are a failure")
-    parser.add_argument("--shards", type=int, default=0, metavar="N", help="processes that store the payloads")
     given = parser.parse_args()
     counts = {
         name: int(number) for name, _, number in (item.partition("=") for item in given.counts.split(",") if item)
@@ -111,7 +108,6 @@ def main() -> int:
             folder=given.folder or str(Path(scratch) / "run"),
             address=free_address(),
             listen="" if given.failpoints else free_address(),
-            shards=[free_address() for _ in range(given.shards)],
             sync_delay_s=0.01,
             uses=given.uses,
             mutant=given.mutant,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,6 @@ class ChaosSettings:
     """Address that the peers connect to."""
     listen: str = ""
     """Address that the server listens at, if a relay is between; see `network.py`."""
-    shards: list[str] = field(default_factory=list)
-    """Addresses of the shards that store the payloads. Empty: the server stores them."""
     workers: int = 2
     groups_per_step: int = 4
     group_size: int = 2
@@ -61,9 +59,6 @@ class ChaosSettings:
     def journal(self) -> Path:
         return self.root / "journal"
 
-    def shard_journal(self, number: int) -> Path:
-        return self.root / f"shard-{number}" / "journal"
-
     def save(self) -> None:
         (self.root / "chaos.json").write_text(json.dumps(asdict(self)))
 
@@ -75,7 +70,6 @@ class ChaosSettings:
         return ReplayConfig(
             address=self.address,
             keys=str(run_keys(self.root)),
-            shards=len(self.shards),
             max_staleness=self.max_staleness,
             pipeline_depth=self.pipeline_depth,
             max_times_sampled=self.uses,

@@ -17,11 +17,7 @@ from asyncrl.cli.starting.folder_check import examine, refuse_damaged, tell
 from asyncrl.errors import RunFolderError
 from asyncrl.learner.checkpoints.resume import highest_version
 from asyncrl.replay.audit.report import audit, table
-from asyncrl.replay.journal.disk import FolderDisk
-from asyncrl.replay.journal.log import JournalSettings
 from asyncrl.replay.journal.recovery import read_journal
-from asyncrl.replay.shards.store import open_store
-from tests.replay.shards.test_store import made
 
 from . import damage
 from .recorded import STEPS, opened, record, resume
@@ -92,26 +88,6 @@ def test_a_journal_that_lost_its_end_is_refused_by_the_resume_and_by_the_audit(
     assert "CONTRADICTION" in capsys.readouterr().err
     assert main(["audit", str(folder)]) == 2
     assert capsys.readouterr().err.count(refusal) == 1
-
-
-def test_a_damaged_journal_of_a_shard_is_refused_with_its_folder_before_a_resume_starts_anything(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shard = folder / "journal" / "shard-0"
-    disk = FolderDisk(shard, locked=True)
-    store = open_store(disk, JournalSettings(segment_bytes=1 << 16), {"run_id": "r", "shard": 0})
-    for number in range(20):
-        store.put(*made(number, tokens=40))
-        assert store.write_batch()
-    store.close()
-    assert not examine(folder).refusals
-    (path,) = shard.glob("*.seg")
-    content = bytearray(path.read_bytes())
-    content[len(content.rstrip(b"\0")) // 2] ^= 1
-    path.write_bytes(content)
-    (refusal,) = examine(folder).refusals
-    assert str(shard) in refusal and "is damaged at byte" in refusal and "with all that is in it" in refusal
-    assert tell(folder) == 1 and "CONTRADICTION" in capsys.readouterr().err
 
 
 def test_a_journal_of_an_earlier_day_is_refused_because_metrics_and_checkpoint_know_more(

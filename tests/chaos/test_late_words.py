@@ -24,7 +24,7 @@ class RawWorker:
     def __init__(self, config: ReplayConfig) -> None:
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
-        secure_client(self.socket, config.keys, "worker", "server")
+        secure_client(self.socket, config.keys, "worker")
         self.socket.connect(config.address)
         self.run = ""
 

@@ -3,8 +3,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
-import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,7 +12,7 @@ import pytest
 
 from asyncrl.cli import local, quickstart, verify
 from asyncrl.cli.main import COMMANDS, main
-from asyncrl.config import config_dir, load_config
+from asyncrl.config import config_dir
 from asyncrl.memory.model_size import ModelSize, kv_values, model_size, tensor_shapes
 from asyncrl.quickstart import prepare as preparing
 from asyncrl.quickstart import smoke
@@ -89,8 +87,7 @@ def test_dry_run_works_for_every_command_and_experiment_and_starts_nothing(
     if experiment == "search_quickstart":  # the quickstart makes it
         Path("corpus.jsonl").write_text('{"contents": "one"}\n')
         chosen.append("environment.args.corpus=corpus.jsonl")
-    own = ["0", "replay.shards=2", "replay.shard_address=tcp://127.0.0.1:5580"] if command == "shard" else []
-    assert main([command, *own, *chosen, *files, "--dry-run"]) == 0
+    assert main([command, *chosen, *files, "--dry-run"]) == 0
     plan = capsys.readouterr().out
     for part in (
         "processes",
@@ -224,24 +221,6 @@ def test_the_plan_of_one_role_has_the_address_that_the_role_would_take(
 ) -> None:
     assert main(["replay", *files, "--dry-run"]) == 0
     assert "replay.address=" not in capsys.readouterr().out, "only `local` finds a free port"
-
-
-def test_a_shard_needs_its_number_and_an_address_and_local_gives_them(
-    files: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["local", *files, "replay.shards=2", "--dry-run"]) == 0
-    plan = capsys.readouterr().out
-    assert "-m asyncrl.replay.shards 0 " in plan and "-m asyncrl.replay.shards 1 " in plan
-    assert main(["local", *files, "replay.shards=2", "replay.address='tcp://[::1]:5577'", "--dry-run"]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if "-m asyncrl.replay.shards " in line]
-    shards = [load_config([word for word in shlex.split(line) if "=" in word]) for line in lines]
-    assert all(re.fullmatch(r"tcp://\[::1\]:\d+", each.replay.shard_address) for each in shards) and len(shards) == 2
-    assert plan.count("replay.shard_address=tcp://127.0.0.1:") == 2
-    for wrong in ([], ["2", "replay.shards=2"], ["0"]):
-        assert main(["shard", *wrong, *files, "--dry-run"]) == 2
-        assert "a shard needs its number first" in capsys.readouterr().err
-    assert main(["shard", "0", *files, "replay.shards=2", "--dry-run"]) == 2
-    assert "replay.shard_address=tcp://HOST:PORT" in capsys.readouterr().err
 
 
 def test_a_refused_setting_ends_with_2_and_the_reason(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:

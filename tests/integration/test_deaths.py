@@ -38,7 +38,7 @@ class WithProcess(SingleTurn):
 POOLS, OUTSIDE_RAY = ["the rollout pool", "a rollout worker"], ["torchrun", "a reward process", "sandbox"]
 COMMON = [*POOLS, *OUTSIDE_RAY]
 RAYS = ["Ray's raylet", "Ray's gcs_server", "ray::RuntimeEnvAgent"]
-ALONE = ["a learner rank", "the replay server", "a shard of the replay"]
+ALONE = ["a learner rank", "the replay server"]
 
 
 class Runs:
@@ -72,7 +72,7 @@ class Runs:
         directory = self._root / host
         values = self._task | {
             "run.dir": str(directory), "learner.steps": "100000", "learner.save_every": "3", "learner.ranks": "2",
-            "rollout.host": host, "rollout.workers": "2", "replay.shards": "1", "replay.heartbeat_timeout_s": "8",
+            "rollout.host": host, "rollout.workers": "2", "replay.heartbeat_timeout_s": "8",
             "reward.timeout_s": "15", "learner.max_restarts": "20", "learner.max_tokens_per_microbatch": "1024",
             "reward.function": f"{self._root / 'leisurely.py'}:score",
             "environment.name": f"{self._root / 'with_process.py'}:WithProcess",

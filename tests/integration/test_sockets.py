@@ -33,6 +33,6 @@ def assert_all_on_loopback(found: set[Listener], expected: list[str]) -> None:
 def test_nothing_of_a_local_run_listens_beyond_loopback(start_local: StartLocal) -> None:
     """Of plain processes; those of Ray and of vLLM are looked at in test_vllm.py."""
     settings = {"learner.steps": 200, "learner.ranks": 2, "rollout.workers": 2, "eval.every": 2, "eval.rows": 16}
-    run = start_local(settings | {"rollout.host": "process", "replay.shards": 1})
-    roles = ["-m asyncrl.replay ", "-m asyncrl.replay.shards", "-m asyncrl.learner.torchrun", "-m asyncrl.learner "]
+    run = start_local(settings | {"rollout.host": "process"})
+    roles = ["-m asyncrl.replay ", "-m asyncrl.learner.torchrun", "-m asyncrl.learner "]
     assert_all_on_loopback(watched(run, step=4), roles)

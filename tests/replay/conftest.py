@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 
 import pytest
 
 from asyncrl.replay.server import loop
-from tests.replay.cluster import Cluster
 from tests.replay.helpers import replay_config, running_server, settings
 from tests.replay.lives import Server
 from tests.replay.served import Run
@@ -18,14 +16,6 @@ from tests.replay.served import Run
 def _short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers look at the time, and whether they are to end, each so many seconds."""
     monkeypatch.setattr(loop, "TICK_S", 0.02)
-
-
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    made = Cluster()
-    made.start()
-    with contextlib.closing(made):
-        yield made
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def envelope(body: object, verb: str = "insert", run: str = "run", request: int 
 
 def insert_body(encoded: EncodedGroup) -> list[object]:
     lost = DroppedSample(group_id=0, prompt="p", dropped="failed_reward", detail="one raised")
-    return [headers.encode_group_header(encoded.header), None, encode_dropped(lost)]
+    return [headers.encode_group_header(encoded.header), encode_dropped(lost)]
 
 
 def several(encoded: EncodedGroup, life: str = "i") -> bytes:
@@ -98,7 +98,7 @@ class Corpus:
 
     def _insert(self, raw: bytes, frames: Sequence[bytes]) -> None:
         for asked in decode_requests(wire.decode_envelope(raw), frames)[1]:
-            row, _, lost = wire.sequence(asked.body, "insert", 3)
+            row, lost = wire.sequence(asked.body, "insert", 2)
             decode_lost(lost)
             checked(headers.decode_group_header(row), [*map(bytes, asked.frames)])
 
@@ -194,7 +194,7 @@ class Hostile:
             self.socket.close()  # the server ignores the old connection from now on
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        secure_client(self.socket, self._config.keys, "worker", "server")
+        secure_client(self.socket, self._config.keys, "worker")
         self.socket.connect(self._config.address)
         self.lives += 1
         life = f"life{self.lives}"

@@ -62,7 +62,7 @@ class Desks:
         self.orders = self.core.acquire("w", "a", 2).assignments
 
     def insert(self, encoded: EncodedGroup, frames: list[Any] | None = None) -> str:
-        body = [headers.encode_group_header(encoded.header), None, None]
+        body = [headers.encode_group_header(encoded.header), None]
         reply = self.desk.handle(self.worker, "insert", body, frames or encoded.frames)
         assert isinstance(reply, Answer)
         return reply.body[0]

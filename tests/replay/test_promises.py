@@ -18,10 +18,10 @@ from asyncrl.replay.client.connection import Connection
 from asyncrl.replay.core.durable import events as ev
 from asyncrl.replay.core.durable.state import ReplayState
 from asyncrl.replay.journal.log import Journal, JournalSettings
-from tests.replay.cluster import begin
 from tests.replay.helpers import group
 from tests.replay.lives import Server
 from tests.replay.memory_disk import MemoryDisk
+from tests.replay.peers import begin
 from tests.waiting import until
 
 

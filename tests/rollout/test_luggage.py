@@ -59,7 +59,6 @@ def test_a_file_travels_with_what_it_imports_from_beside_it_and_no_more(tmp_path
     assert sorted(luggage.keys) == [
         "learner.key",
         "server.key",
-        "shard.key",
         "worker.key",
         "worker.key_secret",
     ]

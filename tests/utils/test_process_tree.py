@@ -164,7 +164,6 @@ def test_who_stood_still_itself_names_nobody_for_that_time(sleeper: psutil.Proce
         ("python -m torch.distributed.run --nnodes=1 -m asyncrl.learner run.dir=x", "torchrun"),
         ("python -u -m asyncrl.learner reward.function=asyncrl.rewards.exact_match:f", "a learner rank"),
         ("python -m asyncrl.replay reward.function=asyncrl.rewards.exact_match:f", "the replay server"),
-        ("python -m asyncrl.replay.shards 0 replay.shards=1", "a shard of the replay"),
         ("python -m asyncrl.rollout --worker", "a rollout worker"),
         ("ray::RolloutWorkerActor.run", "a rollout worker"),
         ("python -m asyncrl.rollout rollout.host=ray", "the rollout pool"),

@@ -120,7 +120,6 @@ def samples_need_no_group(config: Config) -> Problems:
         f"replay.window={replay.window}": replay.window > 0,
         f"replay.max_times_sampled={replay.max_times_sampled}": replay.max_times_sampled > 1,
         f"replay.order={replay.order}": replay.order in ("prioritized", "ess"),
-        f"replay.shards={replay.shards}": replay.shards > 0,
         f"data.curriculum={config.data.curriculum}": bool(config.data.curriculum),
         f"advantage.baseline={config.advantage.baseline}": config.advantage.baseline == "greedy",
         "rollout.drop_zero_variance=true": rollout.drop_zero_variance,
@@ -157,15 +156,6 @@ def store_holds_a_batch(config: Config) -> Problems:
         )
 
 
-def shards_keep_what_they_take(config: Config) -> Problems:
-    replay = config.replay
-    if replay.shards > 0 and replay.durability == "memory":
-        yield (
-            f"replay.shards={replay.shards} needs replay.durability=journal: if a shard dies, groups that the replay "
-            "server has acknowledged would be lost. Set replay.durability=journal, or replay.shards=0"
-        )
-
-
 def silence_outlasts_heartbeats(config: Config) -> Problems:
     beat, timeout = config.replay.heartbeat_s, config.replay.heartbeat_timeout_s
     if not 3 * beat <= timeout < math.inf:
@@ -176,14 +166,9 @@ def silence_outlasts_heartbeats(config: Config) -> Problems:
 
 
 def address_is_safe(config: Config) -> Problems:
-    replay = config.replay
-    given = {"replay.address": replay.address}
-    if replay.shard_address:
-        given["replay.shard_address"] = replay.shard_address
-    for key, address in given.items():
-        if address.startswith("ipc://") and len(address) > len("ipc://"):
-            continue
-        yield from _network_address(config, key, address)
+    address = config.replay.address
+    if not (address.startswith("ipc://") and len(address) > len("ipc://")):
+        yield from _network_address(config, address)
 
 
 def serves_weights(config: Config) -> bool:
@@ -201,25 +186,25 @@ def weights_are_served_on_one_network(config: Config) -> Problems:
         )
 
 
-def _network_address(config: Config, key: str, address: str) -> Problems:
+def _network_address(config: Config, address: str) -> Problems:
     host = host_of(address)
     if host and not 0 < int(address.rpartition(":")[2]) < 65536:
-        yield f"{key}={address} has no port between 1 and 65535. Example: {tcp(host, 5577)}"
+        yield f"replay.address={address} has no port between 1 and 65535. Example: {tcp(host, 5577)}"
     if not host:
-        yield f"{key} must be tcp://HOST:PORT or ipc://PATH; got {address!r}. Example: tcp://127.0.0.1:5577"
+        yield f"replay.address must be tcp://HOST:PORT or ipc://PATH; got {address!r}. Example: tcp://127.0.0.1:5577"
     elif is_everywhere(host):
         yield (
-            f"{key}={address} would listen on every network this machine is on. Name one address of it: "
+            f"replay.address={address} would listen on every network this machine is on. Name one address of it: "
             "tcp://10.0.0.5:5577"
         )
     elif not is_loopback(host):
         if not config.replay.keys:
             yield (
-                f"{key}={address} can be reached from other machines, so replay.keys is required: "
+                f"replay.address={address} can be reached from other machines, so replay.keys is required: "
                 "make keys with `asyncrl keys DIR` and set replay.keys=DIR. On one machine use tcp://127.0.0.1:5577"
             )
         invites = serves_weights(config) and not config.weights.fetch_url
-        if key == "replay.address" and invites and is_loopback(config.weights.host):
+        if invites and is_loopback(config.weights.host):
             yield (
                 f"weights.host={config.weights.host} is a loopback address, but replay.address={address} lets workers "
                 "connect from other machines. Set weights.host to an address of the learner that they can reach"
@@ -233,7 +218,6 @@ RULES = (
     order_can_be_kept,
     samples_need_no_group,
     store_holds_a_batch,
-    shards_keep_what_they_take,
     silence_outlasts_heartbeats,
     address_is_safe,
     weights_are_served_on_one_network,

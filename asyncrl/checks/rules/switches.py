@@ -31,7 +31,6 @@ SWITCHED: dict[str, tuple[tuple[Any, ...], tuple[str, ...], str]] = {
     ),
     "rollout.host": (("process",), ("ray.address", "ray.environment"), "Set rollout.host=ray"),
     "weights.transport": (("files", "pull"), ("weights.backend",), "Use weights=broadcast"),
-    "replay.shards": ((0,), ("replay.shard_address",), "Set replay.shards=2"),
     "replay.durability": (("memory",), ("replay.journal.retain",), "Set replay.durability=journal"),
     "replay.journal.retain": (("none", "all"), ("replay.journal.window_mb",), "Set replay.journal.retain=window"),
     "learner.schedule": (("constant",), ("learner.min_lr_ratio",), "Set learner.schedule=linear or cosine"),

@@ -58,7 +58,7 @@ WORDS: dict[str, tuple[str, ...]] = {
 AT_LEAST_0 = """
     model.lora_rank reward.concurrency reward.gpus engine.max_model_len engine.record_topk engine.kv_cache_mb
     rollout.min_group_size rollout.max_worker_restarts replay.max_staleness replay.window replay.group_timeout_s
-    replay.max_restarts replay.shards replay.journal.fsync_ms weights.verify_every weights.port placement.gpus
+    replay.max_restarts replay.journal.fsync_ms weights.verify_every weights.port placement.gpus
     advantage.lam_alpha advantage.kl_coef advantage.kl_target critic.warmup_steps critic.value_clip learner.early_groups
     learner.max_attention_per_microbatch learner.epochs learner.warmup_steps learner.weight_decay learner.keep_every
     learner.export_every learner.max_restarts environment.timeout_s environment.max_tokens eval.every eval.temperature
@@ -104,7 +104,7 @@ LONGEST_WAIT_S = 3600.0
 """Limit on the seconds for which a request may ask the replay server to wait."""
 PROCESSES = """
     model.lora_rank reward.workers reward.concurrency reward.gpus engine.max_sequences engine.threads
-    engine.tensor_parallel rollout.workers rollout.group_size replay.shards learner.ranks learner.replicas
+    engine.tensor_parallel rollout.workers rollout.group_size learner.ranks learner.replicas
     learner.sequence_parallel learner.expert_parallel learner.tensor_parallel eval.samples ray.gpus_per_worker
     placement.gpus
 """

@@ -19,7 +19,6 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
     },
     "Train on several machines, one role each (docs/cluster.md)": {
         "replay": "start the replay server",
-        "shard": "start one of the processes that store payloads (replay.shards)",
         "rollout": "start a pool of rollout workers",
         "learner": "start one learner rank; launchers/learner.sh starts several",
         "keys": "make the keys that protect a run over a network",
@@ -49,7 +48,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
 }
 """Every command with its line in `asyncrl --help`, grouped by purpose."""
 
-ROLES = ("local", "quickstart", "replay", "shard", "rollout", "learner")
+ROLES = ("local", "quickstart", "replay", "rollout", "learner")
 WIDTH = 80
 HELP = "settings, or YAML files with settings; later ones override earlier ones. `asyncrl settings` lists them"
 
@@ -69,7 +68,6 @@ DESCRIPTIONS = {
     "sft": "Supervised fine-tuning on this machine, on conversations or on prompts with completions. The exported "
     "model is RUN/hf.",
     "replay": "Start the replay server, which admits, stores and hands out groups, on this machine.",
-    "shard": "Start shard number N of the replay (from 0), which stores payloads. Only with replay.shards above 0.",
     "rollout": "Start a pool of rollout workers. It may join a run that is already going on, and leave it by Ctrl-C.",
     "learner": "Start one rank of the learner. launchers/learner.sh starts several, on one machine or more.",
     "keys": "Make a folder of keys, one pair per role, for replay.keys=DIR, and say which files go to which machine.",
@@ -106,7 +104,6 @@ EXAMPLES = {
     "local": "asyncrl local model.path=DIR data.path=my.jsonl reward.function=my_reward.py:score --dry-run\n"
     "asyncrl local experiment=smoke/gsm8k_grpo",
     "sft": "asyncrl sft model.path=DIR data.path=chats.jsonl learner.epochs=2",
-    "shard": "asyncrl shard 0 replay.shards=2 replay.shard_address=tcp://10.0.0.5:5578 ...",
     "settings": "asyncrl settings staleness\nasyncrl settings --sft overlong",
     "data": "asyncrl data check model.path=DIR data.path=my.jsonl reward.function=my_reward.py:score",
     "plan": "asyncrl plan experiment=gsm8k_grpo gpus=64\n"
@@ -153,7 +150,7 @@ def _add(commands: Any, name: str, usage: str | None = None) -> argparse.Argumen
 
 def _add_training(commands: Any) -> None:
     for name in ROLES:
-        command = _add(commands, name, "asyncrl shard [-h] [--dry-run] N [key=value ...]" if name == "shard" else None)
+        command = _add(commands, name)
         command.add_argument("overrides", nargs="*", metavar="key=value", help=HELP)
         command.add_argument("--dry-run", action="store_true", help="check everything, print the plan, start nothing")
     sft = _add(commands, "sft")

@@ -10,7 +10,7 @@ from pathlib import Path
 from asyncrl.checks.architecture import of_its_decoder
 from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.checks.installed_vllm import missing_vllm
-from asyncrl.checks.machine import check_machine, model_settings
+from asyncrl.checks.machine import model_settings
 from asyncrl.checks.placement import gpus_to_plan, kind_to_plan, named, placement_of
 from asyncrl.checks.rules.learner import resolved_loss, why_never_warm
 from asyncrl.checks.rules.sampling import truncation
@@ -19,7 +19,6 @@ from asyncrl.cli.processes.commands import (
     local_commands,
     replay_command,
     rollout_command,
-    shard_command,
     with_gpus,
 )
 from asyncrl.cli.starting.preflight import NOTHING_SEEN, Preflight, check_start
@@ -28,7 +27,6 @@ from asyncrl.digests import run_digest
 from asyncrl.memory.fit import fitting_lines
 from asyncrl.memory.model_size import sizes_of
 from asyncrl.memory.usage import memory_lines, size
-from asyncrl.replay.shards.running import shard_config
 from asyncrl.schema import Config
 from asyncrl.storage.checkpoints import proven, trained_steps
 from asyncrl.telemetry.folder.run_folder import changes_in
@@ -42,10 +40,8 @@ def rewarding(config: Config) -> str:
 
 
 def process_lines(config: Config, command: str, overrides: Sequence[str]) -> list[str]:
-    shards = config.replay.shards
     counts = {
         "replay": "1 process, CPU",
-        "shard": f"stores the payloads of every {shards}th group, on the CPU",
         "rollout": f"{config.rollout.workers} worker(s) as {config.rollout.host}, engine {config.engine.name} on "
         f"{config.engine.device} ({config.engine.dtype}), environment {config.environment.name}, "
         f"{rewarding(config)}",
@@ -55,8 +51,6 @@ def process_lines(config: Config, command: str, overrides: Sequence[str]) -> lis
     alone = {"replay": replay_command, "rollout": rollout_command}
     if command == "local":
         shown = with_gpus(local_commands(config, overrides, run_id="RUN-ID"), config, gpus_to_plan(config))
-    elif command == "shard":
-        shown = [shard_command(overrides[0], overrides[1:])]
     elif command == "learner":
         shown = [learner_command(config, overrides, run_id="RUN-ID")]
     else:
@@ -202,11 +196,7 @@ def resume_lines(config: Config, command: str) -> list[str]:
 
 def main(command: str, overrides: Sequence[str]) -> int:
     """Print the plan. Raises ConfigError and RunFolderError as the real start would."""
-    if command == "shard":
-        config, found = shard_config(overrides)[1], NOTHING_SEEN
-        check_machine(config, command, planned=True)
-    else:
-        config, overrides, found = check_start(command, overrides, planned=True)
+    config, overrides, found = check_start(command, overrides, planned=True)
     if command in ("local", "learner"):
         for line in resume_lines(config, command):
             print(line)

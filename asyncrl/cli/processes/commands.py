@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from asyncrl.checks.addresses import host_of, tcp
 from asyncrl.checks.override_syntax import quoted
 from asyncrl.checks.placement import VISIBLE, met_twice, named, placement_of
 from asyncrl.cli.processes.ports import free_port
@@ -84,11 +83,6 @@ def replay_command(overrides: Sequence[str]) -> Command:
     return _python("replay", "asyncrl.replay", *overrides)
 
 
-def shard_command(number: str, overrides: Sequence[str]) -> Command:
-    """Return the command of one of `replay.shards`; each needs its own `replay.shard_address`."""
-    return _python(f"shard-{number}", "asyncrl.replay.shards", number, *overrides)
-
-
 def rollout_command(overrides: Sequence[str]) -> Command:
     return _python("rollout", "asyncrl.rollout", *overrides, environment=ONE_THREAD)
 
@@ -109,14 +103,7 @@ def local_commands(config: Config, overrides: Sequence[str], run_id: str) -> lis
     given = with_address(config, with_absolute_run_dir(config, overrides), ReplayConfig().address)
     # The caller prepares the folder once: with overwrite, a restarted replay server would lose its journal.
     kept = [text for text in given if not text.startswith("overwrite=")]
-    kept = [text for text in kept if not text.startswith("replay.shard_address=")]
-    ports = [free_port() for _ in range(config.replay.shards)]
-    host = host_of(config.replay.address) or "127.0.0.1"
-    shards = [
-        shard_command(str(number), [*kept, f"replay.shard_address={quoted(tcp(host, port))}"])
-        for number, port in enumerate(ports)
-    ]
-    return [replay_command(kept), *shards, rollout_command(given), learner_command(config, given, run_id)]
+    return [replay_command(kept), rollout_command(given), learner_command(config, given, run_id)]
 
 
 def with_gpus(commands: Sequence[Command], config: Config, visible: Sequence[str]) -> list[Command]:

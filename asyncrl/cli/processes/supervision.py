@@ -4,7 +4,7 @@ consumes:     exit codes of the roles; rows of metrics.jsonl, to show them
 waits for:    the learner, whose end is the end of the run
 unblocked by: the learner's end, the failure of any role, Ctrl-C, SIGTERM or SIGHUP
 
-A replay server or shard that was killed is restarted at the same address: its state is in its journal, and the other
+A replay server that was killed is restarted at the same address: its state is in its journal, and the other
 processes wait. A killed rollout pool or torchrun is restarted as well: the workers return, the learner resumes. If the
 pool ends for good, the learner saves what it has trained before the run ends, as after Ctrl-C (`saving`). If this
 process is killed, the kernel kills the roles, so that none of them can remain in the folder of another run.
@@ -80,8 +80,8 @@ def supervise(
             supervisor.wait_for("rollout", FINISH_S)
         signalled = supervisor.signal
         failed = supervisor.failed()
-        # Stop the replay server and its shards last: a worker that cannot say goodbye to them waits until it is killed.
-        supervisor.stop([name for name in supervisor.roles if not _has_journal(name)])
+        # Stop the replay server last: a worker that cannot say goodbye to it waits until it is killed.
+        supervisor.stop([name for name in supervisor.roles if name != "replay"])
         supervisor.stop(list(supervisor.roles))
         view.refresh()
     notices.show()
@@ -104,7 +104,7 @@ def restarted(
         return False  # the folder was moved or deleted; a new one in its place would be in the way of its return
     failed = supervisor.failed()
     for role in failed:
-        journal = _has_journal(role.name)
+        journal = role.name == "replay"
         # A role that exited by itself has logged why, and would exit again. A server with a journal may be restarted.
         hopeless = role.code == EXIT_REFUSED if journal else (role.code or 0) >= 0
         if hopeless or not left[journal].take():
@@ -118,15 +118,11 @@ def restarted(
 
 def _called(role: str) -> str:
     names = {"replay": "the replay server", "rollout": "the rollout pool", "learner": "torchrun"}
-    return names.get(role, f"{role} of the replay")
+    return names.get(role, role)
 
 
 def _resumes(role: str) -> str:
     return {"rollout": "with new workers", "learner": "from the newest checkpoint"}.get(role, "with its journal")
-
-
-def _has_journal(role: str) -> bool:
-    return role == "replay" or role.startswith("shard-")
 
 
 def show_failure(role: Role, console: Console) -> None:

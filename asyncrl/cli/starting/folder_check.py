@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncrl.config import JOURNAL_DIR
-from asyncrl.errors import AsyncRLError, CheckpointError, JournalError, RunFolderError
+from asyncrl.errors import AsyncRLError, CheckpointError, RunFolderError
 from asyncrl.replay.audit.ledger_file import LEDGER_FILE
 from asyncrl.replay.audit.report import unread
 from asyncrl.replay.core.durable import events as ev
 from asyncrl.replay.journal.disk import FolderDisk
 from asyncrl.replay.journal.durable import recover
 from asyncrl.replay.journal.segments import HEAD_FILE, REPAIR, read_head, segment_numbers
-from asyncrl.replay.shards.store import SHARD, check_store
 from asyncrl.storage.checkpoints import BRANCH_FILE, CHECKPOINT_DIR, RUN_FILE, newest_proven, position_of
 from asyncrl.storage.lines import Lines, Row, read_parts
 from asyncrl.storage.sealed import MANIFEST, is_sealed, verify_export
@@ -69,8 +68,6 @@ def examine(folder: Path) -> Findings:
     found = Findings()
     refusals = found.refusals
     journal = _attempt(found, refusals, lambda: journal_end(folder / JOURNAL_DIR, found.notes))
-    for shard in sorted((folder / JOURNAL_DIR).glob(f"{SHARD}*")):
-        _attempt(found, refusals, lambda shard=shard: check_shard(shard))
     known = len(refusals)
     begins = found.checkpoint = _attempt(found, refusals, lambda: newest_proven(folder, found.notes.append))
     broken = len(refusals) > known
@@ -206,17 +203,6 @@ def journal_end(folder: Path, notes: list[str]) -> JournalEnd | None:
         events=state.applied,
         first_event=counts[0] if counts else 0,
     )
-
-
-def check_shard(folder: Path) -> None:
-    """Check the journal of a shard. Raises JournalError, which names the folder."""
-    disk = FolderDisk(folder, locked=False)
-    try:
-        check_store(disk)
-    except JournalError as error:
-        raise JournalError(f"{folder}: {error}. That is the folder {JOURNAL_DIR}, with all that is in it") from error
-    finally:
-        disk.close()
 
 
 def _lost(

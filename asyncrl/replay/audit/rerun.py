@@ -24,7 +24,6 @@ from asyncrl.replay.core.durable.versions import VersionTree
 from asyncrl.replay.journal.disk import FolderDisk
 from asyncrl.replay.journal.recovery import read_event, read_journal
 from asyncrl.replay.protocol import Lease, Member, Restored, TrainedReply
-from asyncrl.replay.shards.store import ShardArchive
 from asyncrl.types import NO_VERSION, GroupHeader, StepPlan, Trajectory, TrajectoryGroup
 
 
@@ -120,7 +119,6 @@ class RetainedReplay:
     ) -> None:
         self._split, self._samples = (updates, early), samples
         self._disk = FolderDisk(journal, locked=False)
-        self._shards = ShardArchive(journal)
         self._history, self._bound = history, max_staleness
 
     def restore(
@@ -163,7 +161,7 @@ class RetainedReplay:
         inserted = [[self._inserted(position) for position in group] for group in what.places]
         headers = tuple(joined([event.header for event in group]) for group in inserted)
         plan = plan_of(replace(what.sealed, max_staleness=self._bound), headers, self._history.tree)
-        return plan, [[Part(event.header, self._shards.payload(event)) for event in group] for group in inserted]
+        return plan, [[Part(event.header, event.payload) for event in group] for group in inserted]
 
     def _inserted(self, position: int) -> ev.Inserted:
         event = read_event(self._disk, position)
@@ -200,7 +198,6 @@ class RetainedReplay:
 
     def close(self) -> None:
         self._disk.close()
-        self._shards.close()
 
 
 def _sample(header: GroupHeader, parts: Sequence[Part]) -> TrajectoryGroup:

@@ -6,22 +6,18 @@ Both are thin: they encode arguments, call `Connection.request`, and decode and 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 from asyncrl.collector import resting
-from asyncrl.errors import WireError
 from asyncrl.evaluation.orders import EvalResult, EvalSummary
 from asyncrl.replay.client.connection import Connection
 from asyncrl.replay.client.futures import Futures
 from asyncrl.replay.client.requests import Response
-from asyncrl.replay.client.shard_links import ShardLinks
 from asyncrl.replay.codec import headers, messages, wire
-from asyncrl.replay.codec.columns import Frame
-from asyncrl.replay.codec.group import EncodedGroup, encode_group
+from asyncrl.replay.codec.group import encode_group
 from asyncrl.replay.codec.lease import SAMPLE_GROUPS, Unpacking
 from asyncrl.replay.protocol import (
     Acquired,
@@ -34,7 +30,7 @@ from asyncrl.replay.protocol import (
     TrainedReply,
 )
 from asyncrl.settings.replay import ReplayConfig
-from asyncrl.types import Assignment, DropReason, StepPlan, TrajectoryGroup
+from asyncrl.types import Assignment, DropReason, TrajectoryGroup
 
 MOST_SAMPLE_GROUPS = 4096
 """Limit of the server on the whole groups of one lease."""
@@ -73,7 +69,6 @@ class RolloutClient:
         )
         self._rendezvous = WorkerRendezvous(self._connection)
         self._futures = Futures()
-        self._shards = ShardLinks(self._connection, run_digest, config) if config.shards else None
 
     @property
     def incarnation(self) -> str:
@@ -101,27 +96,10 @@ class RolloutClient:
 
     async def insert(self, group: TrajectoryGroup, lost: DroppedSample | None = None) -> InsertReply:
         encoded = encode_group(group)
-        if self._shards is None:
-            response = await self._insert(encoded, None, encoded.frames, lost)
-        else:
-            link = await self._shards.link_for(encoded)
-            try:
-                receipt = await self._shards.put_at(link, encoded)
-            except WireError:
-                # The planner must be told, or the group would stay in flight for as long as this worker lives.
-                with contextlib.suppress(WireError):
-                    await self._insert(encoded, None, ())
-                raise
-            response = await self._insert(encoded, receipt, (), lost)
-        *reply, _ = wire.sequence(response.body, "insert reply", 3)
+        body = [headers.encode_group_header(encoded.header), messages.encode_dropped(lost)]
+        request = self._connection.request("insert", body, encoded.frames, encoded.header.nbytes)
+        *reply, _ = wire.sequence((await self._futures.of(request)).body, "insert reply", 3)
         return messages.decode_record(InsertReply, reply)
-
-    async def _insert(
-        self, encoded: EncodedGroup, receipt: Any, frames: Sequence[Frame], lost: DroppedSample | None = None
-    ) -> Response:
-        body = [headers.encode_group_header(encoded.header), receipt, messages.encode_dropped(lost)]
-        request = self._connection.request("insert", body, frames, encoded.header.nbytes)
-        return await self._futures.of(request)
 
     async def survey(self, rows: Sequence[int]) -> None:
         await self._futures.of(self._connection.request("survey", list(rows)))
@@ -142,8 +120,6 @@ class RolloutClient:
         await self._futures.of(self._connection.request("report_evaluation", messages.encode_record(result)))
 
     async def close(self) -> None:
-        if self._shards is not None:
-            await asyncio.to_thread(self._shards.close)
         await asyncio.to_thread(self._connection.close)
 
 
@@ -165,7 +141,6 @@ class LearnerClient:
         self._connection = Connection(
             address, role="learner", name=f"rank {rank}", run_digest=run_digest, config=config
         )
-        self._shards = ShardLinks(self._connection, run_digest, config) if config.shards else None
 
     def _ask(self, verb: str, body: Any = None) -> Any:
         return self._connection.request(verb, body).result().body
@@ -188,11 +163,11 @@ class LearnerClient:
 
     def lease(self, *, step: int, rank: int, world: int, wait_s: float) -> Lease:
         request = self._connection.request("lease", [step, rank, world, float(wait_s), self._samples])
-        return decode_lease(request.result(), rank, self._shards)
+        return decode_lease(request.result(), rank)
 
     def early(self, *, step: int, rank: int, world: int, after: int, upto: int, wait_s: float) -> Lease | None:
         response = self._connection.request("early", [step, rank, world, after, upto, float(wait_s)]).result()
-        return None if response.body is None else decode_lease(response, rank, self._shards)
+        return None if response.body is None else decode_lease(response, rank)
 
     def trained(self, *, step: int, policy_version: int, ess: Sequence[float] = ()) -> TrainedReply:
         reply = messages.decode_record(TrainedReply, self._ask("trained", [step, policy_version, list(ess)]))
@@ -228,8 +203,6 @@ class LearnerClient:
         self._ask("finish")
 
     def close(self) -> None:
-        if self._shards is not None:
-            self._shards.close()
         self._connection.close()
 
 
@@ -239,33 +212,14 @@ def _board(body: Any) -> Board:
     return board
 
 
-def decode_lease(response: Response, rank: int, shards: ShardLinks | None = None) -> Lease:
-    """Return one rank's trajectories, each checked against the header by which it was judged. Payloads that are in
-    shards are fetched from there.
+def decode_lease(response: Response, rank: int) -> Lease:
+    """Return one rank's trajectories, each checked against the header by which it was judged.
 
     Raises:
         WireError: a trajectory is missing, or does not agree with its header.
     """
-    encoded_plan, *parcel, elsewhere = wire.sequence(response.body, "lease", 5)
+    encoded_plan, *parcel = wire.sequence(response.body, "lease", 4)
     with resting():
-        plan = headers.decode_plan(encoded_plan)
-        unpacking = Unpacking(plan)
+        unpacking = Unpacking(headers.decode_plan(encoded_plan))
         unpacking.open(parcel, response.frames)
-    where = [wire.sequence(row, "elsewhere row", 5) for row in wire.sequence(elsewhere, "elsewhere")]
-    rows = [[*row, *_attempt_of(plan, row)] for row in where]
-    if rows and shards is None:
-        raise WireError(
-            "the replay server keeps its payloads in shards. Set replay.shards here to the same number as for the "
-            "server"
-        )
-    answers = shards.get(rows) if shards else ()
-    with resting():
-        for answer in answers:
-            unpacking.open(answer.body, answer.frames)
         return unpacking.lease(rank)
-
-
-def _attempt_of(plan: StepPlan, row: list[Any]) -> tuple[int, int]:
-    """Return (group id, attempt) of a lease row `[group, shard, tag, positions, with texts]`."""
-    group = wire.integer(row[0], "group", 0, len(plan.groups) - 1)
-    return plan.groups[group].group_id, plan.groups[group].attempt

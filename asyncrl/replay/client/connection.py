@@ -64,11 +64,9 @@ class Connection:
         run_digest: str,
         config: ReplayConfig,
         stats: Callable[[], dict[str, float]] = dict,
-        server: str = "replay server",
-        server_role: str = "server",
     ) -> None:
         self.address, self.role, self.name = address, role, name
-        self._server, self._server_role = f"{server} at {address}", server_role
+        self._server = f"replay server at {address}"
         self.incarnation = uuid.uuid4().hex
         self.served = NO_VERSION
         """Newest policy version served, sent with every hello."""
@@ -170,7 +168,7 @@ class Connection:
         set_socket_options(socket, self.address, self._config.heartbeat_s, self._config.heartbeat_timeout_s)
         self._door = open_door(self._config.keys, self.address, self.role) if self._knocks else None
         if self._door is None:
-            secure_client(socket, self._config.keys, self.role, self._server_role)
+            secure_client(socket, self._config.keys, self.role)
         handshakes = Handshakes(socket, self._config.keys, self.role)
         socket.connect(self.address if self._door is None else f"ipc://{self._door.path(self.role)}")
         poller = zmq.Poller()

@@ -59,19 +59,6 @@ class StoredGroup:
         return [replace(trajectory, extras=extras) for trajectory, extras in pairs]
 
 
-@dataclass(frozen=True, slots=True)
-class Elsewhere:
-    """Where the payload of a group is if a shard keeps it: which shard, and under which tag."""
-
-    shard: int
-    tag: str
-
-
-def shard_of(group_id: int, shards: int) -> int:
-    """Return the shard of a group. Group ids are a counter, so the remainder spreads every batch evenly."""
-    return group_id % shards
-
-
 def group_header(group: TrajectoryGroup) -> GroupHeader:
     """Return the header of a group. Raises WireError if a trajectory cannot be trained on."""
     header = _header_of(group)

@@ -13,7 +13,7 @@ from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.codec.messages import Count, Name, Version, decode_record
 from asyncrl.replay.codec.wire import Envelope
 
-ROLES = ("worker", "learner", "shard")
+ROLES = ("worker", "learner")
 """Roles of the peers that say hello."""
 
 ERRORS: dict[str, type[AsyncRLError]] = {

@@ -39,15 +39,9 @@ class Run:
         self.meter = Meter(clock())
         self.paused = ""
         """The reason why no new group may be started at present, regardless of the gates; empty if there is none."""
-        self.shards_paused = ""
-        """The same, for the shards."""
         self.on_stale: Callable[[Entry, DropReason], None] = lambda entry, reason: None
         """Called before a group is dropped for its age."""
         self._journal = journal
-
-    @property
-    def why_paused(self) -> str:
-        return "; ".join(why for why in (self.paused, self.shards_paused) if why)
 
     def record(self, event: ev.Event) -> None:
         """Write an event to the journal, then apply it. Every durable change goes through here."""

@@ -77,8 +77,7 @@ class FolderDisk:
             self._close_to_others()
 
     def names(self) -> list[str]:
-        # Files only: a shard on the server's machine has a folder in this one.
-        return sorted(entry.name for entry in self._folder.iterdir() if entry.is_file() and entry.name != LOCK_FILE)
+        return sorted(entry.name for entry in self._folder.iterdir() if entry.name != LOCK_FILE)
 
     def size(self, name: str) -> int:
         return (self._folder / name).stat().st_size

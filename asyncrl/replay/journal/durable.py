@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.replay.codec.group import Elsewhere
 from asyncrl.replay.core.admission import AdmissionSettings
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.core.durable import events as ev
@@ -94,7 +93,7 @@ def _attach(disk: Disk, state: ReplayState, places: dict[int, int], max_bytes: i
         if entry.payload is None or entry.header is None:
             continue
         payload = read_payload(disk, entry, places[entry.group_id]) if entry.payload is IN_JOURNAL else entry.payload
-        fits = total + entry.header.nbytes <= max_bytes or isinstance(payload, Elsewhere)
+        fits = total + entry.header.nbytes <= max_bytes
         total += entry.header.nbytes if fits else 0
         entry.payload = payload if fits else IN_JOURNAL
     buffer.nbytes = total
@@ -121,7 +120,6 @@ def open_core(
     heartbeat_timeout_s: float = 10.0,
     listener: Listener | None = None,
     replayed: Callable[[int, ev.Event], None] | None = None,
-    sharded: bool = False,
 ) -> tuple[ReplayCore, Journal]:
     """The core as the journal on `disk` left it, and the journal it goes on writing.
 
@@ -130,7 +128,6 @@ def open_core(
             `boot`, which is how peers recognise the server.
         listener: told every event after it was journalled and before it is applied; nothing of what is recovered.
         replayed: see `recover`.
-        sharded: shards have the payloads; what is given up for memory is gone.
 
     Raises:
         JournalError: the journal is damaged or of another version.
@@ -156,8 +153,7 @@ def open_core(
         journal=_recorder(writer, listener),
         state=state,
     )
-    if not sharded:
-        core.space.stored = lambda entry: read_payload(disk, entry, writer.places[entry.group_id])
+    core.space.stored = lambda entry: read_payload(disk, entry, writer.places[entry.group_id])
     if found and found.run["settings"] != identity["settings"]:
         core.configure(identity["settings"])
     core.take_over(settle_s=2 * heartbeat_s if found else 0.0, resume_s=RESUME_S)

@@ -15,7 +15,7 @@ from typing import Any
 from asyncrl.errors import WireError
 from asyncrl.replay.codec import headers, messages, wire
 from asyncrl.replay.codec.columns import Columns, Frame, Frames, joined_sizes, own_sizes
-from asyncrl.replay.codec.group import Elsewhere, StoredGroup
+from asyncrl.replay.codec.group import StoredGroup
 from asyncrl.replay.core.durable import events as ev
 
 SCHEMA = 7
@@ -90,11 +90,9 @@ def decode_event(body: bytes | memoryview, kinds: Mapping[str, type] = KINDS) ->
 
 def _encode_payload(payload: Any, frames: list[Frame]) -> Any:
     """None, bytes, or a group as the server stores it: `[texts, [ids, log-probs, mask, ...], extras]`, sizes in bytes,
-    three of each trajectory, of extras a row of each if any has them; of a group that a shard stores `[shard, tag]`."""
+    three of each trajectory, of extras a row of each if any has them."""
     if payload is None:
         return None
-    if isinstance(payload, Elsewhere):
-        return [payload.shard, payload.tag]
     if isinstance(payload, bytes):
         frames.append(payload)
         return len(payload)
@@ -110,8 +108,6 @@ def _decode_payload(value: Any, name: str, tail: _Tail) -> Any:
         return None
     if type(value) is int:
         return bytes(tail.take(value))
-    if type(value) is list and len(value) == 2:
-        return Elsewhere(wire.integer(value[0], name, 0, wire.MAX_FRAMES), wire.text(value[1], name, wire.MAX_NAME))
     size, flat, extras = wire.sequence(value, name, 3)
     texts = tail.take(size)
     sizes = _decode_sizes(flat, tail)

@@ -1,7 +1,6 @@
 """The keys of a run: one CURVE pair per role, in files. A process can only have a role whose secret it holds.
 
     server.key   server.key_secret     the replay server
-    shard.key    shard.key_secret      its shards; the replay server too, which checks their receipts
     learner.key  learner.key_secret    the ranks of the learner
     worker.key   worker.key_secret     rollout workers
 
@@ -25,7 +24,7 @@ from asyncrl.config import KEYS_DIR, LOG_DIR
 from asyncrl.errors import ConfigError, RunFolderError
 from asyncrl.schema import Config
 
-ROLES = ("server", "shard", "learner", "worker")
+ROLES = ("server", "learner", "worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +125,7 @@ def key_pair(keys: str, role: str) -> KeyPair:
 
 
 def roles_by_key(keys: str) -> dict[bytes, str]:
-    """Return public key -> role of all that may connect to the server or to a shard. Raises ConfigError if a key is
-    missing or unreadable."""
+    """Return public key -> role of all that may connect to the server. Raises ConfigError if a key is missing or unreadable."""
     return {public_key(keys, role): role for role in ROLES if role != "server"}
 
 

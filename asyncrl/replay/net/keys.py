@@ -1,4 +1,4 @@
-"""Restricts connections to the replay server and its shards to holders of the run's keys (`keyring.py`), with CURVE:
+"""Restricts connections to the replay server to holders of the run's keys (`keyring.py`), with CURVE:
 nobody else can read or forge messages."""
 
 from __future__ import annotations
@@ -62,17 +62,14 @@ class Guests:
         return self._roles[str(connection.get("User-Id")).encode()]
 
 
-def secure_server(context: zmq.Context, socket: zmq.Socket, keys: str, role: str) -> ThreadAuthenticator:
+def secure_server(context: zmq.Context, socket: zmq.Socket, keys: str) -> ThreadAuthenticator:
     """Turn on CURVE with the keys of the run, before `bind`. Returns the authenticator, which must be stopped at the
     end.
-
-    Args:
-        role: `server`, or `shard`.
 
     Raises:
         ConfigError: a key is missing or unreadable.
     """
-    pair, allowed = key_pair(keys, role), Guests(keys)
+    pair, allowed = key_pair(keys, "server"), Guests(keys)
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
     authenticator.configure_curve_callback("*", allowed)
@@ -81,12 +78,12 @@ def secure_server(context: zmq.Context, socket: zmq.Socket, keys: str, role: str
     return authenticator
 
 
-def secure_client(socket: zmq.Socket, keys: str, role: str, server: str) -> None:
-    """Authenticate as `role`, and connect only to the owner of the key `server` (`server` or `shard`).
+def secure_client(socket: zmq.Socket, keys: str, role: str) -> None:
+    """Authenticate as `role`, and connect only to the owner of the server's key.
 
     Raises:
         ConfigError: a key is missing or unreadable.
     """
     own = key_pair(keys, role)
     socket.curve_publickey, socket.curve_secretkey = own.public, own.secret
-    socket.curve_serverkey = public_key(keys, server)
+    socket.curve_serverkey = public_key(keys, "server")

@@ -3,7 +3,7 @@
 By default, glibc maps every large buffer anew, or trims its heap once a few MB are free. A process that moves hundreds
 of MB/s then spends as long in page faults as in all its other work, and its threads wait for each other's mappings.
 
-The setting affects the whole process, so only asyncrl's own processes make it, when they start: replay server, shard,
+The setting affects the whole process, so only asyncrl's own processes make it, when they start: replay server,
 rollout worker, learner. A process that merely opens a client keeps its allocator unchanged.
 """
 

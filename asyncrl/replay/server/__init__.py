@@ -1,2 +1,2 @@
 """The server's event loop and what it needs: sockets, sessions, verb handlers, waiting requests, replies. Decisions
-about groups are made in `core`. Nothing here depends on shards: `serving.py` adds their verbs."""
+about groups are made in `core`."""

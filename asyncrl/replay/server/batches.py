@@ -10,8 +10,8 @@ from typing import Any
 from asyncrl.balance import EARLY, UPDATES, begin_step, shard_step
 from asyncrl.replay.codec import headers, wire
 from asyncrl.replay.codec.columns import Frame
+from asyncrl.replay.codec.lease import pack_places
 from asyncrl.replay.core.core import ReplayCore
-from asyncrl.replay.server.payloads import Payloads
 from asyncrl.replay.server.sessions import Answer, Reply, Session, now_or_later, while_it_moves
 from asyncrl.spans import moment
 from asyncrl.types import StepPlan
@@ -31,8 +31,8 @@ def announced(core: ReplayCore, name: str) -> int:
 class Batches:
     """Handlers of the verbs `lease` and `early`."""
 
-    def __init__(self, core: ReplayCore, payloads: Payloads) -> None:
-        self._core, self._payloads = core, payloads
+    def __init__(self, core: ReplayCore) -> None:
+        self._core = core
         self._plans: dict[tuple[int, ...], tuple[StepPlan, StepPlan, Any]] = {}
         """(step, world, updates, groups together) -> (plan as sealed, plan with shards, encoded). Cached because every
         rank asks for the same plan. The most recently used is last. At most `PLANS_KEPT`, so that a peer that keeps
@@ -52,7 +52,7 @@ class Batches:
             return None if plan is None else self._leased(plan, rank, world, samples)
 
         def mark() -> tuple[int, ...] | None:  # a full disk has its own patience
-            return None if self._core.run.why_paused else self._core.patience_mark(step)
+            return None if self._core.run.paused else self._core.patience_mark(step)
 
         def silence() -> str:
             return f"no group and no token for {wait_s:.1f} s: {self._core.explain(step)}"
@@ -118,7 +118,7 @@ class Batches:
         entries = {group: together(plan.groups[group].group_id) for group in wanted}
         self._core.bring_back(entry for group in entries.values() for entry in group)
         kept = {group: [entry.payload for entry in parts] for group, parts in entries.items()}
-        body, forwarded = self._payloads.hand_out(kept, places, sampled)
+        body, forwarded = pack_places(kept, places, sampled)
         return Answer([encoded, *body], forwarded)
 
     def _updates(self) -> int:

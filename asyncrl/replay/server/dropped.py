@@ -32,8 +32,8 @@ class Dropped:
             self.told(replace(known, dropped=MEMBER + sample.dropped))
 
     def stale(self, entry: Entry, reason: DropReason) -> None:
-        """Add a sample of a stale group, before its payload is released. Payloads that are in a shard, or were evicted
-        from memory, are not fetched."""
+        """Add a sample of a stale group, before its payload is released. Payloads that were evicted from memory are not
+        fetched."""
         stored = isinstance(entry.payload, StoredGroup)
         if stored and entry.header is not None and len(self._kept) < MOST_DROPPED:
             self._kept.append(stale_sample(entry.header, entry.payload, reason))

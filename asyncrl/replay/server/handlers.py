@@ -15,12 +15,11 @@ from asyncrl.evaluation.orders import EvalResult
 from asyncrl.recorded import FROM_ROLLOUT, REFERENCE, announced_routers, require_reference
 from asyncrl.replay.codec import headers, messages, wire
 from asyncrl.replay.codec.columns import Frame
-from asyncrl.replay.codec.group import MAX_VOCABULARY
+from asyncrl.replay.codec.group import MAX_VOCABULARY, check_stored, split_frames
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.protocol import Acquired
 from asyncrl.replay.server.batches import Batches, announced
 from asyncrl.replay.server.dropped import Dropped
-from asyncrl.replay.server.payloads import Payloads, WithPlanner
 from asyncrl.replay.server.sessions import Answer, Handler, Later, Reply, Session, now_or_later, while_it_moves
 from asyncrl.spans import moment
 from asyncrl.types import Assignment, DropReason, Routers
@@ -29,24 +28,19 @@ MAX_SLOTS = 65536
 
 ONCE = frozenset({"acquire", "insert", "trained", "wait_evaluations", "evaluate", "restore"})
 """Verbs whose answers are kept: running one again for a request whose answer was lost would apply it twice."""
-SETTLED = frozenset({"get"})
-"""Verbs whose answers depend on no new event, so they need not wait for the journal."""
-QUIET = frozenset({"get", "shards", "heartbeat", "watch", "members", "snapshot", "acquire", "early"})
+QUIET = frozenset({"heartbeat", "watch", "members", "snapshot", "acquire", "early"})
 """Verbs that cannot unblock another waiting request."""
 
 
 class Handlers:
     """The verbs of each role, over one `ReplayCore`."""
 
-    def __init__(self, core: ReplayCore, payloads: Payloads | None = None) -> None:
+    def __init__(self, core: ReplayCore) -> None:
         self.core = core
-        self.payloads = payloads or WithPlanner()
-        self.over = False
-        """Set by the server once the shards may exit."""
         self.beside: Callable[[], Mapping[str, float]] = dict
         """Returns the server's own measurements, which are added to the metrics of a step."""
         self.dropped = Dropped(core.run)
-        self.batches = Batches(core, self.payloads)
+        self.batches = Batches(core)
         self.worker_verbs: dict[str, Handler] = {
             "survey": self._survey,
             "acquire": self._acquire,
@@ -55,7 +49,6 @@ class Handlers:
             "served": self._served,
             "report_evaluation": self._report_evaluation,
         }
-        self.shard_verbs: dict[str, Handler] = {}
         self.learner_verbs: dict[str, Handler] = {
             "restore": self._restore,
             "publish": self._publish,
@@ -77,7 +70,6 @@ class Handlers:
         self.verbs_of: dict[str, tuple[dict[str, Handler], ...]] = {
             "worker": (self.worker_verbs, self.shared_verbs),
             "learner": (self.learner_verbs, self.rank_verbs, self.shared_verbs),
-            "shard": (self.shard_verbs,),
         }
 
     def handle(self, session: Session, verb: str, body: Any, frames: Sequence[Frame]) -> Reply:
@@ -132,13 +124,14 @@ class Handlers:
         return Answer()
 
     def _insert(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
-        row, receipt, sample = wire.sequence(body, "insert", 3)
+        row, sample = wire.sequence(body, "insert", 2)
         header = headers.decode_group_header(row, session.name)
         try:
             lost = messages.decode_lost(sample)
             if self.core.board.values.get(REFERENCE) == FROM_ROLLOUT:
                 require_reference(header)
-            stored = self.payloads.take(header, receipt, frames, *self.limits())
+            stored = split_frames(header, frames)
+            check_stored(header, stored, *self.limits())
         except WireError:
             # Otherwise the group would stay in flight for as long as its worker lives.
             self.core.fail(session.name, session.incarnation, header.group_id, header.attempt, DropReason.REJECTED)

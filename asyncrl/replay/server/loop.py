@@ -1,5 +1,4 @@
-"""Event loop of the replay server: one thread and its ROUTER sockets. All state is in `ReplayCore`, or in the host of a
-shard.
+"""Event loop of the replay server: one thread and its ROUTER sockets. All state is in `ReplayCore`.
 
     consumes      requests of rollout workers and learner ranks
     waits for     the sockets, at most until the next deadline of a waiting request
@@ -26,13 +25,13 @@ from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.codec.reply import Hello, Pulse, ServerTime, Welcome, decode_hello
 from asyncrl.replay.codec.together import Asked, decode_requests
 from asyncrl.replay.codec.wire import Envelope
+from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.journal.sync_thread import SyncThread
 from asyncrl.replay.server.doorkeeper import MAX_MALFORMED, STRANGER_BYTES, Doorkeeper, hang_up
-from asyncrl.replay.server.handlers import QUIET
+from asyncrl.replay.server.handlers import QUIET, Handlers
 from asyncrl.replay.server.idle import Idle
 from asyncrl.replay.server.outbox import Outbox, Replies
 from asyncrl.replay.server.router import Entrance
-from asyncrl.replay.server.served import Clerk, Host
 from asyncrl.replay.server.sessions import TICK_S, Answer, Session, silence_of
 from asyncrl.replay.server.shutdown import Shutdown
 from asyncrl.replay.server.waiting import WaitingRequests
@@ -52,13 +51,13 @@ MACHINE: dict[str, Callable[[Sequence[float]], float]] = {"memory_free": min, "c
 
 
 class ReplayServer:
-    """Serves a host until the run is over. `boot` identifies this memory of the run, which outlives the process if
+    """Serves a run until it is over. `boot` identifies this memory of the run, which outlives the process if
     there is a journal. A worker that worked for another boot holds assignments unknown here."""
 
     def __init__(
         self,
-        core: Host,
-        handlers: Clerk,
+        core: ReplayCore,
+        handlers: Handlers,
         entrance: Entrance,
         config: ReplayConfig,
         *,
@@ -232,7 +231,7 @@ class ReplayServer:
         return ""
 
     def _welcome(self, hello: Hello, incarnation: str) -> None:
-        """Report an admitted peer to the host. Raises FencedError if this incarnation was replaced or expelled, worked
+        """Report an admitted peer to the core. Raises FencedError if this incarnation was replaced or expelled, worked
         for another boot or has another role here."""
         if hello.role == "worker" and hello.boot not in ("", self.boot):
             raise FencedError(
@@ -359,10 +358,7 @@ class ReplayServer:
             self._forget(session)
 
     def _over(self, now: float) -> bool:
-        present = [session.role for session in self.sessions.values()]
-        leaving = self.shutdown.look(self.core.state.finished, present, now)
-        self.handlers.over = self.shutdown.over
-        return leaving
+        return self.shutdown.look(self.core.state.finished, bool(self.sessions), now)
 
     def _malformed(self, identity: bytes, error: WireError, session: Session | None = None) -> None:
         self.malformed += 1

@@ -23,7 +23,7 @@ from asyncrl.replay.codec.reply import ERRORS
 from asyncrl.replay.codec.wire import SEVERAL, Envelope
 from asyncrl.replay.core.requests.rollouts import UnknownPeer
 from asyncrl.replay.journal.log import SegmentLog
-from asyncrl.replay.server.handlers import ONCE, SETTLED
+from asyncrl.replay.server.handlers import ONCE
 from asyncrl.replay.server.router import Entrance
 from asyncrl.replay.server.sessions import Answer, Session
 
@@ -132,10 +132,7 @@ class Replies:
             session.replies[request] = frames
             if len(session.replies) > MAX_REPLIES:
                 del session.replies[next(iter(session.replies))]
-        if verb in SETTLED:
-            self.outbox.send(session.identity, frames)
-        else:
-            self.outbox.promise(session, request, frames)
+        self.outbox.promise(session, request, frames)
 
     def again(self, session: Session, request: int) -> None:
         """Send the kept answer to a repeated request."""

@@ -89,13 +89,13 @@ def _always(role: str) -> Callable[[zmq.Frame], str]:
 
 
 @contextlib.contextmanager
-def entrance(config: ReplayConfig, role: str = "server") -> Iterator[Entrance]:
+def entrance(config: ReplayConfig) -> Iterator[Entrance]:
     """Open the socket of `router` and the doors.
 
     Raises:
         ConfigError, ReplayError: as for `router`.
     """
-    with router(config, role) as tcp, _doors(config, tcp.context) as doors:
+    with router(config) as tcp, _doors(config, tcp.context) as doors:
         yield Entrance(tcp, Guests(config.keys), doors)
 
 
@@ -137,8 +137,8 @@ def _open_as_many_files_as_allowed() -> None:
 
 
 @contextlib.contextmanager
-def router(config: ReplayConfig, role: str = "server") -> Iterator[zmq.Socket]:
-    """Bind and secure the tcp socket of the replay server or of a `shard`.
+def router(config: ReplayConfig) -> Iterator[zmq.Socket]:
+    """Bind and secure the tcp socket of the replay server.
 
     Raises:
         ConfigError: the address is a wildcard, or a key is missing. ReplayError: the address cannot be bound.
@@ -149,7 +149,7 @@ def router(config: ReplayConfig, role: str = "server") -> Iterator[zmq.Socket]:
     context = zmq.Context(1)
     socket, authenticator = _configured(context, config), None
     try:
-        authenticator = secure_server(context, socket, config.keys, role)
+        authenticator = secure_server(context, socket, config.keys)
         try:
             socket.bind(address)
         except zmq.ZMQError as error:

@@ -23,7 +23,7 @@ class Session:
     """One incarnation of a peer, however often it reconnects."""
 
     role: str
-    """`worker`, `learner` or `shard`."""
+    """`worker` or `learner`."""
     name: str
     incarnation: str
     identity: bytes

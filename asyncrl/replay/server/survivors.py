@@ -1,6 +1,6 @@
 """Look for peers that outlived their server. With `overwrite=true` they decide whether the journal found belongs to an
 earlier run, or to the run for which a supervisor has just restarted this server: in that case the run's learner is
-present. A worker or a shard does not count, as it may be left over from a run that is over.
+present. A worker does not count, as it may be left over from a run that is over.
 
 consumes      messages at the bound sockets; their senders repeat them. A peer that names the run is asked for a hello
 waits for     the hello of a learner of that run

@@ -38,7 +38,7 @@ RESUMED = "# resumed "
 SUPERVISED = "supervised"
 """Kind of a run of `asyncrl sft`; one of reinforcement learning has none."""
 OF_A_START = (
-    *("resume", "overwrite", "run.dir", "run.name", "replay.address", "replay.shard_address", "replay.keys"),
+    *("resume", "overwrite", "run.dir", "run.name", "replay.address", "replay.keys"),
     *("ray.address", "ray.gpus_per_worker", "placement.mode", "placement.gpus"),
     *("weights.backend", "weights.port", "weights.interface"),
 )

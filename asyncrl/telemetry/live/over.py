@@ -17,7 +17,7 @@ from asyncrl.utils.process_tree import describe_exit
 
 ENDS_FILE = "ends.json"
 CALLED = {"replay": "the replay server", "rollout": "the rollout pool", "learner": "torchrun, the learner"}
-NUMBERED = {"rollout": "rollout worker", "shard": "shard of the replay"}
+NUMBERED = {"rollout": "rollout worker"}
 
 ERROR = re.compile(r"\b[A-Z]\w*Error: ")
 

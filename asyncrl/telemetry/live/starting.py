@@ -32,7 +32,7 @@ SIGNS = {
 
 
 class StartWatch:
-    """Watches the start of one run's roles; `roles` without a sign (shards) are not waited for."""
+    """Watches the start of one run's roles; `roles` without a sign are not waited for."""
 
     def __init__(self, log_dir: Path, roles: Sequence[str]) -> None:
         self._waiting = {role: SIGNS[role] for role in roles if role in SIGNS}

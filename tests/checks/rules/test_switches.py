@@ -26,7 +26,6 @@ GIVEN = {
     "ray.address": "auto",
     "ray.environment": "[MY_TOKEN]",
     "weights.backend": "sockets",
-    "replay.shard_address": "tcp://127.0.0.1:5580",
     "replay.journal.retain": "all",
     "replay.journal.window_mb": "2",
     "learner.min_lr_ratio": "0.1",

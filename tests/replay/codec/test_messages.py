@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from asyncrl.errors import WireError
 from asyncrl.replay.client.client import _board
-from asyncrl.replay.client.requests import Response
 from asyncrl.replay.codec import wire
-from asyncrl.replay.codec.group import MAX_VOCABULARY
 from asyncrl.replay.codec.messages import MAX_ENTRIES, MAX_NUMBERS, decode_record, encode_record, numbers
 from asyncrl.replay.codec.reply import Hello
 from asyncrl.replay.protocol import Board
-from asyncrl.replay.shards.host import KEYS_ASKED, heard
-from asyncrl.replay.shards.payloads import Collected
 
 
 @pytest.mark.parametrize(
@@ -42,15 +36,3 @@ def test_maps_of_numbers_are_longer_than_others() -> None:
     assert len(numbers({str(number): 0.0 for number in range(MAX_NUMBERS)}, "metrics")) == MAX_NUMBERS
     with pytest.raises(WireError):
         numbers({str(number): 0.0 for number in range(MAX_NUMBERS + 1)}, "metrics")
-
-
-def collected(**changed: Any) -> Response:
-    values = {"run_id": "r", "free": [0], "vocabulary": 5, "routers": [], "over": False} | changed
-    return Response(encode_record(Collected(**values)), ())
-
-
-def test_a_shard_takes_an_answer_within_its_question() -> None:
-    assert heard(collected(free=[KEYS_ASKED], vocabulary=MAX_VOCABULARY)).free == [KEYS_ASKED]
-    for wrong in ({"free": [KEYS_ASKED + 1]}, {"vocabulary": MAX_VOCABULARY + 1}, {"vocabulary": -1}):
-        with pytest.raises(WireError):
-            heard(collected(**wrong))

@@ -441,7 +441,7 @@ def leased_step(world: int, tokens: int):
     for order in core.acquire("w", "a", 2).assignments:
         made = group(order, [0] * tokens)
         encoded = encode_group(made)
-        body = [headers.encode_group_header(encoded.header), None, None]
+        body = [headers.encode_group_header(encoded.header), None]
         reply = desk.handle(worker, "insert", body, encoded.frames)
         assert isinstance(reply, Answer) and reply.body[0] == "accepted"
         sent[order.group_id] = made

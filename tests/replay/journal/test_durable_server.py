@@ -19,9 +19,9 @@ from asyncrl.replay.client import connection
 from asyncrl.replay.client.client import RolloutClient
 from asyncrl.replay.journal.durable import recover
 from asyncrl.types import NO_VERSION
-from tests.replay.cluster import begin, fill
 from tests.replay.helpers import SOON_SILENT_S, ClockAhead, group, same_trajectory
 from tests.replay.lives import Server
+from tests.replay.peers import begin, fill
 from tests.waiting import until
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]

@@ -12,9 +12,9 @@ import pytest
 from asyncrl.errors import JournalError
 from asyncrl.replay.journal.durable import recover
 from asyncrl.replay.serving import run_server
-from tests.replay.cluster import begin, fill
 from tests.replay.helpers import SOON_SILENT_S
 from tests.replay.lives import ADMISSION, Server
+from tests.replay.peers import begin, fill
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 

@@ -43,7 +43,7 @@ def test_a_server_that_was_stopped_while_it_listened_for_a_learner_hears_the_one
     hello = encode_envelope(Envelope(run="run", verb="hello", request=1, incarnation="life", body=body))
     config = replay_config()
     with entrance(config) as way_in, zmq.Context() as context, context.socket(zmq.DEALER) as learner:
-        secure_client(learner, config.keys, "learner", "server")
+        secure_client(learner, config.keys, "learner")
         learner.connect(config.address)
         learner.send(hello)
         wall = itertools.chain((0.0, 0.0), itertools.count(100.0, 0.1))

@@ -93,13 +93,13 @@ def test_a_workers_key_can_be_no_learner_and_has_none_of_its_verbs(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("own", "claimed"),
-    [("worker", "learner"), ("worker", "shard")],
+    [("worker", "learner"), ("learner", "worker")],
 )
 def test_the_role_that_a_peer_claims_must_be_that_of_its_key(own: str, claimed: str) -> None:
     config = replay_config()
     with running_server(config, settings()), zmq.Context() as context, context.socket(zmq.DEALER) as line:
         line.setsockopt(zmq.LINGER, 0)
-        secure_client(line, config.keys, own, "server")
+        secure_client(line, config.keys, own)
         line.connect(config.address)
         refusal = spoken(line, "hello", [claimed, "rank 0", "d", NO_VERSION, ""])
         assert refusal.verb == "refused"
@@ -112,7 +112,7 @@ def test_a_workers_key_cannot_speak_for_a_learner_whose_incarnation_it_knows() -
         learner = LearnerClient(config.address, rank=0, run_digest="d", config=config)
         learner.restore(step=None, policy_version=NO_VERSION, snapshot=None)
         line.setsockopt(zmq.LINGER, 0)
-        secure_client(line, config.keys, "worker", "server")
+        secure_client(line, config.keys, "worker")
         line.connect(config.address)
         life = learner._connection.incarnation
         assert spoken(line, "finish", [0, None], run="run", life=life).verb == "refused"
@@ -129,7 +129,7 @@ def test_no_refusal_tells_the_run_or_the_settings_of_the_server() -> None:
         context.socket(zmq.DEALER) as line,
     ):
         line.setsockopt(zmq.LINGER, 0)
-        secure_client(line, config.keys, "worker", "server")
+        secure_client(line, config.keys, "worker")
         line.connect(config.address)
         for verb, body, run in (
             ("hello", ["worker", "w", "mine", NO_VERSION, ""], ""),

@@ -8,7 +8,7 @@ import pytest
 import asyncrl
 from asyncrl.replay.net.malloc import keep_heap
 
-PROCESSES = ("replay/serving.py", "replay/shards/running.py", "rollout/worker/process.py", "learner/__main__.py")
+PROCESSES = ("replay/serving.py", "rollout/worker/process.py", "learner/__main__.py")
 CHUNK = 8 << 20
 ROUNDS = 50
 

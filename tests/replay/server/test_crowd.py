@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 
 from asyncrl.errors import AsyncRLError
-from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.core.requests import steps
+from asyncrl.replay.server import batches
 from asyncrl.replay.server.batches import PLANS_KEPT
 from asyncrl.replay.server.handlers import Handlers
-from asyncrl.replay.server.payloads import WithPlanner
 from asyncrl.replay.server.sessions import Answer, Later, Session
 from asyncrl.replay.server.waiting import WaitingRequests
 from asyncrl.types import NO_VERSION, Assignment, DropReason
@@ -22,9 +20,9 @@ from tests.replay.helpers import Clock, header, settings
 WORKERS, RANKS = 1000, 64
 
 
-class NoPayloads(WithPlanner):
-    def hand_out(self, stored: object, places: object, sampled: object) -> tuple[list[Any], list[Frame]]:
-        return [], []
+@pytest.fixture(autouse=True)
+def _no_payloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "pack_places", lambda *_: ([], []))
 
 
 class Crowd:
@@ -32,7 +30,7 @@ class Crowd:
 
     def __init__(self, **admission: int) -> None:
         self.core = ReplayCore(settings(**admission), Clock(), seed=0)
-        self.handlers = Handlers(self.core, NoPayloads())
+        self.handlers = Handlers(self.core)
         self.waiting = WaitingRequests(lambda: self.core.state.applied, self, Clock())
         self.answered: Counter[str] = Counter()
         self.core.restore(step=None, policy_version=NO_VERSION, snapshot=None, incarnation="learner")

@@ -93,7 +93,7 @@ def test_a_member_that_a_group_was_closed_without_is_shown_once_with_its_reason(
 
     def insert(dropped: str) -> Answer:
         sample = messages.encode_record(dataclasses.replace(lost, dropped=dropped))
-        body = wire.unpack(wire.pack([headers.encode_group_header(encoded.header), None, sample]))
+        body = wire.unpack(wire.pack([headers.encode_group_header(encoded.header), sample]))
         reply = door.desk.handle(door.worker, "insert", body, encoded.frames)
         assert isinstance(reply, Answer)
         return reply
@@ -108,7 +108,7 @@ def test_a_group_whose_lost_member_has_no_known_reason_is_refused_and_no_longer_
     door = Door()
     encoded = encode_group(group(door.order, [0, 0]))
     sample = messages.encode_record(DroppedSample(group_id=0, dropped="whatever"))
-    body = wire.unpack(wire.pack([headers.encode_group_header(encoded.header), None, sample]))
+    body = wire.unpack(wire.pack([headers.encode_group_header(encoded.header), sample]))
     with pytest.raises(WireError, match="not a drop reason"):
         door.desk.handle(door.worker, "insert", body, encoded.frames)
     assert door.desk.dropped.taken() == ()

@@ -58,7 +58,7 @@ class Door:
         self.order = self.core.acquire("w", "a", 1).assignments[0]
 
     def insert(self, header, frames) -> Answer:
-        body = [headers.encode_group_header(header), None, None]
+        body = [headers.encode_group_header(header), None]
         reply = self.desk.handle(self.worker, "insert", wire.unpack(wire.pack(body)), frames)
         assert isinstance(reply, Answer)
         return reply
@@ -138,7 +138,7 @@ def test_lists_in_lists_in_any_place_of_a_worker_s_request_end_in_a_typed_error(
     ]
     result = EvalResult(job_id=0, chunk=0, attempt=0, version_min=0, version_max=0, scores=(1.0,))
     bodies = {
-        "insert": [headers.encode_group_header(encoded.header), None, fail[-1]], "acquire": [1, 0.0], "fail": fail,
+        "insert": [headers.encode_group_header(encoded.header), fail[-1]], "acquire": [1, 0.0], "fail": fail,
         "served": [0, "f"], "report_evaluation": messages.encode_record(result), "watch": [0, 0.0],
     }  # fmt: skip
     for verb, body in bodies.items():
@@ -151,5 +151,5 @@ def test_lists_in_lists_in_any_place_of_a_worker_s_request_end_in_a_typed_error(
     for place in range(len(fields)):
         nested = [*fields[:place], b"\x91" * 1003 + b"\x90", *fields[place + 1 :]]
         with pytest.raises(WireError):
-            body = [[worker, bytes([packed[0]]) + b"".join(nested)], None, None]
+            body = [[worker, bytes([packed[0]]) + b"".join(nested)], None]
             door.desk.handle(door.worker, "insert", body, encoded.frames)

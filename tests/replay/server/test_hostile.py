@@ -70,7 +70,7 @@ def test_who_is_not_of_this_run_gets_a_refusal_and_nothing_else() -> None:
     config = replay_config()
     with running_server(config, settings()), zmq.Context() as context, context.socket(zmq.DEALER) as line:
         line.setsockopt(zmq.LINGER, 0)
-        secure_client(line, config.keys, "worker", "server")
+        secure_client(line, config.keys, "worker")
         line.connect(config.address)
         line.send(envelope("members", 1, "nobody", [0, None]))
         assert answer(line) == "unknown_peer"

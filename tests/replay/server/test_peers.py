@@ -273,7 +273,7 @@ def test_hostile_frames_leave_the_server_serving(run, caplog) -> None:
     context = zmq.Context()
     evil = context.socket(zmq.DEALER)
     evil.setsockopt(zmq.LINGER, 0)
-    secure_client(evil, run.config.keys, "worker", "server")
+    secure_client(evil, run.config.keys, "worker")
     evil.connect(run.config.address)
     frames = hostile_frames(random.Random(1))
 

@@ -119,7 +119,7 @@ class Room:
 
 def insert(number: int, order: Assignment) -> Asked:
     encoded = encode_group(group(order, [0, 0]))
-    return Asked(number, "insert", [headers.encode_group_header(encoded.header), None, None], encoded.frames)
+    return Asked(number, "insert", [headers.encode_group_header(encoded.header), None], encoded.frames)
 
 
 def test_inserts_of_one_message_are_each_stored_and_answered() -> None:

@@ -276,7 +276,7 @@ class Steps:
         """Return whom the learner waits for, and which workers are silent, as text."""
         why = why_no_batch(self._state, self._run.settings, self._run.workers, step)
         return "; ".join(
-            part for part in (self._run.why_paused, why, who_is_silent(self._run.workers, self._run.clock())) if part
+            part for part in (self._run.paused, why, who_is_silent(self._run.workers, self._run.clock())) if part
         )
 
     def explain_evaluation(self) -> str:
