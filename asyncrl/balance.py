@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from asyncrl.types import StepPlan, TrajectoryHeader
 
@@ -18,8 +18,6 @@ Place = tuple[int, int]
 
 UPDATES = "updates_per_batch"
 """Key under which the learner announces this setting on the board, which the journal keeps."""
-EARLY = "early_groups"
-"""Key for the number of groups that are balanced together, for `begin_step`."""
 EQUAL_AT = 40_000
 """Sequence length in tokens at which attention takes as long as all the rest: 12 widths of the model, by operations
 (24 w^2 and 2 w L per token and layer). The value for a 7 B model: the replay does not know the model."""
@@ -27,52 +25,20 @@ SLACK = (1.02, 1.03, 1.05, 1.08, 1.1, 1.12, 1.14, 1.16, 1.18, 1.25, 1.35, 1.5, 1
 """Factors by which the fullest rank may exceed the lower bound of any split; the first that is feasible is used."""
 
 
-def shard_step(plan: StepPlan, world: int, updates: int = 1, together: int = 0) -> tuple[tuple[Place, ...], ...]:
+def shard_step(plan: StepPlan, world: int, updates: int = 1) -> tuple[tuple[Place, ...], ...]:
     """Return the places that each rank trains, ascending; a trajectory without a fresh token is in no shard.
 
     Args:
         updates: optimizer steps of the batch: each is balanced separately, since the ranks synchronize in it.
-        together: number of groups of an optimizer step that are balanced together; 0: all of them.
     """
     if world == 1:
         return (tuple((group, position) for group in range(len(plan.groups)) for position in _fresh(plan, group)),)
     shards: list[list[Place]] = [[] for _ in range(world)]
     for minibatch in minibatches(plan, updates):
-        for groups in parts_of(minibatch, together):
-            parts = balance([_fresh(plan, group) for group in groups], world)
-            for shard, part in zip(shards, parts, strict=True):
-                shard += [(groups[group], position) for group, position in part]
+        parts = balance([_fresh(plan, group) for group in minibatch], world)
+        for shard, part in zip(shards, parts, strict=True):
+            shard += [(minibatch[group], position) for group, position in part]
     return tuple(tuple(sorted(shard)) for shard in shards)
-
-
-def parts_of(groups: Sequence[int], together: int) -> list[Sequence[int]]:
-    """Split the groups of an optimizer step into runs of `together`: no run depends on the groups after it."""
-    return [groups[i : i + together] for i in range(0, len(groups), together)] if together else [groups]
-
-
-def begin_step(
-    plan: StepPlan, world: int, *, first: int, together: int, after: int = 0, upto: int = 0
-) -> StepPlan | None:
-    """Plan the groups with which training can begin before the rest of the batch is known: whole parts of its first
-    optimizer step except the last part, in which the ranks synchronize.
-
-    Args:
-        plan: with the groups that the batch begins with, or all of them.
-        first: number of groups in the first optimizer step.
-        together: see `shard_step`.
-        after: number of groups given out before.
-        upto: exact number of groups given out afterwards; 0: as many as are available.
-
-    Returns:
-        A plan of the groups from `after` on only, counted from 0 and with shards; None if there are none.
-    """
-    useful = [place for place, group in enumerate(plan.groups) if any(map(plan.fresh_tokens, group.trajectories))]
-    whole = min(len(useful), max(0, first - 1)) // together * together
-    count = upto or (useful[whole - 1] + 1 if whole else 0)
-    if not after < count <= len(plan.groups):
-        return None
-    part = replace(plan, groups=plan.groups[after:count])
-    return replace(part, shards=shard_step(part, world, together=together))
 
 
 def minibatches(plan: StepPlan, updates: int) -> list[tuple[int, ...]]:

@@ -85,7 +85,7 @@ NOT_OF_THE_UPDATE = (
     *("ranks", *LAID_OUT_BY, "device", "export_every", "copy_to"),
     *("save_every", "async_save", "save_timeout_s", "keep_checkpoints", "keep_every", "keep_best", "keep_best_by"),
     *("max_restarts", "max_nonfinite_steps", "max_tokens_per_microbatch", "max_attention_per_microbatch"),
-    *("early_groups", "reduce_gradients", "offload", "steps", "epochs", "profile"),
+    *("reduce_gradients", "offload", "steps", "epochs", "profile"),
 )
 """Learner settings that do not change how a batch updates the weights."""
 

@@ -27,9 +27,9 @@ from benchmarks.parts.results import PAGE, figure, page, read
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if not path.stem.startswith("_"))
-LONG = {"deaths", "early", "nodes", "plan_models", "pretrained", "trl"}
+LONG = {"deaths", "nodes", "plan_models", "pretrained", "trl"}
 """`deaths` starts every role of a run again, `nodes` waits for torchrun's own deadlines; `trl` makes an environment
-with another framework in it: minutes, and a network, as `pretrained` needs for its model. `early` and `plan_models` are
+with another framework in it: minutes, and a network, as `pretrained` needs for its model. `plan_models` are
 runs of the quickstart with other settings, as `overlap` is."""
 
 

@@ -130,16 +130,12 @@ REFUSED: Refused = [
         ["learner.ranks=9", "learner.groups_per_step=4", "rollout.min_group_size=2", "learner.updates_per_batch=1"],
         ["learner.groups_per_step * rollout.min_group_size", "= 8 is less than learner.ranks=9"],
     ),
-    (["replay.order=lifo"], ["replay.order must be one of fifo, freshest, prioritized, uniform, ess", "'lifo'"]),
+    (["replay.order=lifo"], ["replay.order must be one of fifo, freshest", "'lifo'"]),
     (["replay.max_times_sampled=0"], ["replay.max_times_sampled must be at least 1"]),
     (["replay.group_timeout_s=-1"], ["replay.group_timeout_s must be at least 0"]),
     (
-        ["replay.stale_policy=wait", "replay.order=uniform"],
-        ["replay.order=uniform", "does not work with replay.order=uniform", "Leave those out"],
-    ),
-    (
-        ["replay.order=ess"],
-        ["replay.order=ess uses what the learner measured", "replay.max_times_sampled=2 or more"],
+        ["replay.stale_policy=wait", "replay.order=freshest"],
+        ["replay.order=freshest", "does not work with replay.order=freshest", "Leave those out"],
     ),
     (["replay.window=-1"], ["replay.window must be at least 0", "-1"]),
     (["replay.admission=prompt"], ["replay.admission", "prompt", "group, sample"]),
@@ -171,10 +167,6 @@ REFUSED: Refused = [
     (["replay.pipeline_depth=5"], ["between 0 and replay.max_staleness=4", "got 5", "replay.pipeline_depth=4"]),
     (["replay.max_staleness=0"], ["between 0 and replay.max_staleness=0", "got 2", "replay.pipeline_depth=0"]),
     (["replay.pipeline_depth=-1"], ["between 0 and replay.max_staleness=4", "got -1"]),
-    (
-        ["replay.stale_policy=wait", "replay.readmit_dropped=true"],
-        ["replay.readmit_dropped=true does nothing with replay.stale_policy=wait", "Remove it"],
-    ),
     (["learner.updates_per_batch=5"], ["must be a multiple of learner.updates_per_batch", "32 and 5", "16, 32"]),
     (
         ["learner.ranks=9", "learner.groups_per_step=4", "rollout.group_size=2"],
@@ -201,10 +193,6 @@ REFUSED: Refused = [
     (
         ["learner.ranks=12", "learner.replicas=2", "learner.expert_parallel=4"],
         ["expert_parallel=4 must divide the ranks", "learner.ranks=12, 6 to a copy", "Set it to one of 1, 2, 3, 6"],
-    ),
-    (
-        ["learner.ranks=2", "learner.tensor_parallel=2", "learner.early_groups=2"],
-        ["learner.tensor_parallel=2 was not tested with learner.early_groups=2", "Set learner.tensor_parallel=1"],
     ),
     (
         ["learner.max_tokens_per_microbatch=700"],

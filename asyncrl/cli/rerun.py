@@ -27,7 +27,6 @@ from safetensors import safe_open
 
 from asyncrl.checks.override_syntax import written
 from asyncrl.checks.parallel import LAID_OUT_BY, ParallelDims, problem_of
-from asyncrl.checks.rules.learner import early_groups
 from asyncrl.checks.rules.switches import without_effect
 from asyncrl.cli.processes.commands import learner_command
 from asyncrl.cli.processes.supervision import TURN_S, show_failure
@@ -70,7 +69,7 @@ FIXED = ("learner.groups_per_step",)
 LEARNED_BY = ("loss", "advantage", "critic", "reference")
 """Sections of the settings that determine what is minimised."""
 OF_A_RERUN = (
-    *("learner.save_every", "learner.early_groups", "learner.max_restarts", "learner.copy_to"),
+    *("learner.save_every", "learner.max_restarts", "learner.copy_to"),
     *("learner.keep_best", "learner.keep_best_by", "learner.profile"),
 )
 """Settings that `rerun_config` changes and that do not affect what is learned."""
@@ -165,7 +164,6 @@ def rerun_config(run: Path, overrides: Sequence[str]) -> Config:
         "replay.max_staleness": recorded.replay.max_staleness,
         "replay.pipeline_depth": 0,
         "replay.max_bytes": recorded.replay.max_bytes,  # the default may be too small for the batches
-        "learner.early_groups": early_groups(recorded),  # it may depend on replay settings left out here
         "learner.max_restarts": 0,  # there are no checkpoints to resume from
         "learner.copy_to": "",  # it has the run's own copies
         "learner.keep_best": "",  # nothing is evaluated
@@ -232,7 +230,6 @@ def train_again(config: Config, journal: Path, place: Place, backend: Backend, o
         max_staleness=config.replay.max_staleness,
         samples=config.telemetry.samples_per_step,
         updates=config.learner.updates_per_batch,
-        early=early_groups(config),
     )
     opened.callback(replay.close)
     run_dir = Path(config.run.dir)

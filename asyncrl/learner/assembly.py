@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.checks.dtypes import with_dtypes
-from asyncrl.checks.rules.learner import early_groups, why_never_warm, why_not_early
+from asyncrl.checks.rules.learner import why_never_warm
 from asyncrl.checks.user_code import CODE, workers_code
 from asyncrl.config import disk_patience
 from asyncrl.data.local_tokenizer import TOKENIZER, LocalTokenizer, tokenizer_digest
@@ -133,8 +133,6 @@ def assemble(
         RunFolderError, CheckpointError, ConfigError: see `open_checkpoints` and `build_roles`.
         UserCodeError: a user-defined loss or advantage function cannot be used.
     """
-    if place.rank == 0 and config.learner.early_groups and (why := why_not_early(config)):
-        log_of_start.warning("learner.early_groups=%d does nothing in this run: %s", config.learner.early_groups, why)
     if place.rank == 0 and (why := why_never_warm(config)):
         log_of_start.warning("%s", why)
     try_own(config.loss, config.advantage, config.learner, place.device)
@@ -162,7 +160,6 @@ def assemble(
         settings=learner_digest(with_dtypes(config, learner=place.device.type)),
         branch=resume not in ("auto", "never") and not kept.restarted,
         updates=config.learner.updates_per_batch,
-        early=early_groups(config),
         copies=copies,
         run=origin_of(run_dir),
     )

@@ -14,7 +14,6 @@ import torch
 from asyncrl.background import in_background
 from asyncrl.checks.evaluations import EvalSet, eval_sets
 from asyncrl.checks.parallel import ParallelDims
-from asyncrl.checks.rules.learner import early_groups
 from asyncrl.config import disk_patience
 from asyncrl.data.dataset import source_names
 from asyncrl.errors import NoProgress
@@ -35,8 +34,6 @@ from asyncrl.learner.reporting.samples import Samples
 from asyncrl.learner.reporting.step_clock import StepClock
 from asyncrl.learner.reporting.step_row import step_row, tell_best, write_evaluations
 from asyncrl.learner.roles import Roles
-from asyncrl.learner.step.early import Begun, Early
-from asyncrl.learner.step.group_ess import ess_of_groups
 from asyncrl.learner.step.metrics import Measured, over_ranks, plan_histograms
 from asyncrl.learner.step.step import train_step
 from asyncrl.learner.step.targets import KL_OF_POLICY
@@ -85,8 +82,7 @@ class Training(Parts):
 def train(config: Config, parts: Training, asked: Asked = never) -> int:
     """Train from `parts.start` to `learner.steps`, or until `asked`; then save what is not saved yet, and stop.
 
-    Consumes: step batches, leased from the replay server one step ahead of training; with `learner.early_groups` the
-        first groups of a batch come earlier (`early`).
+    Consumes: step batches, leased from the replay server one step ahead of training.
     Waits for: rollouts to fill the next batch, once the previous step is trained; the previous weight broadcast,
         before the next one; the copy of the published weights, before the optimizer step, and before the next version
         is announced if no optimizer step was made; the other ranks, in every backward; at the end, open evaluations.
@@ -119,11 +115,6 @@ class _Loop:
         self.guard = guard_of(config, parts)
         wait_s = config.replay.wait_timeout_s
         self.leases = LeasePrefetch(parts.source, rank=self.shard, world=self.shards, wait_s=wait_s)
-        self.early = (
-            Early(config, roles, parts.source, self.leases, self.shard, self.shards, parts.rank == 0)
-            if early_groups(config)
-            else None
-        )
         self.clock, self.collectives = StepClock(), clock_of(roles, parts.world, parts.device)
         self.peak = peak_of(parts.device)
         self.profile = Profile(settings.profile, parts.run_dir, parts.rank, parts.device)
@@ -135,13 +126,12 @@ class _Loop:
         self.publish_first()
         self.clock.start()
         for step in range(parts.start.step, steps):
-            begun = None if self.early is None else self.begin_early(self.early, step)
             lease = self.batch(step)
             if isinstance(lease, Stopped):
                 save_before_end(self.config, parts, step, self.version, lease, skipped=self.guard.skipped)
                 return self.version
-            measured = self.step(step, lease, begun)
-            reply, sent = self.publish(step, measured, len(lease.plan.groups))
+            measured = self.step(step, lease)
+            reply, sent = self.publish(step)
             row, evaluations = self.report(step, lease, measured, reply, sent)
             if due(step + 1, self.config.learner.save_every, step + 1 == steps):
                 begin_save(parts, step, self.version, skipped=self.guard.skipped)
@@ -173,12 +163,6 @@ class _Loop:
         with span("publish", version=self.version):
             return self.parts.publisher.publish(self.version, known())
 
-    def begin_early(self, early: Early, step: int) -> Begun | None:
-        """Train on the groups of the batch as they arrive, until the whole batch can be leased."""
-        self.profile.begin(step + 1)
-        with one_more_try(self.config, self.parts.run_dir, self.parts.rank):
-            return early.begin(step, self.asked, self.clock.lap)
-
     def batch(self, step: int) -> Lease | Stopped:
         """Wait for the batch of `step` and request the next one."""
         lease = leased(self.leases, step, self.config.learner.steps, self.asked, self.parts.device)
@@ -188,7 +172,7 @@ class _Loop:
             self.clock.lap("wait_batch")
         return lease
 
-    def step(self, step: int, lease: Lease, begun: Begun | None) -> Measured:
+    def step(self, step: int, lease: Lease) -> Measured:
         """Train on the batch."""
         config, parts = self.config, self.parts
         roles, device = parts.roles, parts.device
@@ -197,24 +181,23 @@ class _Loop:
             one_more_try(config, parts.run_dir, parts.rank),
             span("train step", step=step + 1, version=self.version),
         ):
-            measured = train_step(config, roles, self.guard, lease, rank=self.shard, begun=begun)
+            measured = train_step(config, roles, self.guard, lease, rank=self.shard)
         measured.ratios |= {name: (seconds, 1.0) for name, seconds in self.collectives.take().items()}
         measured = over_ranks(measured, device)
         control_kl(roles, measured, lease.plan)
         self.clock.lap("train")
         return measured
 
-    def publish(self, step: int, measured: Measured, groups: int) -> tuple[TrainedReply, PublishStats]:
+    def publish(self, step: int) -> tuple[TrainedReply, PublishStats]:
         """Publish the weights after the step as the next policy version."""
         parts, last = self.parts, step + 1 == self.config.learner.steps
         parts.publisher.wait_copied()  # done before the optimizer step, unless there was none: warm-up, a skipped step
         self.version += 1
         # Before the weights are sent: a worker may serve them at once. If the replay server did not know the version,
         # it could be lost with this learner, and the next learner would give the same number to other weights.
-        ess = ess_of_groups(measured.group_weights, groups) if measured.group_weights else ()
         told = None
         if parts.rank == 0:
-            trained = partial(parts.source.trained, step=step, policy_version=self.version, ess=ess)
+            trained = partial(parts.source.trained, step=step, policy_version=self.version)
             told = in_background(f"trained-{step}", trained)
         sent = self.send(told)
         reply = TrainedReply() if told is None else told.result()

@@ -15,7 +15,6 @@ from torch import Tensor
 from asyncrl.losses.inputs import Denominators
 from asyncrl.losses.ratios import Segments, Tokens
 from asyncrl.settings.loss.keys import LossConfig
-from asyncrl.settings.loss.meaning import resolve
 
 
 def token_factors(
@@ -40,14 +39,6 @@ def token_factors(
         return one / sequences
     assert config.constant_length is not None
     return one / (sequences * config.constant_length)
-
-
-def divisor(config: LossConfig, denominators: Denominators) -> float:
-    """Divisor of losses, and of their gradients, that were computed with a count of 1 in place of each of these
-    `denominators`: every factor contains one of them, or none."""
-    mode = resolve(config).aggregation
-    by = {"token_sum": 1.0, "token_mean": denominators.tokens, "prompt_mean": denominators.groups}
-    return max(by.get(mode or "", denominators.sequences), 1.0)
 
 
 def kept_factors(

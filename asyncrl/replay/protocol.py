@@ -193,24 +193,8 @@ class LearnerReplay(Protocol):
         """
         ...
 
-    def early(self, *, step: int, rank: int, world: int, after: int, upto: int, wait_s: float) -> Lease | None:
-        """Return groups with which the next batch is certain to begin (`begin_step` in `replay.core`), from `after`
-        on: a plan of these groups alone, counted from 0, with this rank's trajectories. None if there are none within
-        `wait_s` seconds, or the batch is sealed. Reserves nothing: the batch to train on is the one from `lease`.
-
-        Args:
-            upto: position in the batch at which the groups end, as another rank was given them; then a sealed batch
-                is no obstacle. 0 for as many groups as there are.
-        """
-        ...
-
-    def trained(self, *, step: int, policy_version: int, ess: Sequence[float] = ()) -> TrainedReply:
-        """Report that `step` was trained, and that its weights are `policy_version` (parent: the previous version).
-
-        Args:
-            ess: for `replay.order=ess`, of each group of the plan in order: the effective sample size, as a fraction,
-                of its tokens' importance weights, before the update that first trains on it.
-        """
+    def trained(self, *, step: int, policy_version: int) -> TrainedReply:
+        """Report that `step` was trained, and that its weights are `policy_version` (parent: the previous version)."""
         ...
 
     def commit(self, *, step: int) -> None:

@@ -66,11 +66,6 @@ class AdvantageConfig:
         return self.estimator in ("turns", "turns_by_number")
 
     @property
-    def within_groups(self) -> bool:
-        """Whether the advantages of a group depend on no other group."""
-        return self.estimator == "group" and self.std != "batch" and self.kl_coef == 0
-
-    @property
     def needs_siblings(self) -> bool:
         """Whether a trajectory that is alone in its group always has an advantage of 0."""
         return not self.uses_critic and (self.baseline not in ("none", "greedy") or self.std == "group")

@@ -126,10 +126,6 @@ class LearnerConfig(LearnerSettings):
     proximal_ema: float = 0.0
     """Above 0: the proximal policy is a moving average of the weights, with this decay per optimizer step. 0: it is the
     policy before the batch's first update."""
-    early_groups: int = 0
-    """Train on every so many groups as soon as they arrive, while the rest of the batch is still generated; the result
-    differs from whole batches by rounding only. 0: off, as it is (with a line at the start) where the loss or advantage
-    needs the whole batch (docs/staleness.md)."""
     max_attention_per_microbatch: int = 0
     """The same budget in tokens as attention holds them, where a prompt counts once per completion; a group that
     exceeds it is split. 0 is 4 times `max_tokens_per_microbatch`."""

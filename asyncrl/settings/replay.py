@@ -38,16 +38,13 @@ class ReplayConfig:
     stale_policy: str = "mask"
     """What happens to tokens over the bound: `mask` them, `drop` their whole group, or `wait`: the learner waits so
     that none gets that old."""
-    readmit_dropped: bool = False
-    """Generate a new group for the prompt of one that was dropped as stale."""
     admission: str = "group"
     """`group`: one worker generates all members of a group and sends them together. `sample`: members are generated and
     stored one by one, so that a long one holds only its own place; the group is trained when all are there
     (docs/staleness.md)."""
     order: str = "fifo"
-    """Which waiting groups are trained next: `fifo`, `freshest`, `prioritized` (largest spread of rewards), `uniform`
-    (random), or `ess` (new ones, then the largest effective sample size; needs `max_times_sampled` above 1). Matters
-    only while more wait than a batch needs."""
+    """Which waiting groups are trained next: `fifo`, or `freshest`, which lets groups that are passed over age until
+    they are dropped. Matters only while more wait than a batch needs."""
     window: int = 0
     """Only this many groups, counted from the oldest unfinished one, may be trained, so that long ones are not left
     behind; the learner may wait. 1: strictly in order; 0: no window; at most `(max_staleness - pipeline_depth) *

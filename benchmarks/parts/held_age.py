@@ -208,10 +208,6 @@ class HeldReplay:
     def publish(self, *, policy_version: int, parent: int) -> None:
         self._core.publish(policy_version=policy_version, parent=parent)
 
-    def early(self, *, step: int, rank: int, world: int, after: int, upto: int, wait_s: float) -> Lease | None:
-        """Return None: there are no early groups, since every batch is complete."""
-        return None
-
     def lease(self, *, step: int, rank: int, world: int, wait_s: float) -> Lease:
         """waits for: the weights of the step before; unblocked by: their publication, or `PATIENCE_S`."""
         with self._line.changed:
@@ -252,9 +248,9 @@ class HeldReplay:
             plan=replace(plan, shards=shards), trajectories={(g, t): sent(groups[g].trajectories[t]) for g, t in places}
         )
 
-    def trained(self, *, step: int, policy_version: int, ess: Sequence[float] = ()) -> TrainedReply:
+    def trained(self, *, step: int, policy_version: int) -> TrainedReply:
         with self._lock:
-            return self._core.trained(step=step, policy_version=policy_version, ess=ess)
+            return self._core.trained(step=step, policy_version=policy_version)
 
     def commit(self, *, step: int) -> None:
         with self._lock:

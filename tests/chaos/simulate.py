@@ -49,7 +49,6 @@ class World(VirtualServer):
             pipeline_depth=rng.randint(0, bound),
             max_in_flight=rng.choice((2, 16)),
             stale_policy=rng.choice(tuple(StalePolicy)),
-            readmit_dropped=rng.random() < 0.5,
             max_attempts=rng.choice((1, 2, 3)),
         )
         self.lots = Random(f"{seed} by sample")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.checks.parallel import ParallelDims
-from asyncrl.checks.rules.learner import early_groups, resolved_loss
+from asyncrl.checks.rules.learner import resolved_loss
 from asyncrl.cli.rerun import changed_by, main, name_of, prepare, rerun_config, written
 from asyncrl.config import config_to_dict, load_config, read_config
 from asyncrl.digests import learner_digest
@@ -52,16 +52,6 @@ def test_a_rerun_that_is_there_already_is_made_anew_with_the_setting_that_it_nam
     with pytest.raises(RunFolderError, match=r"already holds this rerun\. To train it again, add overwrite=true"):
         prepare(rerun_config(run, []), "second")
     prepare(rerun_config(run, ["overwrite=true"]), "second")
-
-
-@pytest.mark.parametrize(("order", "early"), [("fifo", 2), ("freshest", 0)])
-def test_groups_are_trained_together_as_in_the_run(run: Path, order: str, early: int) -> None:
-    """Its replay decided over that with its order, and a rerun has none: other micro-batches would be other bits."""
-    settings = [f"{key}={run / 'model'}" for key in ("model.path", "data.path")]
-    settings += ["reward.function=a:b", "learner.early_groups=2", f"replay.order={order}"]
-    recorded = load_config(settings)
-    write_config(recorded, run)
-    assert early_groups(recorded) == early_groups(rerun_config(run, [])) == early
 
 
 def test_the_ranks_of_a_rerun_are_laid_out_as_in_the_run_where_there_are_as_many(

@@ -69,12 +69,8 @@ class FedReplay:
             plan = replace(plan, groups=tuple(headers))
         return make_lease(plan, groups, rank, samples=2 if rank == 0 else 0)
 
-    def early(self, *, step: int, rank: int, world: int, after: int, upto: int, wait_s: float) -> Lease | None:
-        return None
-
-    def trained(self, *, step: int, policy_version: int, ess: Sequence[float] = ()) -> TrainedReply:
+    def trained(self, *, step: int, policy_version: int) -> TrainedReply:
         self.calls.append(("trained", (step, policy_version)))
-        self.calls += [("ess", tuple(ess))] if ess else []
         self.next_version = policy_version + 1
         done, self.evaluations = tuple(self.evaluations), []
         return TrainedReply(metrics={"replay/trained": float(step + 1)}, evaluations=done)

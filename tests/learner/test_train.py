@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +56,10 @@ def test_no_weights_leave_before_the_replay_knows_their_version_and_a_canary_is_
     canary_made, answered = threading.Event(), list[int]()
 
     class Replay(FedReplay):
-        def trained(self, *, step: int, policy_version: int, ess: Sequence[float] = ()) -> TrainedReply:
+        def trained(self, *, step: int, policy_version: int) -> TrainedReply:
             assert canary_made.wait(30), "the learner waits for the answer before it makes the canary"
             canary_made.clear()
-            reply = super().trained(step=step, policy_version=policy_version, ess=ess)
+            reply = super().trained(step=step, policy_version=policy_version)
             answered.append(policy_version)
             return reply
 
@@ -121,19 +121,6 @@ def test_a_run_makes_its_calls_in_the_order_of_the_protocol(tmp_path: Path):
     assert [row["step"] for row in rows.rows] == [1, 2, 3, 4, 5, 6]
     assert [row["policy_version"] for row in rows.rows] == [1, 2, 3, 4, 5, 6]
     assert [(row["step"], row["policy_version"]) for row in rows.evaluations] == [(0, 0), (4, 4), (6, 6)]
-
-
-def test_the_effective_sample_size_of_each_group_is_reported_where_the_order_goes_by_it(tmp_path: Path):
-    config = make_config(tmp_path, steps=2)
-    plain, asked = FedReplay(), FedReplay()
-    run(config, plain)
-    config.replay.order, config.replay.max_times_sampled = "ess", 2
-    config.run.dir = str(tmp_path / "second")
-    run(config, asked)
-    assert plain.named("ess") == []
-    assert [len(shares) for shares in asked.named("ess")] == [4, 4]
-    assert all(0 < share <= 1 for shares in asked.named("ess") for share in shares)
-    assert len(set(asked.named("ess")[0])) > 1, "the feed's log-probs are not the model's"
 
 
 def test_a_step_without_a_fresh_token_has_a_row_of_the_same_names(tmp_path: Path):

@@ -7,12 +7,10 @@ from random import Random
 
 from asyncrl.drawing.curriculum import Curriculum
 from asyncrl.replay.core.admission import AdmissionSettings
-from asyncrl.replay.core.batches.order import ORDERS
 from asyncrl.types import StalePolicy
 
 CURRICULUM = Curriculum(low=0.1, high=0.9, explore=0.3, passes_at=0.5, weights=(1.0, 2.0), shuffle=True)
-SAMPLE_ORDERS = ("fifo", "freshest", "uniform")
-"""Orders that need no rewards: by sample, the rewards of a group are spread over entries."""
+ORDERS = ("fifo", "freshest")
 
 
 def drawn_settings(
@@ -29,13 +27,12 @@ def drawn_settings(
         pipeline_depth=rng.choice((max_staleness, rng.randint(0, max_staleness))),
         max_in_flight=rng.choice((1, 3, 16, 16)),
         stale_policy=policy or rng.choice(tuple(StalePolicy)[:2] if window else tuple(StalePolicy)),
-        readmit_dropped=rng.random() < 0.5,
         max_attempts=rng.choice((1, 2, 3)),
         group_timeout_s=rng.choice((0.0, 0.0, 9.0)),
         curriculum=rng.choice((None, None, CURRICULUM)),
     )
     if settings.stale_policy is not StalePolicy.WAIT:
-        order, uses = rng.choice(("fifo", *ORDERS)), rng.choice((1, 1, 2, 3))
+        order, uses = rng.choice(ORDERS), rng.choice((1, 1, 2, 3))
         settings = replace(settings, order=order, max_times_sampled=1 if window else uses)
         if window or (window is None and settings.max_times_sampled == 1 and rng.random() < 0.4):
             settings = replace(settings, window=a_window(rng, settings))
@@ -67,9 +64,8 @@ def perhaps_by_sample(lots: Random, settings: AdmissionSettings, by_sample: bool
     """Perhaps switch to admission by sample, if the settings allow it. With `by_sample`, always, adapting the
     settings."""
     if by_sample:
-        order = settings.order if settings.order in SAMPLE_ORDERS else "fifo"
-        return replace(settings, by_sample=True, window=0, max_times_sampled=1, order=order)
-    can = not settings.window and settings.max_times_sampled == 1 and settings.order in SAMPLE_ORDERS
+        return replace(settings, by_sample=True, window=0, max_times_sampled=1)
+    can = not settings.window and settings.max_times_sampled == 1
     return replace(settings, by_sample=can and by_sample is None and lots.random() < 0.4)
 
 

@@ -71,8 +71,6 @@ class Simulation:
         self.max_bytes = rng.choice((3, 6, 1000, 1000))
         self.journalled = rng.random() < 0.5
         """True if evicted payloads can be read back."""
-        self.begun = 0
-        """Number of steps of which some groups were certain before the others."""
         self.plans: dict[int, StepPlan] = {}
         """Step -> its plan as first seen, in the current line of the history."""
         self.learner_settings = 0
@@ -119,26 +117,14 @@ class Simulation:
         self.next_step, self.version = restored.next_step, restored.next_version
         self.core.publish(policy_version=self.version, parent=version)
         self.held: StepPlan | None = None
-        self.said: StepPlan | None = None
-        """The part of a step's plan that was certain at the last question."""
         self.asked: list[dict[str, object]] = []
         """Evaluations already asked for, so that none is asked for twice."""
 
     def _lease(self, step: int) -> StepPlan | None:
         plan = self.core.lease(step)
         if plan is not None:
-            self._begins_as_was_said(plan)
             assert self.plans.setdefault(step, plan) == plan, f"step {step} was {self.plans[step]}, now it is {plan}"
         return plan
-
-    def _begins_as_was_said(self, plan: StepPlan) -> None:
-        """Check that a plan begins with the groups that were certain before, whatever happened in between."""
-        said = self.said if self.said is not None and self.said.step == plan.step else None
-        if said is not None:
-            count = len(said.groups)
-            assert (plan.policy_version, plan.max_staleness) == (said.policy_version, said.max_staleness)
-            assert plan.groups[:count] == said.groups and said.staleness.items() <= plan.staleness.items()
-            self.begun += count < len(plan.groups)
 
     # ---- what may happen
 
@@ -236,7 +222,6 @@ class Simulation:
         if self.random.random() < 0.1:
             again = self.core.insert(worker.name, worker.incarnation, header, b"payload")
             assert again.status in ("duplicate", "fenced", "closed")
-        self._ask_what_is_certain()
 
     def fail(self) -> None:
         worker = self._worker()
@@ -285,14 +270,6 @@ class Simulation:
             return
         assert reply.status in ("fenced", "duplicate", "closed")
 
-    def _ask_what_is_certain(self) -> None:
-        applied = self.core.state.applied
-        plan = self.core.certain(self.next_step)
-        assert self.core.state.applied == applied, "a question changed something"
-        if plan is not None:
-            self._begins_as_was_said(plan)
-            self.said = plan
-
     def learn(self) -> None:
         """Train the leased batch, or lease one if there is none."""
         if self.held is None:
@@ -302,8 +279,7 @@ class Simulation:
         assert again is self.held
         self.oracle.train(self.held, self.version)
         version = self.core.state.tree.newest + 1
-        ess = [self.random.random() for _ in self.held.groups] if self.settings.order == "ess" else []
-        reply = self.core.trained(step=self.next_step, policy_version=version, ess=ess)
+        reply = self.core.trained(step=self.next_step, policy_version=version)
         assert self.core.trained(step=self.next_step, policy_version=version) is reply
         self.oracle.evaluated(reply.evaluations)
         self.version, self.held = version, None

@@ -17,7 +17,6 @@ from asyncrl.settings.loss.meaning import (
     ESTIMATORS,
     check_loss,
     find_preset,
-    needs_first_pass,
     required_inputs,
     resolve,
 )
@@ -79,33 +78,10 @@ def ranks_are_laid_out(config: Config) -> Problems:
     yield from ranks_divide(config.learner, config.learner.ranks)
     unproven = {
         f"learner.hook={config.learner.hook}": bool(config.learner.hook),
-        f"learner.early_groups={config.learner.early_groups}": config.learner.early_groups > 0,
     }
     yield from proven_with("learner.sequence_parallel", config.learner.sequence_parallel, unproven)
     yield from proven_with("learner.expert_parallel", config.learner.expert_parallel, unproven)
     yield from proven_with("learner.tensor_parallel", config.learner.tensor_parallel, unproven)
-
-
-def early_groups(config: Config) -> int:
-    """Return the number of groups that are trained on together as soon as they have arrived; 0: the whole batch, once
-    it is full."""
-    return 0 if why_not_early(config) else config.learner.early_groups
-
-
-def why_not_early(config: Config) -> str:
-    """Return which settings need the whole batch before the first gradient, or may change which groups come first;
-    empty if none does."""
-    advantage, replay = config.advantage, config.replay
-    reasons = {
-        f"loss={config.loss.preset} looks at all tokens of a batch first": needs_first_pass(config.loss),
-        f"advantage.estimator={advantage.estimator} with std={advantage.std} and kl_coef={advantage.kl_coef:g} is not "
-        "of each group alone": not advantage.within_groups,
-        "critic.warmup_steps has steps without a gradient": config.critic.warmup_steps > 0,
-        f"replay.order={replay.order} may put a later group first": replay.order != "fifo",
-        f"replay.window={replay.window} may put a later group first": replay.window > 0,
-        "replay.stale_policy=wait may put a later group first": replay.stale_policy == "wait",
-    }
-    return "; ".join(reason for reason, holds in reasons.items() if holds)
 
 
 def why_never_warm(config: Config) -> str:
@@ -117,17 +93,6 @@ def why_never_warm(config: Config) -> str:
         f"learner.warmup_steps={learner.warmup_steps} is more than the {steps} steps that are trained: the rate ends "
         f"at {learner.lr * steps / learner.warmup_steps:g} instead of learner.lr={learner.lr:g}"
     )
-
-
-def begins_before_the_end(config: Config) -> Problems:
-    learner = config.learner
-    groups = learner.groups_per_step // max(1, learner.updates_per_batch)
-    if 0 < groups <= learner.early_groups:
-        yield (
-            f"learner.early_groups={learner.early_groups} does nothing with {groups} groups per optimizer step "
-            "(learner.groups_per_step / learner.updates_per_batch), because the last ones are trained when the batch "
-            f"is full. Set fewer than {groups}, or 0"
-        )
 
 
 def sequence_fits_microbatch(config: Config) -> Problems:
@@ -350,7 +315,6 @@ RULES = (
     groups_have_siblings,
     batch_divides,
     ranks_are_laid_out,
-    begins_before_the_end,
     sequence_fits_microbatch,
     loss_is_consistent,
     advantage_is_consistent,

@@ -24,11 +24,6 @@ def depth_within_bound(config: Config) -> Problems:
             "further ahead are over-age before they are trained. Set "
             f"replay.pipeline_depth={max(0, min(depth, bound))}, or raise replay.max_staleness"
         )
-    if config.replay.readmit_dropped and config.replay.stale_policy == "wait":
-        yield (
-            "replay.readmit_dropped=true does nothing with replay.stale_policy=wait, which drops no group as stale. "
-            "Remove it, or choose mask or drop"
-        )
 
 
 def filters_leave_something(config: Config) -> Problems:
@@ -98,12 +93,6 @@ def order_can_be_kept(config: Config) -> Problems:
             f"1 = {widest}; got {replay.window}. Otherwise a group that {replay.window - 1} others pass gets over-age. "
             f"Set replay.window={widest}, or raise replay.max_staleness"
         )
-    if replay.order == "ess" and replay.max_times_sampled == 1:
-        yield (
-            "replay.order=ess uses what the learner measured when it last trained a group, and with "
-            "replay.max_times_sampled=1 no waiting group was ever trained. Set replay.max_times_sampled=2 or more, or "
-            "leave replay.order out"
-        )
     if replay.max_times_sampled > 1 and replay.max_staleness == 0:
         yield (
             f"replay.max_times_sampled={replay.max_times_sampled} does nothing with replay.max_staleness=0, where "
@@ -119,7 +108,6 @@ def samples_need_no_group(config: Config) -> Problems:
     wants_groups = {
         f"replay.window={replay.window}": replay.window > 0,
         f"replay.max_times_sampled={replay.max_times_sampled}": replay.max_times_sampled > 1,
-        f"replay.order={replay.order}": replay.order in ("prioritized", "ess"),
         f"data.curriculum={config.data.curriculum}": bool(config.data.curriculum),
         f"advantage.baseline={config.advantage.baseline}": config.advantage.baseline == "greedy",
         "rollout.drop_zero_variance=true": rollout.drop_zero_variance,

@@ -37,7 +37,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "rollout.drop_truncated": ("never", "any", "all"),
     "replay.stale_policy": ("mask", "drop", "wait"),
     "replay.admission": ("group", "sample"),
-    "replay.order": ("fifo", "freshest", "prioritized", "uniform", "ess"),
+    "replay.order": ("fifo", "freshest"),
     "replay.durability": ("journal", "memory"),
     "replay.journal.retain": ("none", "window", "all"),
     "telemetry.on_alarm": ("continue", "stop"),
@@ -59,7 +59,7 @@ AT_LEAST_0 = """
     model.lora_rank reward.concurrency reward.gpus engine.max_model_len engine.record_topk engine.kv_cache_mb
     rollout.min_group_size rollout.max_worker_restarts replay.max_staleness replay.window replay.group_timeout_s
     replay.max_restarts replay.journal.fsync_ms weights.verify_every weights.port placement.gpus
-    advantage.lam_alpha advantage.kl_coef advantage.kl_target critic.warmup_steps critic.value_clip learner.early_groups
+    advantage.lam_alpha advantage.kl_coef advantage.kl_target critic.warmup_steps critic.value_clip
     learner.max_attention_per_microbatch learner.epochs learner.warmup_steps learner.weight_decay learner.keep_every
     learner.export_every learner.max_restarts environment.timeout_s environment.max_tokens eval.every eval.temperature
     eval.max_new_tokens telemetry.samples_per_step run.disk_patience_s ray.gpus_per_worker

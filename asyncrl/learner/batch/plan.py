@@ -8,11 +8,10 @@ empty ones.
 from __future__ import annotations
 
 import heapq
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncrl.balance import minibatches, parts_of
+from asyncrl.balance import minibatches
 from asyncrl.losses.inputs import Denominators
 from asyncrl.schema import LearnerConfig
 from asyncrl.types import StepPlan
@@ -55,7 +54,7 @@ class _Unit:
 
 
 def plan_minibatches(
-    plan: StepPlan, *, rank: int, updates: int, budget: Budget, in_rows: bool = False, together: int = 0
+    plan: StepPlan, *, rank: int, updates: int, budget: Budget, in_rows: bool = False
 ) -> tuple[MinibatchPlan, ...]:
     """Split a step into at most `updates` minibatches of whole groups, and those into micro-batches within `budget`.
 
@@ -65,14 +64,13 @@ def plan_minibatches(
     Args:
         in_rows: every trajectory runs in a row of its own (`Layout.ROWS`), which costs rows times longest row in
             tokens.
-        together: number of groups that share micro-batches, as in `shard_step`; 0: all groups of a minibatch.
     """
     fresh = [[plan.fresh_tokens(trajectory) for trajectory in group.trajectories] for group in plan.groups]
     made = []
     for chosen in minibatches(plan, updates):
         made.append(
             MinibatchPlan(
-                micro_batches=micro_batches(plan, chosen, rank=rank, budget=budget, in_rows=in_rows, together=together),
+                micro_batches=micro_batches(plan, chosen, rank=rank, budget=budget, in_rows=in_rows),
                 denominators=Denominators(
                     tokens=float(sum(sum(fresh[g]) for g in chosen)),
                     sequences=float(sum(count > 0 for g in chosen for count in fresh[g])),
@@ -84,21 +82,17 @@ def plan_minibatches(
 
 
 def micro_batches(
-    plan: StepPlan, groups: Sequence[int], *, rank: int, budget: Budget, in_rows: bool, together: int
+    plan: StepPlan, groups: Sequence[int], *, rank: int, budget: Budget, in_rows: bool
 ) -> tuple[tuple[Member, ...], ...]:
-    """Micro-batches of `rank` from the trajectories of these groups with a fresh token; `together` groups at a time."""
-
+    """Micro-batches of `rank` from the trajectories of these groups with a fresh token."""
     fresh: list[dict[int, list[Member]]] = [{g: [] for g in groups} for _ in plan.shards]
     for mine, shard in zip(fresh, plan.shards, strict=True):
         for g, t in shard:
             if g in mine and plan.fresh_tokens(plan.groups[g].trajectories[t]):
                 mine[g].append((g, t))
 
-    def of(part: Iterable[int]) -> tuple[tuple[Member, ...], ...]:
-        shares = [[member for g in part for member in mine[g]] for mine in fresh]
-        return _in_rows(plan, shares, rank, budget) if in_rows else _packed(plan, shares, rank, budget)
-
-    return tuple(itertools.chain.from_iterable(map(of, parts_of(groups, together))))
+    shares = [[member for g in groups for member in mine[g]] for mine in fresh]
+    return _in_rows(plan, shares, rank, budget) if in_rows else _packed(plan, shares, rank, budget)
 
 
 def _packed(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from asyncrl.balance import EARLY, UPDATES
+from asyncrl.balance import UPDATES
 from asyncrl.errors import CheckpointError, CheckpointMismatchError
 from asyncrl.learner.checkpoints.checkpoint import Checkpoints
 from asyncrl.learner.roles import Roles
@@ -53,7 +53,6 @@ def begin(
     settings: str = "",
     branch: bool = False,
     updates: int = 1,
-    early: int = 0,
     copies: Mapping[str, Any] | None = None,
     run: str = "",
 ) -> Start:
@@ -67,7 +66,6 @@ def begin(
         settings: digest of the settings that this learner trains with.
         branch: the checkpoint was chosen by path.
         updates: optimizer steps per batch; in each of them gradients are reduced over the ranks.
-        early: number of groups that are trained on together before the batch is full.
         copies: digests of what every machine has a copy of; workers with different ones are refused, or reported.
         run: name of the run, the same through all its resumes.
     """
@@ -89,7 +87,7 @@ def begin(
         # The replay server refuses groups that do not fit: unknown tokens would crash the embedding on every rank.
         vocabulary = roles.policy.hf.get_input_embeddings().num_embeddings
         reference = FROM_ROLLOUT if roles.reference_comes else ""
-        board = {"vocabulary": vocabulary, REFERENCE: reference, UPDATES: updates, EARLY: early, **(copies or {})}
+        board = {"vocabulary": vocabulary, REFERENCE: reference, UPDATES: updates, **(copies or {})}
         replay.announce(board | {ROUTERS: row_of_routers(roles.policy.routers)})
         fresh = restored.next_version
         if fresh <= known_version:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.spans import lap
 
-SPANS = {"wait_batch": "wait for a batch", "early": "train before the batch is full", "log": "write the row"}
+SPANS = {"wait_batch": "wait for a batch", "log": "write the row"}
 """Names of laps in a trace, if they differ."""
 
 

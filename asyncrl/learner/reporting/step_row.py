@@ -94,7 +94,7 @@ def step_row(
     seconds = times["time/step"]
     row["idle/learner"] = times["time/wait_batch"] / seconds
     row["perf/trained_tokens_per_s"] = row.pop("perf/trained_tokens") / seconds
-    trained_s = times["time/train"] + times.get("time/early", 0.0)
+    trained_s = times["time/train"]
     row |= speed(row.pop(OPERATIONS), row.pop(PACKED_TOKENS), trained_s, ranks, peak)
     row["perf/groups_per_s"] = len(lease.plan.groups) / seconds
     return row

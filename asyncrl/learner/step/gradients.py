@@ -8,60 +8,41 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from asyncrl.checks.rules.learner import early_groups
 from asyncrl.learner.batch.micro_batch import MicroBatch
 from asyncrl.learner.model.packed import PackedModel, set_gradient_sync
 from asyncrl.learner.model.policy import PolicyModel
 from asyncrl.learner.parallel.collectives import data_ranks, gather_over_data
-from asyncrl.learner.step.group_ess import group_weights
 from asyncrl.learner.step.metrics import Measured, Told
 from asyncrl.learner.step.scoring import anchor_of, score_with_topk
 from asyncrl.losses import Denominators, LossInputs, policy_loss
-from asyncrl.losses.aggregate import divisor
 from asyncrl.losses.inputs import Bounds, Kept
 from asyncrl.losses.kept import first_pass
 from asyncrl.schema import Config
 from asyncrl.settings.loss.meaning import needs_first_pass
 from asyncrl.spans import span
 
-UNDIVIDED = Denominators(tokens=1.0, sequences=1.0, groups=1.0)
-
 
 @dataclass(slots=True, kw_only=True)
 class Accumulated:
-    """Sums over the first micro-batches of an optimizer step. The gradients themselves are in the model."""
+    """Sums over the micro-batches of an optimizer step so far. The gradients themselves are in the model."""
 
     loss: Tensor
     """This rank's share of the loss."""
     measured: Measured = field(default_factory=Measured)
     told: list[Told] = field(default_factory=list)
     """Numbers still on the device that belong into `measured`."""
-    micro_batches: int = 0
 
 
 def accumulate(
-    config: Config,
-    model: PolicyModel,
-    batches: Sequence[MicroBatch],
-    denominators: Denominators,
-    sums: Accumulated | None = None,
+    config: Config, model: PolicyModel, batches: Sequence[MicroBatch], denominators: Denominators
 ) -> tuple[Tensor, Measured]:
-    """Accumulate the gradients of all micro-batches of a minibatch. They are reduced over the ranks with the last one.
-
-    Args:
-        sums: of the first micro-batches, if they were accumulated before.
-    """
+    """Accumulate the gradients of all micro-batches of a minibatch. They are reduced over the ranks with the last
+    one."""
     kept = kept_of(config, model, batches) if needs_first_pass(config.loss) else None
-    undivided = early_groups(config) > 0
-    counts = UNDIVIDED if undivided else denominators
-    done = sums.micro_batches if sums else 0
-    sums = sums or Accumulated(loss=torch.zeros((), device=batches[0].input_ids.device))
-    for i, batch in enumerate(batches[done:], done + 1):
-        add_gradients(config, model, batch, counts, sums, last=i == len(batches), kept=kept)
+    sums = Accumulated(loss=torch.zeros((), device=batches[0].input_ids.device))
+    for i, batch in enumerate(batches, 1):
+        add_gradients(config, model, batch, denominators, sums, last=i == len(batches), kept=kept)
     sums.measured.add(Measured.of(*sums.told))
-    sums.told.clear()
-    if undivided:
-        divide(model, sums, divisor(config.loss, denominators))
     return sums.loss, sums.measured
 
 
@@ -84,13 +65,11 @@ def add_gradients(
     with span("backward", groups=batch.groups):
         backward(out.loss)
     sums.loss = sums.loss + out.loss.detach()
-    sums.micro_batches += 1
     for gradient in told:
         out.sums.means["loss/zero_gradient_share"] = ((gradient == 0) & batch.loss_mask).sum(), batch.loss_mask.sum()
     if model.replay is not None and (choices := model.replay.told()) is not None:
         out.sums.means["router/changed"] = choices
-    weights = group_weights(inputs, (g for g, _ in batch.members)) if config.replay.order == "ess" else {}
-    sums.told.append(Told(out.sums, out.parts, weights))
+    sums.told.append(Told(out.sums, out.parts))
     sequences = float(len(batch.packing.lengths)) if len(batch.loss_positions) else 0.0
     known = {"completion/truncated": (float(batch.truncated), sequences)}
     if batch.support is not None:
@@ -106,17 +85,6 @@ def gradients_told(inputs: LossInputs) -> list[Tensor]:
     if inputs.learner_logprobs.requires_grad:
         inputs.learner_logprobs.register_hook(told.append)
     return told
-
-
-@torch.no_grad()
-def divide(model: PolicyModel, sums: Accumulated, by: float) -> None:
-    """Divide gradients, loss and loss parts that were computed `UNDIVIDED`, because the denominator was not known
-    before the batch was sealed."""
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.div_(by)
-    sums.loss = sums.loss / by
-    sums.measured.per_update = {name: value / by for name, value in sums.measured.per_update.items()}
 
 
 @torch.no_grad()

@@ -29,7 +29,6 @@ class Told:
 
     sums: Sums
     per_update: Mapping[str, Tensor] = field(default_factory=dict)
-    group_weights: Mapping[str, Tensor] = field(default_factory=dict)
 
     def parts(self) -> dict[str, Mapping[str, Tensor]]:
         """The numbers, by the field of `Measured` that they belong to."""
@@ -37,7 +36,7 @@ class Told:
         return {
             "ratios": {name: torch.stack([n.double(), d.double()]) for name, (n, d) in sums.means.items()},
             **{"tokens": sums.tokens, "ages": sums.ages, "sequences": sums.sequences, "maxima": sums.maxima},
-            **{"per_update": self.per_update, "group_weights": self.group_weights},
+            "per_update": self.per_update,
         }
 
 
@@ -62,9 +61,6 @@ class Measured:
     """Optimizer steps on the batch; counted on rank 0."""
     spreads: dict[str, Numbers] = field(default_factory=dict)
     """Stem -> (sum, sum of squares, count), each summed; the metrics are `<stem>mean` and `<stem>std`."""
-
-    group_weights: dict[str, Numbers] = field(default_factory=dict)
-    """See `asyncrl.learner.step.group_ess`; each summed. Not a metric."""
 
     @classmethod
     def of(cls, *told: Told) -> Measured:
@@ -98,7 +94,7 @@ class Measured:
 
     def _added_up(self) -> Iterator[dict[str, Numbers]]:
         """The fields whose tuples are summed element by element."""
-        yield from (self.ratios, self.tokens, self.ages, self.sequences, self.spreads, self.group_weights)
+        yield from (self.ratios, self.tokens, self.ages, self.sequences, self.spreads)
 
     def row(self) -> dict[str, float]:
         """Metrics by name."""

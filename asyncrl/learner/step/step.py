@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from asyncrl.checks.rules.learner import early_groups
 from asyncrl.learner.batch.micro_batch import MicroBatch
 from asyncrl.learner.batch.plan import Budget, MinibatchPlan, plan_minibatches
 from asyncrl.learner.hook import AFTER, BEFORE
@@ -18,8 +17,7 @@ from asyncrl.learner.model.flops import operations, padding, passes_of
 from asyncrl.learner.optimizer.update import NonFiniteGuard, UpdateReport, apply_update, learning_rate
 from asyncrl.learner.parallel.collectives import sum_over_data
 from asyncrl.learner.roles import Critic, Roles
-from asyncrl.learner.step.early import Begun, same_advantages, still_of
-from asyncrl.learner.step.gradients import Accumulated, accumulate, summed
+from asyncrl.learner.step.gradients import accumulate, summed
 from asyncrl.learner.step.memory_peak import begin_peak, peak_row
 from asyncrl.learner.step.metrics import Measured
 from asyncrl.learner.step.scoring import scored_batches
@@ -37,22 +35,10 @@ OPERATIONS, PACKED_TOKENS = "perf/operations", "perf/packed_tokens"
 """Summed over all ranks; `model.flops.speed` turns them into metrics."""
 
 
-def train_step(
-    config: Config,
-    roles: Roles,
-    guard: NonFiniteGuard,
-    lease: Lease,
-    *,
-    rank: int,
-    begun: Begun | None = None,
-) -> Measured:
+def train_step(config: Config, roles: Roles, guard: NonFiniteGuard, lease: Lease, *, rank: int) -> Measured:
     """Train `updates_per_batch` optimizer steps on a lease, `epochs_per_batch` times. Collective over the ranks.
 
     Everything is scored before the first of them and holds for all: a second pass has the same anchor as the first.
-
-    Args:
-        begun: the part of the step that was computed before, with the same weights. Computed again if it belongs to
-            another batch.
 
     Returns:
         This rank's numbers; what is the same on every rank is counted only on rank 0.
@@ -61,31 +47,18 @@ def train_step(
         NonFiniteError: too many steps in a row were skipped.
     """
     plan, settings, device = lease.plan, config.learner, roles.policy.device
-    if begun is None:
-        begin_peak(device)
+    begin_peak(device)
     minibatches = plan_minibatches(
-        plan,
-        rank=rank,
-        updates=settings.updates_per_batch,
-        budget=Budget.of(settings),
-        in_rows=roles.in_rows,
-        together=early_groups(config),
+        plan, rank=rank, updates=settings.updates_per_batch, budget=Budget.of(settings), in_rows=roles.in_rows
     )
-    begun = still_of(begun, minibatches, roles, lease)
-    scored = begun.batches if begun else []
     members = [members for minibatch in minibatches for members in minibatch.micro_batches]
-    batches = scored + scored_batches(config, roles, lease, members[len(scored) :], device)
+    batches = scored_batches(config, roles, lease, members, device)
     batches, measured = with_targets(plan, batches, config.advantage, roles.kl_coef, device)
-    sums = begun.sums if begun and same_advantages(begun, batches, roles, lease) else None
-    early = float(len(begun.plan.groups)) if begun and sums else 0.0
     if rank == 0:  # also the row of a step without a fresh token, which has no update, has these names
         measured.add(replace(of_an_update(NO_UPDATE, 0.0), updates=0.0))
     shares = list(zip(minibatches, shares_of(batches, minibatches), strict=True))
     for index, (minibatch, share) in enumerate(shares * settings.epochs_per_batch):
-        report, numbers = update_policy(config, roles, share, minibatch.denominators, plan.step, index=index, sums=sums)
-        sums = None
-        if index >= len(shares):
-            numbers.group_weights = {}  # only the first pass counts: its weights are those the step starts with
+        report, numbers = update_policy(config, roles, share, minibatch.denominators, plan.step, index=index)
         measured.add(numbers)
         if rank == 0:
             measured.add(of_an_update(report, minibatch.denominators.tokens))
@@ -102,16 +75,14 @@ def train_step(
     measured.ratios |= padding(batches, in_rows=roles.in_rows, compute=compute_dtype(config.model.dtype, device))
     measured.maxima |= peak_row(config.model, roles, batches, device)
     if rank == 0:
-        measured.totals |= _of_the_step(config, roles, guard, early)
+        measured.totals |= _of_the_step(config, roles, guard)
     return measured
 
 
-def _of_the_step(config: Config, roles: Roles, guard: NonFiniteGuard, early: float) -> dict[str, float]:
-    """Numbers that are the same on every rank. `early`: groups that were trained before the batch was complete."""
+def _of_the_step(config: Config, roles: Roles, guard: NonFiniteGuard) -> dict[str, float]:
+    """Numbers that are the same on every rank."""
     trained = (parameter for parameter in roles.policy.parameters() if parameter.requires_grad)
     told = {"optim/trained_parameters": float(sum(parameter.numel() for parameter in trained))}
-    if early_groups(config):
-        told["step/early_groups"] = early
     told["optim/nonfinite_steps"] = float(guard.skipped)
     if roles.spikes:
         told["optim/spikes_skipped"] = float(sum(each.skipped for each in roles.spikes.values()))
@@ -146,13 +117,11 @@ def update_policy(
     step: int,
     *,
     index: int = 0,
-    sums: Accumulated | None = None,
 ) -> tuple[UpdateReport, Measured]:
     """Make one optimizer step of the policy. While the critic warms up, compute only the loss and its diagnostics.
 
     Args:
         index: number of the update within `step`.
-        sums: of the first micro-batches, if they were accumulated before.
     """
     if step < config.critic.warmup_steps:
         with torch.no_grad():
@@ -160,7 +129,7 @@ def update_policy(
         roles.policy.settle()
         total = float(sum_over_data(loss.double().cpu(), roles.policy.device))
         return replace(NO_UPDATE, loss=total), measured
-    loss, measured = accumulate(config, roles.policy, batches, denominators, sums)
+    loss, measured = accumulate(config, roles.policy, batches, denominators)
     rate = learning_rate(step, config.learner, first=config.critic.warmup_steps)
     if scales_learning_rate(config.loss):
         rate *= ess_lr_scale(ess_of_sequences(measured, roles.policy.device))

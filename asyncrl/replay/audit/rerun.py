@@ -114,10 +114,8 @@ class RetainedReplay:
         samples: number of whole groups with texts that rank 0 gets with a lease, for `samples.jsonl`.
     """
 
-    def __init__(
-        self, journal: Path, history: History, *, max_staleness: int, samples: int, updates: int = 1, early: int = 0
-    ) -> None:
-        self._split, self._samples = (updates, early), samples
+    def __init__(self, journal: Path, history: History, *, max_staleness: int, samples: int, updates: int = 1) -> None:
+        self._updates, self._samples = updates, samples
         self._disk = FolderDisk(journal, locked=False)
         self._history, self._bound = history, max_staleness
 
@@ -140,7 +138,7 @@ class RetainedReplay:
             ReplayError: the run trained fewer steps. JournalError: a payload is damaged.
         """
         plan, stored = self._read(step)
-        plan = replace(plan, shards=shard_step(plan, world, *self._split))
+        plan = replace(plan, shards=shard_step(plan, world, self._updates))
         samples = range(min(self._samples, len(stored))) if rank == 0 else ()
         wanted = {g for g, _ in plan.shards[rank]}
         decoded = {g: [each for part in stored[g] for each in part.whole()] for g in wanted}
@@ -149,10 +147,6 @@ class RetainedReplay:
             trajectories={(g, t): decoded[g][t] for g, t in plan.shards[rank]},
             samples=tuple(_sample(plan.groups[g], stored[g]) for g in samples),
         )
-
-    def early(self, *, step: int, rank: int, world: int, after: int, upto: int, wait_s: float) -> Lease | None:
-        """Every batch is whole."""
-        return None
 
     def _read(self, step: int) -> tuple[StepPlan, list[list[Part]]]:
         if step >= len(self._history.steps):
@@ -172,7 +166,7 @@ class RetainedReplay:
     def publish(self, *, policy_version: int, parent: int) -> None:
         return
 
-    def trained(self, *, step: int, policy_version: int, ess: Sequence[float] = ()) -> TrainedReply:
+    def trained(self, *, step: int, policy_version: int) -> TrainedReply:
         return TrainedReply()
 
     def commit(self, *, step: int) -> None:

@@ -165,12 +165,8 @@ class LearnerClient:
         request = self._connection.request("lease", [step, rank, world, float(wait_s), self._samples])
         return decode_lease(request.result(), rank)
 
-    def early(self, *, step: int, rank: int, world: int, after: int, upto: int, wait_s: float) -> Lease | None:
-        response = self._connection.request("early", [step, rank, world, after, upto, float(wait_s)]).result()
-        return None if response.body is None else decode_lease(response, rank)
-
-    def trained(self, *, step: int, policy_version: int, ess: Sequence[float] = ()) -> TrainedReply:
-        reply = messages.decode_record(TrainedReply, self._ask("trained", [step, policy_version, list(ess)]))
+    def trained(self, *, step: int, policy_version: int) -> TrainedReply:
+        reply = messages.decode_record(TrainedReply, self._ask("trained", [step, policy_version]))
         return replace(reply, evaluations=self._untold(reply.evaluations))
 
     def commit(self, *, step: int) -> None:

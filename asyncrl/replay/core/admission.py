@@ -27,7 +27,6 @@ class AdmissionSettings:
     pipeline_depth: int
     max_in_flight: int
     stale_policy: StalePolicy = StalePolicy.MASK
-    readmit_dropped: bool = False
     max_attempts: int = 3
     order: str = "fifo"
     window: int = 0
@@ -52,7 +51,6 @@ class AdmissionSettings:
             pipeline_depth=config.replay.pipeline_depth,
             max_in_flight=config.rollout.max_in_flight,
             stale_policy=StalePolicy(config.replay.stale_policy),
-            readmit_dropped=config.replay.readmit_dropped,
             max_attempts=config.rollout.max_attempts,
             order=config.replay.order,
             window=config.replay.window,

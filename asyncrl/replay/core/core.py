@@ -1,7 +1,7 @@
 """The replay without sockets, threads or files: takes requests, returns decisions, reads time from a clock argument.
 
     worker:   hello · survey · heartbeat · acquire → insert | fail · served · report_evaluation · goodbye
-    learner:  restore · publish · certain · lease → trained → commit · evaluate · announce · snapshot · finish
+    learner:  restore · publish · lease → trained → commit · evaluate · announce · snapshot · finish
     host:     expire (periodically)
 
 No call blocks. A request that cannot be answered yet returns None or an empty reply, and the host (`server/loop.py`)

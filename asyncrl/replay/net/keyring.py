@@ -125,7 +125,8 @@ def key_pair(keys: str, role: str) -> KeyPair:
 
 
 def roles_by_key(keys: str) -> dict[bytes, str]:
-    """Return public key -> role of all that may connect to the server. Raises ConfigError if a key is missing or unreadable."""
+    """Return public key -> role of all that may connect to the server. Raises ConfigError if a key is
+    missing or unreadable."""
     return {public_key(keys, role): role for role in ROLES if role != "server"}
 
 

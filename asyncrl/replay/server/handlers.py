@@ -28,7 +28,7 @@ MAX_SLOTS = 65536
 
 ONCE = frozenset({"acquire", "insert", "trained", "wait_evaluations", "evaluate", "restore"})
 """Verbs whose answers are kept: running one again for a request whose answer was lost would apply it twice."""
-QUIET = frozenset({"heartbeat", "watch", "members", "snapshot", "acquire", "early"})
+QUIET = frozenset({"heartbeat", "watch", "members", "snapshot", "acquire"})
 """Verbs that cannot unblock another waiting request."""
 
 
@@ -62,7 +62,6 @@ class Handlers:
         }
         self.rank_verbs: dict[str, Handler] = {
             "lease": self.batches.lease,
-            "early": self.batches.early,
             "members": self._members,
         }
         """Verbs open to every rank of the learner, whether or not it is the one that restored."""
@@ -218,11 +217,10 @@ class Handlers:
         return Answer()
 
     def _trained(self, session: Session, body: Any, frames: Sequence[Frame]) -> Reply:
-        step, version, told = wire.sequence(body, "trained", 3)
+        step, version = wire.sequence(body, "trained", 2)
         wire.integer(step, "step", 0, wire.MAX_ID)
         wire.integer(version, "policy_version", 0, wire.MAX_VERSION)
-        ess = [wire.number(value, "ess") for value in wire.sequence(told, "ess", limit=wire.MAX_TOKENS)]
-        reply = self.core.trained(step=step, policy_version=version, ess=ess)
+        reply = self.core.trained(step=step, policy_version=version)
         moment("trained", step=step + 1, version=version)
         row, dropped = {**reply.metrics, **self.beside()}, self.dropped.taken()
         return Answer(messages.encode_record(replace(reply, metrics=row, dropped=dropped)))

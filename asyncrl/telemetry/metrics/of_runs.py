@@ -7,7 +7,6 @@ from asyncrl.telemetry.metrics.metric import HIGHER, NEITHER, Metric, metrics
 _TIME = metrics("""
 time/step | s | lower | duration of a step; the other `time/*` of the row add up to it
 time/wait_batch | s | lower | waiting for the next batch, while the learner is idle
-time/early | s | - | packing, scoring and training the first groups before the others had arrived
 time/train | s | - | packing, scoring and training the batch
 time/publish | s | lower | waiting until the weights are copied and the other ranks have arrived
 time/evaluate | s | - | requesting evaluations, and at the end waiting for them; with `asyncrl sft`, making them

@@ -109,7 +109,5 @@ staleness/age_<age>/clip_fraction | share | lower | share of the tokens of this 
     ),
     *metrics("""
 step/groups | groups | - | groups in the batch
-step/early_groups | groups | higher | groups of the batch that were trained on before it was full
-    (`learner.early_groups`)
 """),
 )

@@ -5,8 +5,8 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.balance import begin_step, minibatches, shard_step
-from asyncrl.learner.batch.plan import Budget, micro_batches, plan_minibatches
+from asyncrl.balance import shard_step
+from asyncrl.learner.batch.plan import Budget, plan_minibatches
 from asyncrl.learner.step.metrics import plan_metrics
 from asyncrl.schema import LearnerConfig
 from asyncrl.types import GroupHeader, StepPlan, TrajectoryHeader
@@ -178,36 +178,3 @@ def test_three_equal_rewards_are_alike_though_their_mean_is_rounded() -> None:
     group = GroupHeader(group_id=0, prompt_index=0, attempt=0, worker="w", trajectories=headers)
     plan = StepPlan(step=0, policy_version=0, groups=(group,), staleness={0: 0}, max_staleness=0, shards=())
     assert plan_metrics(plan)["reward/zero_variance_groups"] == 1.0
-
-
-@settings(max_examples=100, deadline=None)
-@given(step_plans(), st.integers(1, 3), st.integers(1, 3), st.integers(4, 60), st.data())
-def test_what_a_batch_is_begun_with_is_what_it_begins_with(
-    plan: StepPlan, together: int, updates: int, budget: int, data: st.DataObject
-):
-    """Given part by part, before the groups behind it are known: the shards and micro-batches of the whole batch."""
-    world = len(plan.shards)
-    plan = replace(plan, shards=shard_step(plan, world, updates, together))
-    chosen = minibatches(plan, updates)
-    first, useful = (len(chosen[0]), {g for each in chosen for g in each}) if chosen else (0, set())
-    done: list[list[tuple[tuple[int, int], ...]]] = [[] for _ in range(world)]
-    after, known = 0, 0
-    while known < len(plan.groups):
-        known += data.draw(st.integers(1, 3))
-        seen = replace(plan, groups=plan.groups[:known], shards=())
-        part = begin_step(seen, world, first=first, together=together, after=after)
-        if part is None:
-            continue
-        count = after + len(part.groups)
-        groups = [g for g in range(len(part.groups)) if g + after in useful]
-        assert len(groups) % together == 0
-        assert begin_step(plan, world, first=first, together=together, after=after, upto=count) == part
-        for rank, mine in enumerate(done):
-            found = micro_batches(part, groups, rank=rank, budget=bounded(budget), in_rows=False, together=together)
-            mine += [tuple((g + after, t) for g, t in members) for members in found]
-        after = count
-    for rank, mine in enumerate(done):
-        planned = plan_minibatches(plan, rank=rank, updates=updates, budget=bounded(budget), together=together)
-        whole = planned[0].micro_batches if planned else ()
-        assert whole[: len(mine)] == tuple(mine) and (not mine or len(mine) < len(whole))
-    assert after < len(plan.groups) or not plan.groups

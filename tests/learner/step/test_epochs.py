@@ -45,17 +45,6 @@ def test_a_second_pass_has_the_old_policy_and_the_advantages_of_the_first(
     assert moved.abs().max() < 1e-5, "before the first update the old policy is the policy"
 
 
-def test_the_effective_sample_size_that_is_reported_is_that_before_the_update_whatever_passes_follow(tmp_path: Path):
-    told = []
-    for passes in (1, 3):
-        config = make_config(tmp_path / str(passes), steps=1, lr=0.1, epochs_per_batch=passes)
-        config.replay.order = "ess"
-        replay = FedReplay()
-        run(config, replay)
-        told.append(replay.named("ess"))
-    assert told[0] == told[1] and len(told[0]) == 1 and min(told[0][0]) < 1
-
-
 def test_a_schedule_ends_at_its_floor_and_without_one_as_ever():
     for schedule in ("linear", "cosine"):
         config = LearnerConfig(lr=2.0, steps=100, schedule=schedule, min_lr_ratio=0.1, warmup_steps=10)

@@ -45,16 +45,14 @@ def fused_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def config_of(model: Path, preset: str = "grpo", order: str = "fifo", **changes: Any) -> Config:
+def config_of(model: Path, preset: str = "grpo", **changes: Any) -> Config:
     learner = {"updates_per_batch": 1, "max_tokens_per_microbatch": 1} | changes.pop("learner", {})
-    config = Config(
+    return Config(
         model=ModelConfig(path=str(model)),
         loss=LossConfig(preset=preset, **changes.pop("loss", {})),
         advantage=AdvantageConfig(**changes.pop("advantage", {})),
         learner=LearnerConfig(**learner),
     )
-    config.replay.order = order
-    return config
 
 
 def lease_of(*, truncated: bool = False) -> Lease:
@@ -120,7 +118,7 @@ MOST = 6
 CASES: dict[str, tuple[dict[str, Any], int, int]] = {
     "one update": ({}, 2, 0),
     "two updates": ({"learner": {"updates_per_batch": 2}}, 4, 0),
-    "by turn and prompt": ({"loss": {"level": "segment", "aggregation": "prompt_mean"}, "order": "ess"}, 2, 0),
+    "by turn and prompt": ({"loss": {"level": "segment", "aggregation": "prompt_mean"}}, 2, 0),
     "critic, kl in the reward": ({"preset": "ppo", "advantage": {"estimator": "gae", "kl_coef": 0.1}}, 4, 0),
     "rate by effective samples": ({"preset": "vcpo"}, 3, 0),
     "kept tokens divide": ({"preset": "geo_rs", "loss": {"weight_low": 0.01, "weight_high": 1.5}}, 4, 0),

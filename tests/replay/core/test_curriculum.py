@@ -29,7 +29,7 @@ MEMBERS = 4
 
 def admission(**changes) -> AdmissionSettings:
     changes = {"curriculum": WANTED, "group_size": MEMBERS, "max_times_sampled": 1} | changes
-    return settings(groups_per_step=4, pipeline_depth=1, max_in_flight=8, readmit_dropped=True, **changes)
+    return settings(groups_per_step=4, pipeline_depth=1, max_in_flight=8, **changes)
 
 
 def draws_of(core: ReplayCore) -> Draws:

@@ -66,9 +66,9 @@ def test_every_filtered_group_is_replaced_by_exactly_one_other(share: float, cha
     assert named == reply.metrics.get("replay/dropped_filtered", 0.0) == play.dropped[DropReason.FILTERED]
 
 
-def test_a_prompt_that_was_filtered_is_not_put_back_and_one_dropped_as_stale_is() -> None:
+def test_a_prompt_that_was_filtered_is_not_put_back() -> None:
     """A prompt whose answers are all right is filtered each time: put back, it would come round for ever."""
-    play = Play(readmit_dropped=True)
+    play = Play()
     first, *others = play.acquire()
     play.core.fail("w", "a", first.group_id, first.attempt, DropReason.FILTERED, "keep")
     assert not play.core.state.readmitted

@@ -87,8 +87,8 @@ def test_siblings_of_several_workers_and_versions_are_one_group_in_the_order_of_
 
 @pytest.mark.parametrize("policy", [StalePolicy.MASK, StalePolicy.DROP])
 def test_a_group_whose_members_straddle_the_bound_is_judged_as_one(policy: StalePolicy) -> None:
-    """`mask`: an old member stays, for its reward, without a token. `drop`: all go, and the prompt goes back once."""
-    play = by_sample(stale_policy=policy, max_staleness=1, readmit_dropped=True, pipeline_depth=1)
+    """`mask`: an old member stays, for its reward, without a token. `drop`: all go."""
+    play = by_sample(stale_policy=policy, max_staleness=1, pipeline_depth=1)
     for step in range(2):
         play.load()
         orders = play.acquire()
@@ -104,7 +104,6 @@ def test_a_group_whose_members_straddle_the_bound_is_judged_as_one(policy: Stale
     plan = play.core.lease(play.step)
     if policy is StalePolicy.DROP:
         assert plan is None and play.core.state.ledger.dropped[DropReason.STALE] == 4
-        assert list(play.core.state.readmitted) == [0]
         return
     assert plan is not None
     assert [plan.fresh_tokens(member) for member in plan.groups[0].trajectories] == [0, 0, 0, 1]
@@ -188,7 +187,7 @@ def test_what_was_begun_by_sample_is_trained_once_even_if_the_resumed_run_uses_g
     play = by_sample(group_size=2, max_staleness=2)
     first, second = play.acquire(2)
     others = play.acquire()
-    again = {"order": "ess", "max_times_sampled": 3, "group_size": 2, "max_staleness": 2}
+    again = {"max_times_sampled": 3, "group_size": 2, "max_staleness": 2}
     play.core.run.settings = settings(groups_per_step=1, pipeline_depth=1, **again)
     insert(play, first)
     for order in others:
@@ -197,6 +196,5 @@ def test_what_was_begun_by_sample_is_trained_once_even_if_the_resumed_run_uses_g
     play.load()
     insert(play, second, (1, 4))
     assert play.core.lease(1) is not None
-    play.core.trained(step=1, policy_version=2, ess=[0.5])
+    play.core.trained(step=1, policy_version=2)
     assert not play.core.state.buffer.waiting
-    assert {entry.ess for entry in play.core.state.ledger.together(first.group_id)} == {0.5}

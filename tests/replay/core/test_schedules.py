@@ -61,7 +61,7 @@ def test_no_schedule_of_many_by_sample_breaks_a_promise(rollbacks: bool) -> None
 
 def test_the_schedules_reach_what_they_are_meant_to_test() -> None:
     kinds: set[type] = set()
-    masked = ahead = held_back = short = begun = 0
+    masked = ahead = held_back = short = 0
     dropped: set[DropReason] = set()
     for seed in range(FAST, FAST + 800):
         simulation = run_schedule(seed, actions=100)
@@ -70,12 +70,11 @@ def test_the_schedules_reach_what_they_are_meant_to_test() -> None:
             ahead += event.ahead if isinstance(event, ev.Sealed) else 0
         masked += simulation.core.meter.masked_tokens
         short += simulation.core.meter.missing_members
-        begun += simulation.begun
         dropped |= {reason for reason, count in simulation.core.state.ledger.dropped.items() if count}
         held_back += "stale_wait" in simulation.core.meter.idle.seconds
-        if min(masked, ahead, short, begun) > 50 and held_back > 5 and kinds == INSIDE and dropped == DROPPED:
+        if min(masked, ahead, short) > 50 and held_back > 5 and kinds == INSIDE and dropped == DROPPED:
             return
-    raise AssertionError(f"{masked=} {ahead=} {short=} {begun=} {held_back=} {INSIDE ^ kinds} {DROPPED ^ dropped}")
+    raise AssertionError(f"{masked=} {ahead=} {short=} {held_back=} {INSIDE ^ kinds} {DROPPED ^ dropped}")
 
 
 def test_policy_wait_neither_drops_nor_masks_without_a_rollback() -> None:

@@ -90,9 +90,8 @@ def test_policy_mask_trains_what_is_fresh_of_a_late_group_and_counts_the_rest() 
     assert reply.metrics["staleness/max"] == 0
 
 
-@pytest.mark.parametrize("readmit", [False, True])
-def test_policy_drop_drops_the_late_group_whole(readmit) -> None:
-    play, (slow,) = slow_group_play(StalePolicy.DROP, readmit_dropped=readmit)
+def test_policy_drop_drops_the_late_group_whole() -> None:
+    play, (slow,) = slow_group_play(StalePolicy.DROP)
     for _ in range(2):
         play.whole_step(1)
     play.insert(slow, (0, 6), (play.version, 2))
@@ -100,7 +99,7 @@ def test_policy_drop_drops_the_late_group_whole(readmit) -> None:
     assert play.core.state.ledger.dropped[DropReason.STALE] == 1
     play.load()
     prompts = [order.prompt_index for order in play.acquire()]
-    assert (slow.prompt_index in prompts) == readmit
+    assert slow.prompt_index not in prompts
     assert play.core.run.metrics()["waste/tokens"] == 16
     assert goodput(play)["lost_stale"] == 16 and goodput(play)["trained_tokens"] == 24
 

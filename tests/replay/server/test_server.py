@@ -9,7 +9,6 @@ from concurrent.futures import Future
 
 import pytest
 
-from asyncrl.balance import EARLY
 from asyncrl.errors import ConfigError, NoProgress, WireError
 from asyncrl.evaluation.orders import EvalResult
 from asyncrl.replay import serving
@@ -69,7 +68,6 @@ def test_members_that_come_one_by_one_reach_every_rank_as_groups() -> None:
     with running_server(config, admission), contextlib.closing(Run(config, admission)) as run:
         version = run.start()
         client, sent = run.worker(), {}
-        run.learner.announce({EARLY: 1})
 
         async def work() -> None:
             for order in reversed(await ready(client, slots=12)):
@@ -77,9 +75,7 @@ def test_members_that_come_one_by_one_reach_every_rank_as_groups() -> None:
                 assert (await client.insert(sent[order.group_id])).status == "accepted"
 
         asyncio.run(work())
-        early = run.learner.early(step=0, rank=0, world=1, after=0, upto=0, wait_s=30)
         lease = run.learner.lease(step=0, rank=0, world=1, wait_s=30)
-        assert early is not None and early.plan.groups == lease.plan.groups[:1]
         assert [plan.group_id for plan in lease.plan.groups] == [9, 6], "as they became whole"
         for (position, member), arrived in lease.trajectories.items():
             first = lease.plan.groups[position].group_id
@@ -121,38 +117,6 @@ def test_long_polls_answer_at_once_when_there_is_something_and_at_their_deadline
         assert time.monotonic() - start < 50, "both would have waited for an answer until their deadline"
 
     asyncio.run(work())
-
-
-def test_the_groups_that_a_step_begins_with_can_be_had_before_the_others_are_there(run) -> None:
-    version = run.start()
-    client = run.worker()
-    early = {"step": 0, "rank": 0, "world": 1, "after": 0}
-    assert run.learner.early(**early, upto=0, wait_s=0) is None, "nobody said that it is wanted"
-    run.learner.announce({EARLY: 1})
-    assert run.learner.early(**early, upto=0, wait_s=0) is None
-
-    async def work() -> None:
-        for place, order in enumerate(await ready(client)):
-            await client.insert(group(order, [version] * 3))
-            if place == 0:
-                begun = await asyncio.to_thread(run.learner.early, **early, upto=0, wait_s=30)
-                parts.append(begun)
-
-    parts = []
-    asyncio.run(work())
-    lease = run.learner.lease(step=0, rank=0, world=1, wait_s=30)
-    (begun,) = parts
-    assert begun.plan.groups == lease.plan.groups[:1] and len(lease.plan.groups) == 2
-    assert begun.trajectories.keys() == {place for place in lease.trajectories if place[0] == 0}
-    for place, arrived in begun.trajectories.items():
-        assert same_trajectory(lease.trajectories[place], arrived)
-    assert run.learner.early(**early, upto=0, wait_s=30) is None, "the batch is sealed"
-    again = run.learner.early(**early, upto=1, wait_s=30)
-    assert again.plan == begun.plan, "another rank may ask after the seal"
-    other = run.learner.early(**(early | {"world": 2}), upto=1, wait_s=30)
-    assert other.plan.groups == begun.plan.groups and len(other.plan.shards) == 2
-    with pytest.raises(WireError, match="rank"):
-        run.learner.early(**(early | {"rank": 1}), upto=0, wait_s=0)
 
 
 def test_a_lease_that_gets_no_group_says_whom_it_waited_for(run) -> None:

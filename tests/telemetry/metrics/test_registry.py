@@ -161,7 +161,6 @@ ELSEWHERE = {
     "tests/integration/test_sft.py": ("eval/heldout/loss", "eval/heldout/token_accuracy"),
     "tests/learner/reporting/test_collective_clock.py": ("perf/gather_s", "perf/reduce_s"),
     "tests/learner/test_memory_plan.py": ("memory/peak_gb", "memory/planned_gb"),
-    "tests/learner/step/test_early.py": ("step/early_groups", "time/early"),
     "tests/learner/checkpoints/test_errands.py": ("checkpoint/copies", "checkpoint/copies_failed"),
     "tests/learner/step/test_centering.py": ("centering/covered", "centering/removed"),
     "tests/learner/step/test_custom.py": ("hook/",),

@@ -1,5 +1,5 @@
-"""The order in which waiting groups are trained: one sort key per value of `replay.order`; and the window
-(`replay.window`) that keeps any such order close to the order of admission.
+"""The order in which waiting groups are trained (`replay.order`), and the window (`replay.window`) that keeps any such
+order close to the order of admission.
 
 The order matters only while more groups wait than a batch needs, that is with `pipeline_depth` > 0. For every order,
 groups over the staleness bound are removed first, and ties go to the group that came first.
@@ -7,14 +7,11 @@ groups over the staleness bound are removed first, and ties go to the group that
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Any
 
 from asyncrl.replay.core.durable.ledger import Entry
-from asyncrl.types import GroupHeader, members_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,24 +25,10 @@ class Waiting:
     """Steps that it can still wait and be within the bound."""
 
 
-ORDERS: dict[str, Callable[[Waiting, str], Any]] = {
-    "fifo": lambda group, draw: 0,
-    # Groups that are passed over age until they are dropped as stale: less bias, more waste.
-    "freshest": lambda group, draw: group.staleness,
-    "prioritized": lambda group, draw: -advantage_spread(group.entry.header),
-    "uniform": lambda group, draw: _lot(draw, group.entry.group_id),
-    # Untrained groups first, then the largest effective sample size: the share of a group's tokens that its importance
-    # weights leave, as the learner measured it when it last trained the group (`asyncrl/learner/step/group_ess.py`).
-    "ess": lambda group, draw: -group.entry.ess if group.entry.trained else -1.0,
-}
-"""Sort key of a group by `replay.order`; for random orders, of the name of the draw too."""
-
-
-def ordered(waiting: Sequence[Waiting], order: str, *, seed: int, step: int) -> list[Waiting]:
-    """Return the groups in the order in which they should be trained. Depends on its arguments only: a call repeated
-    after a restart returns the same."""
-    key, draw = ORDERS[order], f"{seed}/{step}"
-    return sorted(waiting, key=lambda group: key(group, draw))
+def ordered(waiting: Sequence[Waiting], order: str) -> list[Waiting]:
+    """Return the groups in the order in which they should be trained: `fifo` keeps them as they came, `freshest` puts
+    the least stale first, so that those passed over age until they are dropped: less bias, more waste."""
+    return sorted(waiting, key=lambda group: group.staleness) if order == "freshest" else list(waiting)
 
 
 def within_window(order: Sequence[Waiting], unfinished: Iterable[int], window: int) -> list[Waiting]:
@@ -81,17 +64,3 @@ def within_window(order: Sequence[Waiting], unfinished: Iterable[int], window: i
         while oldest >= 0 and ids[oldest] in taken:
             oldest -= 1
     return result
-
-
-def advantage_spread(header: GroupHeader | None) -> float:
-    """Mean absolute deviation of a group's rewards, `sum_i |r_i - mean(r)| / G`: the mean magnitude of its advantages
-    with a mean baseline, hence of its policy gradient before the scores. 0 if all rewards are equal."""
-    if header is None:
-        return 0.0
-    rewards = [header.trajectories[place].reward for place in members_of(header.trajectories)]
-    mean = sum(rewards) / len(rewards)
-    return sum(abs(reward - mean) for reward in rewards) / len(rewards)
-
-
-def _lot(draw: str, group_id: int) -> bytes:
-    return hashlib.blake2b(f"{draw}/{group_id}".encode(), digest_size=8).digest()

@@ -36,8 +36,8 @@ class _Ages(dict[int, int]):
         return age
 
 
-def choose_batch(state: ReplayState, settings: AdmissionSettings, *, step: int, ahead: int, seed: int = 0) -> Choice:
-    """Choose the batch of `step`, which will be trained `ahead` publications after the current version."""
+def choose_batch(state: ReplayState, settings: AdmissionSettings, *, ahead: int) -> Choice:
+    """Choose the batch that will be trained `ahead` publications after the current version."""
     if state.version == NO_VERSION or len(state.buffer.waiting) < settings.groups_per_step:
         return Choice()
     ages = _Ages(state, ahead)
@@ -56,7 +56,7 @@ def choose_batch(state: ReplayState, settings: AdmissionSettings, *, step: int, 
     if settings.stale_policy is StalePolicy.WAIT:  # the most urgent first, whatever `replay.order` is
         order = sorted(candidates, key=lambda group: group.slack)
     else:
-        order = ordered(candidates, settings.order, seed=seed, step=step)
+        order = ordered(candidates, settings.order)
     if settings.window:
         order = within_window(order, [*state.held, *state.pending], settings.window)
     if len(order) < settings.groups_per_step:
@@ -68,16 +68,6 @@ def choose_batch(state: ReplayState, settings: AdmissionSettings, *, step: int, 
             return choice
     choice.batch = [entry for group in order[: settings.groups_per_step] for entry in groups[group.entry.whose]]
     return choice
-
-
-def certain_members(state: ReplayState, settings: AdmissionSettings) -> list[Entry]:
-    """Return the members that the batch of the next step begins with, whatever arrives before it is sealed. With FIFO
-    order no group passes those that wait, and they get no older until the step is trained. Empty for other orders."""
-    in_turn = settings.order == "fifo" and not settings.window and settings.stale_policy is not StalePolicy.WAIT
-    if not in_turn or state.version == NO_VERSION:
-        return []
-    judged = _Judged(_waiting(state)[0], settings, _Ages(state, ahead=0))
-    return [entry for group in judged.fresh[: settings.groups_per_step] for entry in group]
 
 
 def _waiting(state: ReplayState) -> tuple[list[Group], list[Group]]:

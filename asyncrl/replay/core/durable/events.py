@@ -112,15 +112,6 @@ class Reused(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Weighed(Event):
-    """The learner's measurements of the groups of a step that it has just trained (`replay.order=ess`)."""
-
-    step: int
-    ess: tuple[int, ...]
-    """Effective sample size of the importance weights of each group's tokens, in millionths of their number."""
-
-
-@dataclass(frozen=True, slots=True)
 class Retired(Event):
     """A trained group that waits or is planned to be trained again is over-age or no longer needed."""
 

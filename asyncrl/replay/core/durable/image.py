@@ -16,7 +16,7 @@ from asyncrl.replay.core.durable.siblings import headers_of
 from asyncrl.replay.core.durable.versions import VersionTree
 from asyncrl.types import NO_VERSION, DropReason, StepPlan
 
-_APART = ("state", "ess", "header", "payload", "first", "siblings")
+_APART = ("state", "header", "payload", "first", "siblings")
 _ENTRY = tuple(item.name for item in fields(Entry) if item.name not in _APART)
 
 
@@ -76,7 +76,6 @@ def encode_image(parts: Parts) -> dict[str, Any]:
         "counts": {key.value: count for key, count in ledger.counts.items()},
         "dropped": {key.value: count for key, count in ledger.dropped.items()},
         "entries": [_entry_row(entry) for entry in ledger.entries.values()],
-        "ess": [[entry.group_id, entry.ess] for entry in ledger.entries.values() if entry.ess != 1],
         "siblings": [[e.group_id, e.first, e.siblings] for e in ledger.entries.values() if e.siblings],
         "pending": list(parts.pending),
         "held": list(parts.held),
@@ -117,8 +116,6 @@ def _step_row(step: Step) -> list[Any]:
 def _decode(image: dict[str, Any]) -> Parts:
     ledger = Ledger()
     ledger.entries = {entry.group_id: entry for entry in map(_entry, image["entries"])}
-    for group, ess in image.get("ess", ()):  # images older than this measurement have none
-        ledger.entries[group].ess = ess
     for group, first, siblings in image.get("siblings", ()):
         ledger.entries[group].first, ledger.entries[group].siblings = first, siblings
     ledger.sizes = Counter(entry.siblings for entry in ledger.entries.values())

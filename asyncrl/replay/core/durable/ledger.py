@@ -120,8 +120,6 @@ class Entry:
     """Trained, uncommitted steps that contain it, in order."""
     trained: int = 0
     """Number of steps of the surviving history that trained it, including committed ones."""
-    ess: float = 1.0
-    """Effective sample size, as the learner measured it when it last trained the group; 1 before that."""
     header: GroupHeader | None = None
     payload: Any = None
     first: int = -1

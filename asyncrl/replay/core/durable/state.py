@@ -48,7 +48,6 @@ class ReplayState(Parts):
             ev.Dropped: self._dropped,
             ev.Sealed: self._sealed,
             ev.Trained: self._trained,
-            ev.Weighed: self._weighed,
             ev.Reused: self._reused,
             ev.Retired: self._retired,
             ev.Evicted: self._evicted,
@@ -199,10 +198,6 @@ class ReplayState(Parts):
             if not entry.planned:
                 self.ledger.move(entry, GroupState.TRAINED)
         self.trained_steps += 1
-
-    def _weighed(self, event: ev.Weighed) -> None:
-        for entry, ess in zip(self.buffer.trained[event.step].members, event.ess, strict=True):
-            entry.ess = ess / 1e6
 
     def _reused(self, event: ev.Reused) -> None:
         for group_id in event.groups:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 from asyncrl.errors import FencedError, ReplayError
 from asyncrl.evaluation.orders import EvalSummary
-from asyncrl.replay.core.batches.selection import certain_members, choose_batch
+from asyncrl.replay.core.batches.selection import choose_batch
 from asyncrl.replay.core.durable import events as ev
 from asyncrl.replay.core.durable.ledger import Entry, GroupState
-from asyncrl.replay.core.durable.siblings import Group, groups_of, headers_of
-from asyncrl.replay.core.durable.state import ReplayState, plan_of
+from asyncrl.replay.core.durable.siblings import Group, groups_of
+from asyncrl.replay.core.durable.state import ReplayState
 from asyncrl.replay.core.requests.fair_share import what_is_missing, who_is_silent, why_no_batch
 from asyncrl.replay.core.requests.retries import Retries
 from asyncrl.replay.core.requests.space import Space
@@ -151,23 +151,6 @@ class Steps:
             self._run.meter.idle.note(self._run.clock(), None)
         return plan
 
-    def is_sealed(self, step: int) -> bool:
-        """Whether `lease` has chosen the batch of `step`, and it is not trained yet."""
-        return step in self._state.buffer.untrained
-
-    def certain(self, step: int) -> StepPlan | None:
-        """Return the certain part of the batch of `step` (without shards): the groups that it begins with, or all once
-        it is sealed. None if `step` is not the next. Has no side effects, and is no promise: only `lease` seals."""
-        state = self._state
-        if step != state.trained_steps or state.finished:
-            return None
-        if self.is_sealed(step):
-            return state.buffer.untrained[step].plan
-        members = certain_members(state, self._run.settings)
-        ids = tuple(entry.group_id for entry in members)
-        sealed = ev.Sealed(step, state.version, 0, ids, self._run.settings.max_staleness)
-        return plan_of(sealed, headers_of(members), state.tree)
-
     def patience_mark(self, step: int) -> tuple[int, ...] | None:
         """Return a progress mark for a waiting `lease(step)`: groups inserted, steps trained, and a counter of tokens
         and environment steps of any worker. Its timeout restarts with each change, since one completion may take longer
@@ -176,12 +159,11 @@ class Steps:
         mark = self._run.meter.inserted_groups, self._state.trained_steps, self._run.workers.moves
         return None if step > self._state.trained_steps else mark
 
-    def trained(self, *, step: int, policy_version: int, ess: Sequence[float] = ()) -> TrainedReply:
-        """Count a trained step and publish its version. Repeating the last call returns the same reply. `ess`: see
-        `LearnerReplay.trained`.
+    def trained(self, *, step: int, policy_version: int) -> TrainedReply:
+        """Count a trained step and publish its version. Repeating the last call returns the same reply.
 
         Raises:
-            ReplayError: `step` is not the next step, or was never leased; or `ess` does not match its groups.
+            ReplayError: `step` is not the next step, or was never leased.
         """
         state = self._state
         if self._last_trained and self._last_trained[:2] == (step, policy_version):
@@ -197,13 +179,8 @@ class Steps:
                 f"policy_version {policy_version} is not above {state.tree.newest}: versions are never reused"
             )
         plan = sealed.plan
-        if ess and (len(ess) != len(plan.groups) or not all(0 <= share <= 1 for share in ess)):
-            raise ReplayError(f"ess is a number from 0 to 1 for each of {len(plan.groups)} groups, not {list(ess)[:8]}")
         before = {entry.group_id for entry in sealed.members if entry.trained}
         self._run.record(ev.Trained(step, policy_version))
-        if ess:
-            shares = zip(ess, groups_of(sealed.members), strict=True)
-            self._run.record(ev.Weighed(step, tuple(round(share * 1e6) for share, group in shares for _ in group)))
         again = [entry.group_id for entry in sealed.members if self._may_reuse(entry)]
         if again:
             self._run.record(ev.Reused(tuple(again)))
@@ -312,7 +289,7 @@ class Steps:
             return sealed.plan
         if ahead and self._seal(step - 1, ahead - 1) is None:
             return None  # Otherwise a later step could take the older groups.
-        choice = choose_batch(self._state, self._run.settings, step=step, ahead=ahead, seed=self._run.seed)
+        choice = choose_batch(self._state, self._run.settings, ahead=ahead)
         for group in choice.short:
             for entry in group:
                 self._retries.drop(entry, DropReason.INCOMPLETE)
@@ -333,7 +310,7 @@ class Steps:
         return buffer.untrained[step].plan
 
     def _drop_stale(self, group: Group) -> None:
-        """Drop all entries of a group as stale; its prompt is readmitted at most once."""
+        """Drop all entries of a group as stale. The prompt of a group left behind by a resume is readmitted, once."""
         left = any(map(self._left_behind, group))
         reason = DropReason.DEAD_BRANCH if left else DropReason.STALE
         for entry in group:
@@ -343,8 +320,7 @@ class Steps:
             if entry.header is not None:
                 self._run.meter.drop_stale(entry.header, reason)
                 self._run.on_stale(entry, reason)
-            readmit = (left or self._run.settings.readmit_dropped) and entry is group[0]
-            self._retries.drop(entry, reason, readmit=readmit)
+            self._retries.drop(entry, reason, readmit=left and entry is group[0])
 
     def _reload(self, number: int, snapshot: dict[str, Any] | None) -> None:
         if snapshot is None and number < 0:
