@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from asyncrl import spans
-from asyncrl.errors import AsyncRLError, FencedError, WireError
+from asyncrl.errors import AsyncRLError, FencedError, OtherSchemaError, WireError
 from asyncrl.replay.codec import messages, wire
 from asyncrl.replay.codec.columns import Frame
 from asyncrl.replay.codec.reply import Hello, Pulse, ServerTime, Welcome, decode_hello
@@ -27,11 +27,10 @@ from asyncrl.replay.codec.together import Asked, decode_requests
 from asyncrl.replay.codec.wire import Envelope
 from asyncrl.replay.core.core import ReplayCore
 from asyncrl.replay.journal.sync_thread import SyncThread
-from asyncrl.replay.server.doorkeeper import MAX_MALFORMED, STRANGER_BYTES, Doorkeeper, hang_up
 from asyncrl.replay.server.handlers import QUIET, Handlers
 from asyncrl.replay.server.idle import Idle
 from asyncrl.replay.server.outbox import Outbox, Replies
-from asyncrl.replay.server.router import Entrance
+from asyncrl.replay.server.router import Entrance, hang_up
 from asyncrl.replay.server.sessions import TICK_S, Answer, Session, silence_of
 from asyncrl.replay.server.shutdown import Shutdown
 from asyncrl.replay.server.waiting import WaitingRequests
@@ -44,8 +43,10 @@ BATCH = 256
 """Limit on requests read before waiting requests and timers get their turn."""
 BATCH_BYTES = 8 << 20
 """The same limit in bytes: otherwise a lease would wait until all large groups that have arrived are checked."""
-THROWN_AWAY = 20 * BATCH
-"""The same limit in messages, including those from connections that are no longer read."""
+HANG_UP_S = 0.5
+"""Seconds from the refusal of what is no message to the end of its connection."""
+DISCARDED = 20 * BATCH
+"""The same limit in messages, including those of connections that are about to be closed."""
 MACHINE: dict[str, Callable[[Sequence[float]], float]] = {"memory_free": min, "clock_skew_s": max}
 """Measurements of their machine that peers send with a heartbeat (`client.clocks`), and how to take the worst."""
 
@@ -73,7 +74,11 @@ class ReplayServer:
         self.sessions: dict[str, Session] = {}
         self.malformed = 0
         self._beats_on_full_disk = 0
-        self.door = Doorkeeper()
+        self._speakers: dict[bytes, str] = {}
+        """Connection -> incarnation of the live peer that it speaks for."""
+        self._broken: dict[bytes, tuple[zmq.Frame, float]] = {}
+        """Connections that sent something other than a message, and when each is closed: at once, it would lose the
+        refusal. What it sends until then is discarded."""
         self.replies = Replies(self.outbox, run_id, boot)
         self.waiting = WaitingRequests(lambda: core.state.applied, self.replies, self.clock)
         self.shutdown = Shutdown(core.state.finished)
@@ -86,12 +91,11 @@ class ReplayServer:
             poller.register(socket, zmq.POLLIN)
         if self.sync is not None:
             poller.register(self.sync.wakeup.fd, zmq.POLLIN)
-        next_tick, last_tick = 0.0, self.clock()
+        next_tick = 0.0
         while not stop.is_set():
             now = self.clock()
             if now >= next_tick:
-                self.door.forgive(now - last_tick)
-                last_tick, next_tick = now, now + TICK_S
+                next_tick = now + TICK_S
                 self._tick(now)
                 if self._over(now):
                     return
@@ -124,44 +128,39 @@ class ReplayServer:
 
     def _drain(self) -> None:
         nbytes = taken = 0
-        for _ in range(THROWN_AWAY):
+        for _ in range(DISCARDED):
             try:
                 identity, connection, role, frames = self.entrance.receive()
             except zmq.Again:
-                self.door.queue_is_empty()
                 return
-            if not self.door.may_speak(identity, len(frames)):
-                if self.door.must_close(identity):
-                    hang_up(connection)
+            if identity in self._broken:
                 continue
-            taken += self._take(identity, role, frames)
+            taken += self._take(identity, connection, role, frames)
             nbytes += sum(map(len, frames))
             if taken >= BATCH or nbytes > BATCH_BYTES:
                 return
 
-    def _take(self, identity: bytes, role: str, frames: Sequence[Frame]) -> int:
+    def _take(self, identity: bytes, connection: zmq.Frame, role: str, frames: Sequence[Frame]) -> int:
         """Handle one message from a connection with the key of `role`; return the number of requests in it, or 1.
         Nothing that a peer sends may stop the server."""
         try:
             if not 1 <= len(frames) <= wire.MAX_FRAMES:
                 raise WireError(f"a message of {len(frames)} frames")
-            if len(frames[0]) > STRANGER_BYTES and self._says_little(identity):
-                self._strange(identity, 0, sum(map(len, frames)))
-                return 1
             envelope = wire.decode_envelope(frames[0])
         except WireError as error:
             self._malformed(identity, error)
             self.replies.turn_away(identity, "wire", 0, str(error))
+            if not isinstance(error, OtherSchemaError):  # another version of asyncrl, which is told so
+                self._disconnect(identity, connection)
             return 1
         if envelope.verb == "hello":
             self._hello(identity, role, envelope)
             return 1
         session = self.sessions.get(envelope.incarnation)
         if session is None:
-            self._strange(identity, envelope.request, sum(map(len, frames)))
+            self.replies.turn_away(identity, "unknown_peer", envelope.request, "say hello first")
             return 1
         if envelope.run != self.run_id or session.role != role:
-            self.door.malformed(identity)
             text = (
                 f"a connection opened with a {role}'s key is not one of this {session.role}, or belongs to another run"
             )
@@ -170,16 +169,10 @@ class ReplayServer:
         self._heard(session, identity)
         return self._requests(session, envelope, frames[1:])
 
-    def _says_little(self, identity: bytes) -> bool:
-        """Whether this connection has no reason to send large messages, because its peer is unknown."""
-        return self.sessions.get(self.door.speaks_for(identity)) is None
-
-    def _strange(self, identity: bytes, request: int, nbytes: int) -> None:
-        self.door.strange(identity, nbytes)
-        self.replies.turn_away(identity, "unknown_peer", request, "say hello first")
-
     def _heard(self, session: Session, identity: bytes) -> None:
-        self.door.seat(identity, session.incarnation, session.identity)
+        if session.identity != identity:
+            self._speakers.pop(session.identity, None)
+        self._speakers[identity] = session.incarnation
         session.identity, session.seen = identity, self.clock()
 
     def _hello(self, identity: bytes, key_role: str, envelope: Envelope) -> None:
@@ -187,7 +180,7 @@ class ReplayServer:
         digest it could get in."""
         try:
             hello = decode_hello(envelope)
-            if self.door.speaks_for(identity) not in ("", envelope.incarnation):
+            if self._speakers.get(identity, envelope.incarnation) != envelope.incarnation:
                 raise WireError(f"{hello.role} {wire.short(hello.name)} said hello on the connection of another peer")
         except WireError as error:
             self._malformed(identity, error)
@@ -195,7 +188,6 @@ class ReplayServer:
             return
         refused = self._refused(hello, key_role, envelope.run)
         if refused:
-            self.door.malformed(identity)
             log.warning("refused %s %r: %s", hello.role, hello.name, refused)
             self.replies.turn_away(identity, "refused", envelope.request, refused)
             return
@@ -231,14 +223,12 @@ class ReplayServer:
         return ""
 
     def _welcome(self, hello: Hello, incarnation: str) -> None:
-        """Report an admitted peer to the core. Raises FencedError if this incarnation was replaced or expelled, worked
-        for another boot or has another role here."""
+        """Report an admitted peer to the core. Raises FencedError if this incarnation was replaced, worked for another
+        boot or has another role here."""
         if hello.role == "worker" and hello.boot not in ("", self.boot):
             raise FencedError(
                 f"the replay server was restarted and does not know what {hello.name!r} works on. Restart it"
             )
-        if self.door.is_expelled(incarnation):
-            raise FencedError(f"{hello.role} {hello.name!r} sent {MAX_MALFORMED} malformed messages. Restart it")
         known = self.sessions.get(incarnation)
         if known is not None and known.role != hello.role:
             raise FencedError(f"{hello.role} {hello.name!r}: a {known.role} of this name is already connected")
@@ -270,7 +260,6 @@ class ReplayServer:
             self._malformed(session.identity, error, session)
             self.replies.error(session, envelope.request, error)
             return 1
-        self.door.came_too(session.identity, [len(each.frames) for each in asked[1:]])
         for answered in [known for known in session.replies if known < acknowledged]:
             del session.replies[answered]
         session.acknowledged = max(session.acknowledged, acknowledged)
@@ -345,10 +334,14 @@ class ReplayServer:
 
     def _forget(self, session: Session) -> None:
         self.sessions.pop(session.incarnation, None)
-        self.door.leave(session.identity)
+        self._speakers.pop(session.identity, None)
         self.waiting.forget(session)
 
     def _tick(self, now: float) -> None:
+        for identity, (connection, at) in list(self._broken.items()):
+            if now >= at:
+                hang_up(connection)
+                del self._broken[identity]
         for name in self.core.expire():
             log.warning("worker %s was silent for %.1f s. Its assignments go to other workers", name, self.silence_s)
             self.waiting.changed = True
@@ -362,19 +355,18 @@ class ReplayServer:
 
     def _malformed(self, identity: bytes, error: WireError, session: Session | None = None) -> None:
         self.malformed += 1
-        known = session or self.sessions.get(self.door.speaks_for(identity))
-        worker = known if known is not None and known.role == "worker" else None
-        count = self.door.malformed(identity) if worker is None else worker.malformed + 1
-        if count > MAX_MALFORMED:
-            return
+        known = session or self.sessions.get(self._speakers.get(identity, ""))
         peer = f"{known.role} {known.name!r}" if known else f"unknown peer {identity.hex()}"
         log.warning("refused a malformed message from %s (%d so far): %s", peer, self.malformed, error)
-        if worker is None:
+
+    def _disconnect(self, identity: bytes, connection: zmq.Frame) -> None:
+        """Close a connection that sent something other than a message, and end the session of its peer."""
+        self._broken[identity] = connection, self.clock() + HANG_UP_S
+        session = self.sessions.get(self._speakers.get(identity, ""))
+        if session is None:
             return
-        worker.malformed = count
-        if count == MAX_MALFORMED and worker.incarnation in self.sessions:
-            log.warning("%s sent %d malformed messages. Its assignments go to other workers", peer, count)
-            self.door.expel(identity, worker.incarnation)
-            self.core.expel(worker.name, worker.incarnation)
-            self._forget(worker)
-            self.waiting.changed = True
+        log.warning("%s %r is disconnected: what it sent is no message of the protocol", session.role, session.name)
+        if session.role == "worker":
+            self.core.expel(session.name, session.incarnation)
+        self._forget(session)
+        self.waiting.changed = True

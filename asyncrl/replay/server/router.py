@@ -6,7 +6,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import resource
+import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -82,6 +84,22 @@ class Entrance:
     def send(self, identity: bytes, frames: Sequence[Frame]) -> None:
         """Send to one connection. Raises zmq.ZMQError if the peer is gone or does not read."""
         send(self.sockets[identity[0]], [identity[1:], *frames])
+
+
+def hang_up(message: zmq.Frame) -> None:
+    """Close the connection that a message came from. libzmq has no call for this and would go on reading. If the
+    connection is already closed, its file descriptor may belong to another connection by now; that peer reconnects."""
+    with contextlib.suppress(OSError, zmq.ZMQError):  # closed already
+        number = message.get(zmq.SRCFD)
+        if isinstance(number, int) and number >= 0:
+            double = os.dup(number)
+            try:
+                line = socket.socket(fileno=double)
+            except OSError:  # by now the descriptor of a file
+                os.close(double)
+                raise
+            with line:
+                line.shutdown(socket.SHUT_RDWR)
 
 
 def _always(role: str) -> Callable[[zmq.Frame], str]:
@@ -168,7 +186,7 @@ def _configured(context: zmq.Context, config: ReplayConfig) -> zmq.Socket:
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     # libzmq 4.3.5 aborts the process when a peer goes away while reading from it is stopped, for more than RCVHWM
     # messages, and a heartbeat is then due or unread (`stream_engine_base.cpp`, Assertion failed: !_io_error). So
-    # reading never stops, and `doorkeeper.py` closes connections that flood. The peers send the heartbeats, and set the
+    # reading never stops. The peers send the heartbeats, and set the
     # time after which they are given up.
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 0)

@@ -32,8 +32,6 @@ class Session:
     """When it was last heard, by the server's clock."""
     request: int = -1
     """Number of the request being handled."""
-    malformed: int = 0
-    """Number of malformed messages from it."""
     patient: int = 0
     """Number of requests that wait for an event, not counting those that wait for the disk."""
     acknowledged: int = 0

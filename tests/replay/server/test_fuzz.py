@@ -37,8 +37,7 @@ def test_two_hundred_thousand_mutated_frames_are_decoded_or_refused() -> None:
 @pytest.mark.timeout(300)
 def test_an_honest_worker_loses_nothing_beside_a_hostile_one(caplog: pytest.LogCaptureFixture) -> None:
     seen = fuzz_server(10_000, seed=3)
-    # Whether the hostile one hears of it, and comes back, is chance.
-    assert "worker 'hostile' sent 64 malformed messages. Its assignments go to other workers" in caplog.text
+    assert "worker 'hostile' is disconnected" in caplog.text
     assert seen["good_groups"] > 100
     assert seen["trained_groups"] > seen["good_groups"] - 4
 
