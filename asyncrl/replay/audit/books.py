@@ -191,7 +191,7 @@ class Books:
             group.state, group.steps = "trained", [number for number in group.steps if number in kept]
         self.steps, self.groups = kept, named
         self._before = Counter({"trained": snapshot["trained"] - len(named)})
-        members = {group_id: row for group_id, *row in snapshot.get("siblings", ())}
+        members = {group_id: row for group_id, *row in snapshot["siblings"]}
         for group_id, prompt_index, attempt, *_ in snapshot["open"]:
             group = self.groups[group_id] = Group(prompt_index=prompt_index, attempt=attempt, held=False)
             group.first, group.siblings = members.get(group_id, (-1, 0))

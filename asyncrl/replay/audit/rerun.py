@@ -97,7 +97,7 @@ def read_surviving(journal: Path) -> History:
                 trained = {step: what for step, what in trained.items() if step <= last}
             case ev.Reloaded(snapshot=snapshot):
                 trained = {step: what for step, what in trained.items() if step <= snapshot["step"]}
-                whose |= {member: first for member, first, _ in snapshot.get("siblings", ())}
+                whose |= {member: first for member, first, _ in snapshot["siblings"]}
                 known = VersionTree.restore(snapshot["tree"])
                 tree = known if known.newest >= tree.newest else tree
     steps = tuple(trained[step] for step in sorted(trained))

@@ -2,14 +2,14 @@
 
     record body:  u32 size of the head | head: [schema, kind, [field, ...]] | payload frames, one after the other
 
-A new event needs its dataclass in `events.py`, nothing here, as long as its fields have types that
-`_FIELDS` knows. So does a new last field with a default, which records of before are read with.
+A new event needs its dataclass in `events.py`, nothing here, as long as its fields have types that `_FIELDS` knows. A
+change of any event's fields needs a new `SCHEMA`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from typing import Any
 
 from asyncrl.errors import WireError
@@ -18,7 +18,7 @@ from asyncrl.replay.codec.columns import Columns, Frame, Frames, joined_sizes, o
 from asyncrl.replay.codec.group import StoredGroup
 from asyncrl.replay.core.durable import events as ev
 
-SCHEMA = 7
+SCHEMA = 8
 _EVENTS = (kind for kind in vars(ev).values() if isinstance(kind, type) and issubclass(kind, ev.Event))
 KINDS: dict[str, type] = {kind.__name__: kind for kind in _EVENTS if kind is not ev.Event}
 MAX_HEAD_BYTES = 1 << 30
@@ -78,11 +78,9 @@ def decode_event(body: bytes | memoryview, kinds: Mapping[str, type] = KINDS) ->
     if type(kind) is not str or kind not in kinds:
         raise WireError(f"a record of schema {SCHEMA} has the unknown kind {wire.short(kind)}; known: {sorted(kinds)}")
     expected = fields(kinds[kind])
-    row = wire.sequence(values, kind, limit=len(expected))
-    if any(field.default is MISSING for field in expected[len(row) :]):  # others are newer than what was written
-        raise WireError(f"a record of kind {kind} has {len(row)} of {len(expected)} fields")
+    row = wire.sequence(values, kind, len(expected))
     tail = _Tail(view[4 + size :])
-    decoded = [_FIELDS[str(f.type)][1](value, f.name, tail) for f, value in zip(expected, row, strict=False)]
+    decoded = [_FIELDS[str(f.type)][1](value, f.name, tail) for f, value in zip(expected, row, strict=True)]
     if tail.left:
         raise WireError(f"a record of kind {kind} has {tail.left} bytes too many")
     return kinds[kind](*decoded)

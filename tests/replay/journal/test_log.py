@@ -299,8 +299,6 @@ def test_every_event_survives_its_record_and_unknown_ones_are_refused() -> None:
             decode_event(framed([other, "Finished", []]))
     with pytest.raises(WireError):
         decode_event(framed([SCHEMA, "Trained", [1]]))
-    shorter = framed([SCHEMA, "Restored", [4, 2, "x", "settings", True]])
-    assert decode_event(shorter) == ev.Restored(4, 2, "x", "settings", again=True), "as it was written before"
     assert set(KINDS) == {
         name for name, kind in vars(ev).items() if is_dataclass(kind) and kind.__module__ == ev.__name__
     }

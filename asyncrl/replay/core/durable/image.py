@@ -116,7 +116,7 @@ def _step_row(step: Step) -> list[Any]:
 def _decode(image: dict[str, Any]) -> Parts:
     ledger = Ledger()
     ledger.entries = {entry.group_id: entry for entry in map(_entry, image["entries"])}
-    for group, first, siblings in image.get("siblings", ()):
+    for group, first, siblings in image["siblings"]:
         ledger.entries[group].first, ledger.entries[group].siblings = first, siblings
     ledger.sizes = Counter(entry.siblings for entry in ledger.entries.values())
     ledger.admitted, ledger.committed = image["admitted"], image["committed"]

@@ -15,8 +15,6 @@ from asyncrl.replay.core.durable.versions import VersionTree
 from asyncrl.types import DropReason
 
 SNAPSHOT_SCHEMA = 4
-READ_SCHEMAS = (2, 3, SNAPSHOT_SCHEMA)
-"""Schema 2 has no curriculum, schema 3 has no admission by sample."""
 
 
 def encode_snapshot(parts: Parts) -> dict[str, Any]:
@@ -56,7 +54,7 @@ def rolled_back(now: Parts, snapshot: dict[str, Any]) -> Parts:
 
 
 def _rolled_back(now: Parts, snapshot: dict[str, Any]) -> Parts:
-    if snapshot["schema"] not in READ_SCHEMAS:
+    if snapshot["schema"] != SNAPSHOT_SCHEMA:
         raise ReplayError(f"the checkpoint's replay snapshot has schema {snapshot['schema']}, not {SNAPSHOT_SCHEMA}")
     tree = VersionTree.restore(snapshot["tree"])
     ledger, pending = _open_groups(now, snapshot)
@@ -84,7 +82,7 @@ def _rolled_back(now: Parts, snapshot: dict[str, Any]) -> Parts:
 def _open_groups(now: Parts, snapshot: dict[str, Any]) -> tuple[Ledger, dict[int, Entry]]:
     """Return a ledger that has only the open groups, and these groups as `pending`."""
     ledger, pending = Ledger(), {}
-    siblings = {group_id: row for group_id, *row in snapshot.get("siblings", ())}
+    siblings = {group_id: row for group_id, *row in snapshot["siblings"]}
     for group_id, prompt_index, attempt, failures in snapshot["open"]:
         known = now.ledger.entries.get(group_id)
         attempt = max(attempt, known.attempt if known else 0)
@@ -96,7 +94,7 @@ def _open_groups(now: Parts, snapshot: dict[str, Any]) -> tuple[Ledger, dict[int
 
 
 def _draws(now: Draws | None, snapshot: dict[str, Any]) -> Draws | None:
-    drawn = snapshot.get("draws")
+    drawn = snapshot["draws"]
     draws = Draws.load(drawn) if drawn else now and now.begun_at(snapshot["cursor"])
     if drawn and draws and now and draws.rows != now.rows:
         # The same prompt index would be another row, so pass rates would be recorded for the wrong rows.
