@@ -29,7 +29,6 @@ from asyncrl.checks.rules.learner import resolved_loss
 from asyncrl.checks.rules.whole import check_config
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Config, RunSettings
-from asyncrl.storage.full_disk import BOARD_FILE, Patience
 
 Settings = TypeVar("Settings")
 LOG_DIR = "logs"
@@ -251,11 +250,6 @@ def _addable(override: str) -> str:
     """Prefix an override of a free-form mapping with `++`: Hydra adds no new key without it."""
     free = any(override.startswith((f"{key}=", f"{key}.")) for key in FREE_FORM)
     return f"++{override}" if free else override
-
-
-def disk_patience(config: RunSettings) -> Patience:
-    """How long a process that writes into the run folder waits while the disk is full."""
-    return Patience(config.run.disk_patience_s, Path(config.run.dir).resolve() / LOG_DIR / BOARD_FILE)
 
 
 def begin_trace(config: Config, role: str) -> None:

@@ -111,7 +111,7 @@ class JournalError(AsyncRLError, OSError):
 
 
 class DiskFullError(AsyncRLError, OSError):
-    """There was no space in the run folder for as long as `run.disk_patience_s` allows. The run can be resumed."""
+    """There was no space on the disk. The run ends; once there is space it can be resumed."""
 
 
 class NoProgress(AsyncRLError, TimeoutError):

@@ -88,9 +88,6 @@ class RunConfig:
     """Name of the run, and of its folder unless `run.dir` is set: letters, digits, `.`, `_` and `-`, at most 64."""
     dir: str = "runs/${run.name}"
     """The run folder. One that holds a run is refused unless `resume` or `overwrite` says what to do with it."""
-    disk_patience_s: float = 3600.0
-    """Seconds that a run whose disk is full waits for space, reporting once a minute. Then it ends and can be
-    resumed."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -137,7 +137,7 @@ def _taken(key: str, host: str, port: int) -> Iterator[str]:
 
 
 def unwritable_folders(config: Config, role: str) -> Iterator[str]:
-    if role != "local":  # other roles, if restarted on a full disk, wait for space
+    if role != "local":  # the other roles fail when they write
         return
     folder = Path(config.run.dir).absolute()
     while not folder.exists():

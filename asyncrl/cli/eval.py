@@ -34,7 +34,6 @@ from asyncrl.evaluator.identity import digest, identity
 from asyncrl.evaluator.results import failure_lines, results, table_of, text_of
 from asyncrl.schema import Config
 from asyncrl.storage.checkpoints import EXPORT_DIR
-from asyncrl.storage.full_disk import Patience
 from asyncrl.telemetry.folder.resumed import CONFIG_FILE, is_supervised
 
 SEES_A_GPU = "import torch; print(torch.cuda.is_available())"
@@ -74,8 +73,7 @@ def main(path: str, overrides: Sequence[str], *, dry_run: bool = False) -> int:
         seen = look_ahead(config)
         print("\n".join([*seen.prompts, *seen.reward, "dry run: nothing was started"]))
         return 0
-    patience = Patience(config.run.disk_patience_s)
-    with opened(folder, made_of, samples=config.eval.samples, patience=patience, overwrite=config.overwrite) as kept:
+    with opened(folder, made_of, samples=config.eval.samples, overwrite=config.overwrite) as kept:
         again = shlex.join(
             ["asyncrl", "eval", path, *(text for text in overrides if not text.startswith("overwrite="))]
         )

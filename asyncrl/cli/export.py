@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from transformers.utils import logging as transformers_logging
 
 from asyncrl.cli.arguments.settings_file import with_files
-from asyncrl.config import disk_patience, read_config
+from asyncrl.config import read_config
 from asyncrl.errors import AsyncRLError, CheckpointError, CheckpointMismatchError, RunFolderError
 from asyncrl.learner.checkpoints.export import adapter_of, export_hf
 from asyncrl.learner.checkpoints.fitting import check_fits, shapes_in
@@ -65,13 +65,10 @@ def main(run: Path, step: int | None, target: Path | None, *, average: bool) -> 
     model, path, steps = read(config, run, step, "average" if average else "model")
     target = target or exported(path, "average" if average else EXPORT_DIR)
     target.parent.mkdir(parents=True, exist_ok=True)
-    patience = disk_patience(config)
-    if not target.is_relative_to(run.resolve()):
-        patience = replace(patience, board=None)  # the target's disk is not the run's, which does not wait
     said = f"note: another export is writing into {target.parent}; waiting until it ends"
     with in_turn(target.parent, lambda: print(said, file=sys.stderr)):  # exports write aside first, under the same name
         refuse_lossy(target, config.model)
-        export_hf(model, config.model, target, 0, patience, trained=steps)
+        export_hf(model, config.model, target, 0, trained=steps)
     print(f"{path} is in {target}: the {'averaged ' if average else ''}policy after {steps} steps")
     return 0
 

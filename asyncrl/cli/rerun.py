@@ -37,7 +37,6 @@ from asyncrl.config import (
     by_key,
     config_groups,
     config_to_dict,
-    disk_patience,
     literal,
     load_config,
     read_config,
@@ -251,7 +250,7 @@ def train_again(config: Config, journal: Path, place: Place, backend: Backend, o
         run_dir=run_dir,
         resume="never",
         publisher=probe,
-        log=lambda _: MetricsLog(run_dir, config.run.name, {}, False, False, None, disk_patience(config)),
+        log=lambda _: MetricsLog(run_dir, config.run.name, {}, False, False, None),
     )
     train(config, parts)
 

@@ -19,7 +19,7 @@ from asyncrl.errors import RunFolderError
 from asyncrl.evaluation.samples import Sample, to_line
 from asyncrl.evaluator.identity import differences
 from asyncrl.evaluator.samples import by_row, is_done
-from asyncrl.storage.full_disk import Patience
+from asyncrl.storage.full_disk import disk_space
 from asyncrl.storage.lines import open_kept, rows_in
 from asyncrl.storage.occupancy import alone_in, holders
 from asyncrl.storage.sealed import replace_text
@@ -32,10 +32,10 @@ RESULTS_FILE = "results.json"
 class EvalFolder:
     """One evaluation of `rows` rows with `samples` samples each; see `opened`."""
 
-    def __init__(self, path: Path, *, rows: int, samples: int, patience: Patience) -> None:
-        self.path, self._patience = path, patience
+    def __init__(self, path: Path, *, rows: int, samples: int) -> None:
+        self.path = path
         self._rows, self._samples = rows, samples
-        self._lines = open_kept(path / SAMPLES_FILE, lambda _: True, patience)
+        self._lines = open_kept(path / SAMPLES_FILE, lambda _: True)
         found = by_row(rows_in(path / SAMPLES_FILE))
         self.done = {row: samples for row, samples in found.items() if row < rows}
         """Row -> its samples, including failed ones."""
@@ -45,20 +45,18 @@ class EvalFolder:
         return [row for row in range(self._rows) if not is_done(self.done.get(row, ()), self._samples)]
 
     def add(self, row: int, samples: Sequence[Sample]) -> None:
-        """Append the samples of a row, all or none. Waits for space on a full disk; raises DiskFullError."""
+        """Append the samples of a row, all or none. Raises DiskFullError."""
         self._lines.append((to_line(sample) for sample in samples), ensure_ascii=False, allow_nan=False)
         self.done[row] = list(samples)
 
     def write_results(self, results: Mapping[str, Any]) -> Path:
         path = self.path / RESULTS_FILE
-        _write(path, results, self._patience)
+        _write(path, results)
         return path
 
 
 @contextmanager
-def opened(
-    path: Path, made_of: Mapping[str, Any], *, samples: int, patience: Patience, overwrite: bool
-) -> Iterator[EvalFolder]:
+def opened(path: Path, made_of: Mapping[str, Any], *, samples: int, overwrite: bool) -> Iterator[EvalFolder]:
     """Create or reopen the folder, and hold it so that no other process evaluates in it meanwhile.
 
     Args:
@@ -79,11 +77,11 @@ def opened(
                 f"run.dir={path} belongs to an evaluation that is in progress{holders(path)}. Stop it first, or give "
                 "another run.name"
             )
-        _take(path, made_of, overwrite, patience)
-        yield EvalFolder(path, rows=int(made_of["eval.rows"]), samples=samples, patience=patience)
+        _take(path, made_of, overwrite)
+        yield EvalFolder(path, rows=int(made_of["eval.rows"]), samples=samples)
 
 
-def _take(path: Path, made_of: Mapping[str, Any], overwrite: bool, patience: Patience) -> None:
+def _take(path: Path, made_of: Mapping[str, Any], overwrite: bool) -> None:
     """Raises RunFolderError if `path` holds anything but the evaluation identified by `made_of`."""
     file = path / EVAL_FILE
     if not file.is_file() and any(entry.name != f"{EVAL_FILE}.tmp" for entry in path.iterdir()):
@@ -95,7 +93,7 @@ def _take(path: Path, made_of: Mapping[str, Any], overwrite: bool, patience: Pat
         for entry in path.iterdir():
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
     if not file.is_file():
-        _write(file, {"made_of": made_of}, patience)
+        _write(file, {"made_of": made_of})
         return
     changed = differences(_made_of(file), made_of)
     if changed:
@@ -115,6 +113,7 @@ def _made_of(file: Path) -> dict[str, Any]:
         ) from error
 
 
-def _write(path: Path, values: Mapping[str, Any], patience: Patience) -> None:
+def _write(path: Path, values: Mapping[str, Any]) -> None:
     text = json.dumps(values, indent=1) + "\n"
-    patience.through(path, len(text), lambda: replace_text(path, text))
+    with disk_space(path, len(text)):
+        replace_text(path, text)

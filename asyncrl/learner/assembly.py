@@ -16,7 +16,7 @@ from typing import Any
 from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.checks.rules.learner import why_never_warm
 from asyncrl.checks.user_code import CODE, workers_code
-from asyncrl.config import disk_patience
+from asyncrl.config import LOG_DIR
 from asyncrl.data.local_tokenizer import TOKENIZER, LocalTokenizer, tokenizer_digest
 from asyncrl.digests import learner_digest
 from asyncrl.learner.backends.base import Backend
@@ -37,6 +37,7 @@ from asyncrl.replay.protocol import LearnerReplay
 from asyncrl.schema import Config
 from asyncrl.storage.best import BestCheckpoint
 from asyncrl.storage.checkpoints import CHECKPOINT_DIR
+from asyncrl.storage.full_disk import BOARD_FILE
 from asyncrl.telemetry.folder.resumed import ROWS, rows_here
 from asyncrl.telemetry.folder.run_folder import origin_of
 from asyncrl.telemetry.metrics.log import MetricsLog
@@ -72,17 +73,18 @@ def open_checkpoints(config: Config, place: Place, opened: ExitStack, *, run_dir
     refuse_unshared(run_dir, place.rank, place.device)
     heed_note(config, run_dir, place.rank, place.device)
     by, folder = config.learner, run_dir / CHECKPOINT_DIR
-    patience = disk_patience(config)
     errands = Errands(
-        copy_to=by.copy_to, export_every=by.export_every, within_s=by.save_timeout_s, board=patience.board
+        copy_to=by.copy_to,
+        export_every=by.export_every,
+        within_s=by.save_timeout_s,
+        board=run_dir / LOG_DIR / BOARD_FILE,
     )
     checkpoints = Checkpoints(
         folder,
         rank=place.rank,
         keep=by.keep_checkpoints,
         every=by.keep_every,
-        patience=patience,
-        best=BestCheckpoint(folder, by.keep_best, by.keep_best_by, patience),
+        best=BestCheckpoint(folder, by.keep_best, by.keep_best_by),
         errands=errands,
         background=by.async_save,
         within_s=by.save_timeout_s,

@@ -14,7 +14,6 @@ import torch
 from asyncrl.background import in_background
 from asyncrl.checks.evaluations import EvalSet, eval_sets
 from asyncrl.checks.parallel import ParallelDims
-from asyncrl.config import disk_patience
 from asyncrl.data.dataset import source_names
 from asyncrl.errors import NoProgress
 from asyncrl.evaluation.orders import EvalSummary
@@ -314,12 +313,12 @@ def save_before_end(config: Config, parts: Parts, step: int, version: int, why: 
 
 def export(config: Config, parts: Parts) -> None:
     """At the end of a run: export what was trained, and complete every checkpoint. Collective."""
-    patience, steps = disk_patience(config), max(config.learner.steps, parts.start.step)
+    steps = max(config.learner.steps, parts.start.step)
     roles, rank = parts.roles, parts.rank
-    export_hf(roles.policy, config.model, parts.run_dir / EXPORT_DIR, rank, patience, trained=steps)
+    export_hf(roles.policy, config.model, parts.run_dir / EXPORT_DIR, rank, trained=steps)
     if roles.critic is not None:
         source = replace(config.model, path=config.critic.path or config.model.path)
-        export_critic(roles.critic.model, source, parts.run_dir / "critic", rank, patience)
+        export_critic(roles.critic.model, source, parts.run_dir / "critic", rank)
     parts.checkpoints.finish()
     commit_saved(parts)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.checks.machine import check_machine
-from asyncrl.config import JOURNAL_DIR, begin_trace, disk_patience, load_config
+from asyncrl.config import JOURNAL_DIR, begin_trace, load_config
 from asyncrl.digests import run_digest
 from asyncrl.errors import AsyncRLError
 from asyncrl.plain_text import make_streams_plain
@@ -36,7 +36,6 @@ def main(overrides: Sequence[str]) -> int:
     begin_trace(config, "replay server")
     config = with_keys(config)
     keep_logging()
-    patience = disk_patience(config)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     with lived_in(config.run.dir), watched_supervisors():
         run_server(
@@ -46,10 +45,9 @@ def main(overrides: Sequence[str]) -> int:
             run_id=uuid.uuid4().hex[:12],
             run_digest=run_digest(config),
             seed=config.seed,
-            ledger=LedgerFile(Path(config.run.dir) / LEDGER_FILE, patience),
+            ledger=LedgerFile(Path(config.run.dir) / LEDGER_FILE),
             folder=Path(config.run.dir) / JOURNAL_DIR,
             fresh=config.overwrite,
-            patience=patience,
         )
     return 0
 

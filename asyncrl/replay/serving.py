@@ -29,7 +29,6 @@ from asyncrl.replay.server.sessions import silence_of
 from asyncrl.replay.server.survivors import learner_of
 from asyncrl.settings.replay import ReplayConfig
 from asyncrl.spans import lap
-from asyncrl.storage.full_disk import Patience
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +44,6 @@ def run_server(
     folder: Path | None = None,
     disk: Disk | None = None,
     fresh: bool = False,
-    patience: Patience | None = None,
 ) -> None:
     """Serve a run until it is finished and everybody has left, until `stop` is set, or until SIGTERM or SIGINT.
 
@@ -56,11 +54,10 @@ def run_server(
             memory.
         disk: disk of the journal, in place of `folder`.
         fresh: delete the journal of an earlier run; that of an unfinished run is kept if its learner is still present.
-        patience: how long to wait while the disk is full.
 
     Raises:
-        ConfigError: see `entrance`. LedgerError: the conservation law was violated. DiskFullError: there was no space
-        for longer than `patience` allows. JournalError: the journal is damaged, in use or of another version, or its
+        ConfigError: see `entrance`. LedgerError: the conservation law was violated. DiskFullError: there was no space.
+        JournalError: the journal is damaged, in use or of another version, or its
         disk failed.
     """
     keep_heap()
@@ -76,7 +73,7 @@ def run_server(
             discard(disk)
         told = stack.enter_context(contextlib.closing(LedgerThread(ledger))) if ledger is not None else None
         run = {"run_id": run_id, "run_digest": run_digest, "boot": uuid.uuid4().hex}
-        core, run, sync = stack.enter_context(opened(config, settings, run, seed, told, disk, folder, patience))
+        core, run, sync = stack.enter_context(opened(config, settings, run, seed, told, disk, folder))
         server = server_of(core, run | {"run_digest": run_digest}, sync, config, way_in)
         log.info("replay server of run %s listens on %s", run["run_id"], config.address)
         lap("start")
@@ -119,7 +116,6 @@ def opened(
     ledger: LedgerThread | None,
     disk: Disk | None,
     folder: Path | None,
-    patience: Patience | None,
 ) -> Iterator[tuple[ReplayCore, dict[str, Any], SyncThread | None]]:
     """Yield the core, recovered from the journal on `disk` if there is one, its run, and the journal's thread; None if
     the run is kept only in memory. On exit the journal is written to the end."""
@@ -141,7 +137,7 @@ def opened(
     )
     if ledger is not None:
         ledger.recovered()
-    sync = SyncThread(writer, config.journal.fsync_ms / 1000, patience, folder)
+    sync = SyncThread(writer, config.journal.fsync_ms / 1000, folder)
     try:
         yield core, writer.run, sync
     finally:

@@ -88,7 +88,7 @@ class LearnerSettings:
     """Write checkpoints while training goes on, from a copy in host memory (with AdamW 12 bytes per parameter, over the
     ranks). False: every checkpoint holds its step up."""
     save_timeout_s: float = 3600.0
-    """Longest time in seconds for writing a checkpoint, besides `run.disk_patience_s` on a full disk; then the run ends
+    """Longest time in seconds for writing a checkpoint; then the run ends
     and can be resumed. The next checkpoint and the end of the run wait for the one under way."""
     keep_checkpoints: int = 2
     """How many of the newest checkpoints are kept, besides the best and those of `keep_every`."""

@@ -73,7 +73,7 @@ def train_rows(parts: SftTraining, asked: Asked = never) -> None:
 
     consumes:     batches of rows, drawn and rendered one step ahead of training by a thread
     waits for:    that thread; the other ranks, in every step; the disk
-    unblocked by: its end or failure; the process group's timeout; the patience with a full disk
+    unblocked by: its end or failure; the process group's timeout
 
     Raises:
         DataError: a row cannot be used, or ranks drew different ones. NonFiniteError, CheckpointError, DiskFullError.

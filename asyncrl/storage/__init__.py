@@ -1,1 +1,1 @@
-"""Durable storage of a run: sealed folders, lines with checksums, and waiting for space on a full disk."""
+"""Durable storage of a run: sealed folders, lines with checksums, and what a full disk means."""

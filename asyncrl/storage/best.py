@@ -15,7 +15,7 @@ from pathlib import Path
 
 from asyncrl.storage import sealed
 from asyncrl.storage.checkpoints import left_names
-from asyncrl.storage.full_disk import Patience
+from asyncrl.storage.full_disk import disk_space
 from asyncrl.storage.objects import read_object
 
 log = logging.getLogger(__name__)
@@ -64,12 +64,10 @@ class BestCheckpoint:
 
     Args:
         mode: which value is better, `max` or `min`.
-        patience: how to wait when the disk is full.
     """
 
-    def __init__(self, folder: Path, metric: str = "", mode: str = "max", patience: Patience | None = None) -> None:
+    def __init__(self, folder: Path, metric: str = "", mode: str = "max") -> None:
         self._folder, self.metric, self._mode = folder, metric, mode
-        self._patience = patience or Patience()
         self._asked: set[int] = set()
         """Steps whose weights are being evaluated."""
         self._early: dict[int, tuple[float, tuple[int, int]] | None] = {}
@@ -161,9 +159,6 @@ class BestCheckpoint:
     def _write(self, best: Best) -> None:
         """Durable before the previous best checkpoint may be deleted."""
         said = json.dumps(asdict(best)) + "\n"
-
-        def write() -> None:
+        with disk_space(self._folder / BEST_FILE, len(said)):
             sealed.replace_durably(self._folder / BEST_FILE, said)
             sealed.point(self._folder / BEST, self._folder / best.checkpoint)
-
-        self._patience.through(self._folder / BEST_FILE, len(said), write)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from asyncrl.errors import CheckpointDamagedError, CheckpointError, RunFolderError
 from asyncrl.storage import sealed
-from asyncrl.storage.full_disk import Patience
+from asyncrl.storage.full_disk import disk_space
 from asyncrl.storage.objects import read_object
 
 CHECKPOINT_DIR = "ckpt"
@@ -131,9 +131,7 @@ def newest_whole(folder: Path) -> tuple[Path | None, list[tuple[Path, str]], str
     return None, [], said
 
 
-def put_aside(
-    folder: Path, damaged: list[tuple[Path, str]], whole: Path, patience: Patience | None = None
-) -> list[str]:
+def put_aside(folder: Path, damaged: list[tuple[Path, str]], whole: Path) -> list[str]:
     """Make `whole` the newest checkpoint. Returns a message for each damaged one."""
     lines: list[str] = []
     for path, why in damaged:
@@ -145,7 +143,8 @@ def put_aside(
             f"trained again. The damaged one is kept as {name} until you delete it"
         )
     if damaged:
-        (patience or Patience()).through(folder / LATEST, 0, lambda: sealed.point(folder / LATEST, whole))
+        with disk_space(folder / LATEST, 0):
+            sealed.point(folder / LATEST, whole)
     return lines
 
 
@@ -298,9 +297,7 @@ def refuse_bare_fork(folder: Path) -> None:
     )
 
 
-def begin_branch(
-    folder: Path, checkpoint: Path, resume: str, start: str, patience: Patience | None = None
-) -> list[tuple[str, str]]:
+def begin_branch(folder: Path, checkpoint: Path, resume: str, start: str) -> list[tuple[str, str]]:
     """Make `checkpoint`, which `resume` names, the newest one. If the run dies before its next save, a resume continues
     from it, and it is not deleted as older than checkpoints of the line that is left.
 
@@ -316,13 +313,14 @@ def begin_branch(
             name = next(name for name in _names(f"{LEFT}{path.name}") if not (folder / name).exists())
             left.append((path.name, name))
             path.rename(folder / name)
-    patience = patience or Patience()
     if own:
-        patience.through(folder / LATEST, 0, lambda: sealed.point(folder / LATEST, checkpoint))
+        with disk_space(folder / LATEST, 0):
+            sealed.point(folder / LATEST, checkpoint)
     else:
         (folder / LATEST).unlink(missing_ok=True)
     note = json.dumps({"start": start, "from": resume}) + "\n"
-    patience.through(folder / BRANCH_FILE, len(note), lambda: sealed.replace_text(folder / BRANCH_FILE, note))
+    with disk_space(folder / BRANCH_FILE, len(note)):
+        sealed.replace_text(folder / BRANCH_FILE, note)
     return left
 
 

@@ -1,120 +1,64 @@
-"""Waits for disk space: what every writer into the run folder does while its disk is full.
+"""A full disk: the one place that decides what it means. The run ends and can be resumed; nothing is waited for.
 
-waits for:    space, polled every RETRY_S; at most `Patience.limit_s`
-unblocked by: a write that fits
+    with disk_space(path, nbytes):
+        write(path)                      # DiskFullError instead of what the system or a library says of it
+
+The error's text is also posted to the run's board, because the logs are on the full disk.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import shutil
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 from asyncrl.errors import DiskFullError
 
-log = logging.getLogger(__name__)
-
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of the operating system for a disk without space."""
-RETRY_S = 1.0
-SAY_S = 60.0
 BOARD_FILE = "waiting"
 """Name of the board file, in the folder of the logs."""
 BOARD_BYTES = 1024
-IS_FULL = "the disk is full: "
-"""Prefix of the board's text while a writer waits."""
-
-Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """How long to wait for a full disk, and where to report it in addition to the log."""
+@contextlib.contextmanager
+def disk_space(path: Path, nbytes: int, errors: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
+    """Replace the failure of a write for lack of space by the error that ends the run.
 
-    limit_s: float = 3600.0
-    board: Path | None = None
-    """See `post`."""
-    clock: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], None] = time.sleep
+    Args:
+        path, nbytes: the file and size to be written.
+        errors: exceptions that the write may raise for lack of space.
 
-    def through(
-        self,
-        path: Path,
-        nbytes: int,
-        write: Callable[[], Result],
-        errors: tuple[type[Exception], ...] = (OSError,),
-    ) -> Result:
-        """Return the result of `write`. It is called again while it fails for lack of space, and must then start over.
-
-        Args:
-            path, nbytes: the file and size to be written, for the message.
-            errors: exceptions that `write` may raise for lack of space.
-
-        Raises:
-            DiskFullError: there was no space for `limit_s`. One of `errors`: `write` failed for another reason.
-        """
-        full = FullDisk(self)
-        while True:
-            try:
-                result = write()
-            except errors as error:
-                if not is_full(error, path, nbytes):
-                    raise
-                full.note(path, nbytes)
-            else:
-                full.over()
-                return result
-            self.sleep(RETRY_S)
+    Raises:
+        DiskFullError: there was no space. One of `errors`: the write failed for another reason.
+    """
+    try:
+        yield
+    except errors as error:
+        if isinstance(error, DiskFullError) or not is_full(error, path, nbytes):
+            raise
+        raise disk_full(path, nbytes) from error
 
 
-@dataclass(slots=True)
-class FullDisk:
-    """One wait for space, for callers that have other work to do meanwhile."""
+def disk_full(path: Path, nbytes: int) -> DiskFullError:
+    """Return the error for a write of `nbytes` to `path`, and post its text to the board of the run in which it is."""
+    free = free_bytes(path)
+    lacking = f", {nbytes - free:,} too few" if 0 <= free < nbytes else ""
+    text = (
+        f"the disk is full: {path} needs {nbytes:,} bytes and {free:,} are free{lacking}. What was acknowledged and "
+        "the last checkpoint are kept: free space, then go on with the same command and resume=auto"
+    )
+    post(board_of(path), text)
+    return DiskFullError(text)
 
-    patience: Patience
-    since: float | None = None
-    _said_at: float = field(default=0.0, init=False)
 
-    def note(self, path: Path, nbytes: int) -> None:
-        """Record that writing `nbytes` to `path` failed. Logged at once, then once a minute.
-
-        Raises:
-            DiskFullError: the disk has been full for longer than the patience lasts.
-        """
-        now = self.patience.clock()
-        first = self.since is None
-        self.since = since = now if self.since is None else self.since
-        wanted = f"{path} needs {nbytes:,} bytes and {free_bytes(path):,} are free"
-        if now - since >= self.patience.limit_s:
-            text = (
-                f"the disk was full for {now - since:.0f} s (run.disk_patience_s={self.patience.limit_s:g}): {wanted}. "
-                "What was acknowledged and the last checkpoint are kept: free space, then go on with resume=auto"
-            )
-            post(self.patience.board, text)
-            raise DiskFullError(text)
-        if first or now - self._said_at >= SAY_S:
-            self._said_at = now
-            text = (
-                f"{IS_FULL}{wanted}. Nothing is lost; waited {now - since:.0f} s for space, of "
-                f"{self.patience.limit_s:g} (run.disk_patience_s)"
-            )
-            post(self.patience.board, text)
-            log.error("%s", text)
-
-    def over(self) -> None:
-        """The write succeeded: end the wait."""
-        if self.since is not None:
-            text = f"there is space again after {self.patience.clock() - self.since:.0f} s: going on"
-            self.since = None
-            post(self.patience.board, text)
-            log.warning("%s", text)
+def board_of(path: Path) -> Path | None:
+    """Return the board of the run in whose folder `path` is; None if there is none."""
+    boards = (place / "logs" / BOARD_FILE for place in path.absolute().parents)
+    return next((board for board in boards if board.is_file()), None)
 
 
 def is_full(error: BaseException, path: Path, nbytes: int) -> bool:

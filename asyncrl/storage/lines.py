@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from asyncrl.storage.full_disk import Patience, append_whole
+from asyncrl.storage.full_disk import append_whole, disk_space
 
 log = logging.getLogger(__name__)
 
@@ -150,10 +150,10 @@ def last_checksum(path: Path) -> int:
 
 
 class LineFile:
-    """Appends objects, all of a call or none. While the disk is full an append waits; see `Patience`."""
+    """Appends objects, all of a call or none."""
 
-    def __init__(self, path: Path, patience: Patience, crc: int = 0) -> None:
-        self._path, self._patience, self._crc = path, patience, crc
+    def __init__(self, path: Path, crc: int = 0) -> None:
+        self._path, self._crc = path, crc
 
     def append(self, rows: Iterable[Mapping[str, Any]], **options: Any) -> None:
         """Append rows; `options` are passed to `json.dumps`. Raises DiskFullError, OSError."""
@@ -163,11 +163,12 @@ class LineFile:
             lines.append(line)
         content = "".join(lines).encode()
         if content:
-            self._patience.through(self._path, len(content), lambda: append_whole(self._path, content))
+            with disk_space(self._path, len(content)):
+                append_whole(self._path, content)
             self._crc = crc
 
 
-def open_kept(path: Path, keep: Callable[[Row], bool], patience: Patience) -> LineFile:
+def open_kept(path: Path, keep: Callable[[Row], bool]) -> LineFile:
     """Open for appending after the rows to keep, which come before all others. If lines are damaged, they are reported,
     and the old file is put aside.
 
@@ -180,16 +181,16 @@ def open_kept(path: Path, keep: Callable[[Row], bool], patience: Patience) -> Li
         end = found.ends[kept - 1] if kept else 0
         if path.exists() and path.stat().st_size != end:
             os.truncate(path, end)  # in place, because a full disk has no room for a copy
-        return LineFile(path, patience, last_checksum(path))
+        return LineFile(path, last_checksum(path))
     aside = path.with_name(f"{path.name}.damaged")
     log.warning("%s. What can be read is kept; the file as it was is now %s", found.problem(path), aside.name)
     fresh = path.with_name(f"{path.name}.tmp")
     fresh.unlink(missing_ok=True)
-    lines = LineFile(fresh, patience)
+    lines = LineFile(fresh)
     fresh.touch()
     rest = filter(keep, rows_in(path))
     while some := list(itertools.islice(rest, AT_ONCE)):
         lines.append(some)
     path.replace(aside)
     fresh.replace(path)
-    return LineFile(path, patience, last_checksum(path))
+    return LineFile(path, last_checksum(path))

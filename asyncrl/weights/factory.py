@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from asyncrl.checks.dtypes import with_dtypes
-from asyncrl.config import disk_patience
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Config
 from asyncrl.settings.weights import WeightsConfig
@@ -54,7 +53,7 @@ def make_publisher(
         device=device,
     )
     sender: Sender | None = None
-    wait_s = _PHASES * weights.timeout_s + (config.run.disk_patience_s if weights.transport != "broadcast" else 0)
+    wait_s = _PHASES * weights.timeout_s
     if rank == 0 and weights.transport == "broadcast":
         sender = BroadcastSender(rendezvous, link, port=weights.port)
     elif rank == 0 and weights.transport in FILES:
@@ -63,7 +62,6 @@ def make_publisher(
             rendezvous,
             folder,
             delta=weights.delta,
-            patience=disk_patience(config),
             shelf=_shelf(weights, folder) if weights.transport == "pull" else None,
         )
     elif weights.transport not in ("broadcast", *FILES):

@@ -5,7 +5,7 @@
 Clients talk to the core over a network that loses, repeats and reorders messages. The journal is a list whose un-synced
 end a power loss destroys. A reply is sent only when the events it depends on are synced. Workers die, come back as
 zombies and are replaced. The learner dies and returns to its checkpoint, where it gets exactly the batches that it had,
-unless it was sent there by hand or comes with other settings. The disk is full for a while.
+unless it was sent there by hand or comes with other settings.
 """
 
 from __future__ import annotations
@@ -315,12 +315,9 @@ class World(VirtualServer):
             self.pause_worker: rng.choice((0, 1)),
             self.kill_learner: rng.choice((0, 1)),
             self.power_loss: rng.choice(self.power_losses),
-            self.disk_full: rng.choice((0, 0, 1)),
         }
         for action in rng.choices(list(weights), list(weights.values()), k=actions):
             action()
-        if self.full:
-            self.disk_full()
         self.cut = 0.0
         self.go_on(2)
 

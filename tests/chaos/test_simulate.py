@@ -39,7 +39,6 @@ def test_the_faults_happen_and_the_runs_go_on() -> None:
     faults = {name for run in runs for name in run.faults}
     assert faults == {
         "branch",
-        "disk full",
         "learner killed",
         "power loss",
         "read back",

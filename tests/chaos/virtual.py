@@ -69,7 +69,6 @@ class VirtualServer:
         self.faults: dict[str, int] = {}
         self.journal: list[ev.Event] = []
         self.durable = 0
-        self.full = False
         self.base: tuple[int, dict[str, Any], dict[int, bytes]] | None = None
         """A snapshot of the state: number of events before it, image, payloads."""
         self.network: list[Request] = []
@@ -117,7 +116,6 @@ class VirtualServer:
         else:  # a new journal begins with the current settings
             self.began = self.settings
         core.take_over()
-        core.paused = "the disk is full" if self.full else ""
 
     def _watch(self, run: Run) -> None:
         """Compare the state with the model after every event."""
@@ -141,8 +139,7 @@ class VirtualServer:
         return found[entry.group_id, entry.attempt]
 
     def sync(self) -> None:
-        if not self.full:
-            self.durable = len(self.journal)
+        self.durable = len(self.journal)
 
     def release(self) -> None:
         """Send the replies whose events are durable."""
@@ -165,12 +162,6 @@ class VirtualServer:
         self.remembered.clear()
         self.network.clear()  # Requests on their way to the dead server are lost with its connections.
         self._boot()
-
-    def disk_full(self) -> None:
-        if not self.full:
-            self._note("disk full")
-        self.full = not self.full
-        self.core.paused = "the disk is full" if self.full else ""
 
     def deliver(self) -> None:
         """Deliver one of the requests in `network` to the server. Sometimes it stays there and arrives again."""

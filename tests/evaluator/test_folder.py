@@ -8,13 +8,12 @@ import pytest
 from asyncrl.errors import RunFolderError
 from asyncrl.evaluation.samples import Sample
 from asyncrl.evaluator.folder import EVAL_FILE, SAMPLES_FILE, opened
-from asyncrl.storage.full_disk import Patience
 
 MADE_OF = {"eval.rows": 3, "seed": 0, "model.path": "m"}
 
 
 def folder(path: Path, made_of=None, *, overwrite: bool = False):
-    return opened(path, made_of or MADE_OF, samples=2, patience=Patience(0.0), overwrite=overwrite)
+    return opened(path, made_of or MADE_OF, samples=2, overwrite=overwrite)
 
 
 def samples(row: int, *, failed: int = 0, reward: float = 1.0) -> list[Sample]:

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointError, DiskFullError
 from asyncrl.storage import sealed
 from asyncrl.storage.checkpoints import begin_branch, branch_begun, chosen, newest, newest_whole, prune, trained_steps
-from asyncrl.storage.full_disk import Patience
 
 
 @pytest.fixture
@@ -85,20 +84,17 @@ def test_a_checkpoint_that_does_not_say_is_refused_by_its_file_with_the_way_out(
             trained_steps(chosen(run_dir, "auto"))
 
 
-def test_a_branch_waits_for_space_on_a_full_disk_and_begins_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    write, failures = sealed.replace_text, iter([True, True])
-
-    def full_at_first(path: Path, text: str) -> None:
-        if next(failures, False):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(path, text)
-
-    monkeypatch.setattr(sealed, "replace_text", full_at_first)
+def test_a_branch_that_finds_no_space_has_not_begun_and_begins_when_there_is(tmp_path: Path, monkeypatch):
     (tmp_path / "ckpt").mkdir()
-    waits: list[float] = []
-    patience = Patience(limit_s=60.0, sleep=waits.append)
-    begin_branch(tmp_path / "ckpt", tmp_path / "elsewhere", "elsewhere", "start", patience)
-    assert len(waits) == 2
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(DiskFullError, match=r"branch\.json needs"):
+        patched.setattr(sealed, "replace_text", full)
+        begin_branch(tmp_path / "ckpt", tmp_path / "elsewhere", "elsewhere", "start")
+    assert not branch_begun(tmp_path / "ckpt", "elsewhere", "start")
+    begin_branch(tmp_path / "ckpt", tmp_path / "elsewhere", "elsewhere", "start")
     assert branch_begun(tmp_path / "ckpt", "elsewhere", "start")
 
 

@@ -1,73 +1,46 @@
-"""A full disk: writers wait, report path and bytes once a minute, continue, and end in time."""
+"""A full disk: one error with path, bytes and the way to go on, and nothing half written."""
 
 from __future__ import annotations
 
 import errno
 import io
-import logging
 import os
-from dataclasses import dataclass, field
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 from asyncrl.errors import DiskFullError
-from asyncrl.storage.full_disk import BOARD_BYTES, FullDisk, Patience, append_whole, make_board, post, read_board
+from asyncrl.storage.full_disk import BOARD_BYTES, append_whole, disk_full, disk_space, make_board, post, read_board
 from asyncrl.storage.log_stream import KEPT_BYTES, LogStream
-
-
-@dataclass
-class Time:
-    now: float = 0.0
-    slept: list[float] = field(default_factory=list)
-
-    def clock(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
-        self.now += seconds
 
 
 def no_space() -> int:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_writer_waits_says_so_once_a_minute_and_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING)
-    time = Time()
-    path = tmp_path / "metrics.jsonl"
-
-    def write() -> int:
-        return no_space() if time.now < 150 else 7
-
-    assert Patience(3600, None, time.clock, time.sleep).through(path, 12_345, write) == 7
-    said = [record.getMessage() for record in caplog.records]
-    assert [text.split(". Nothing is lost; ")[1].split(" of ")[0] for text in said[:-1]] == [
-        "waited 0 s for space,",
-        "waited 60 s for space,",
-        "waited 120 s for space,",
-    ]
-    assert all(f"{path} needs 12,345 bytes" in text for text in said[:-1])
-    assert said[-1] == "there is space again after 150 s: going on"
-
-
-def test_after_its_patience_it_ends_with_path_bytes_and_the_way_to_go_on(tmp_path: Path) -> None:
-    time = Time()
-    board = tmp_path / "waiting"
+def test_no_space_is_one_sentence_with_path_bytes_and_the_way_to_go_on(tmp_path: Path) -> None:
+    board = tmp_path / "logs" / "waiting"
+    board.parent.mkdir()
     make_board(board)
-    with pytest.raises(DiskFullError, match=r"full for 90 s \(run\.disk_pat.*=90\).*metrics.*7 bytes.*resume=auto"):
-        Patience(90, board, time.clock, time.sleep).through(tmp_path / "metrics.jsonl", 7, no_space)
-    assert time.now == 90
-    assert "resume=auto" in read_board(board)
+    path = tmp_path / "ckpt" / "step_2"
+    sentence = r"ckpt/step_2 needs 12,345 bytes and .* are free.*resume=auto"
+    with pytest.raises(DiskFullError, match=sentence) as raised, disk_space(path, 12_345):
+        no_space()
+    assert read_board(board) == str(raised.value), "the logs are on the full disk"
 
 
-def test_what_is_no_want_of_space_is_raised_at_once(tmp_path: Path) -> None:
-    def broken() -> None:
+def test_bytes_that_are_missing_are_counted(tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    assert re.search(r" are free, [\d,]+ too few\. ", str(disk_full(tmp_path / "a", 2 * free)))
+    assert "too few" not in str(disk_full(tmp_path / "a", 1)), "a quota does not show in the free space"
+
+
+def test_what_is_no_want_of_space_is_raised_as_it_is(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="broken") as raised, disk_space(tmp_path / "a", 1):
         raise OSError(errno.EIO, "broken")
-
-    with pytest.raises(OSError, match="broken"):
-        Patience(90).through(tmp_path / "a", 1, broken)
+    assert not isinstance(raised.value, DiskFullError)
 
 
 def test_the_board_can_be_written_when_nothing_else_can_and_holds_the_newest_word(tmp_path: Path) -> None:
@@ -80,16 +53,6 @@ def test_the_board_can_be_written_when_nothing_else_can_and_holds_the_newest_wor
         post(board, text)
         assert read_board(board) == text[: BOARD_BYTES - 1]
         assert board.stat().st_size == BOARD_BYTES
-
-
-def test_a_wait_that_is_over_begins_anew(tmp_path: Path) -> None:
-    time = Time()
-    full = FullDisk(Patience(100, None, time.clock, time.sleep))
-    for _ in range(3):
-        full.note(tmp_path, 1)
-        time.now += 99
-        full.note(tmp_path, 1)
-        full.over()
 
 
 def test_half_a_line_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.storage.full_disk import Patience
 from asyncrl.storage.lines import LineFile, Row, open_kept, read_lines, read_parts, row_of, rows_in
 
 ROWS: list[Row] = [{"step": step, "text": f'a "quoted" ü {step}\n', "value": step / 7} for step in range(1, 6)]
@@ -20,8 +19,8 @@ ROWS: list[Row] = [{"step": step, "text": f'a "quoted" ü {step}\n', "value": st
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     file = tmp_path / "metrics.jsonl"
-    LineFile(file, Patience()).append(ROWS[:2])
-    open_kept(file, lambda _: True, Patience()).append(ROWS[2:], ensure_ascii=False)
+    LineFile(file).append(ROWS[:2])
+    open_kept(file, lambda _: True).append(ROWS[2:], ensure_ascii=False)
     return file
 
 
@@ -57,7 +56,7 @@ def test_rows_that_are_not_kept_and_half_a_line_are_cut_off_in_place(path: Path)
     with path.open("a") as file:
         file.write('{"step": 6, "te')
     inode = path.stat().st_ino
-    open_kept(path, lambda row: row["step"] <= 3, Patience()).append([{"step": 4, "again": True}])
+    open_kept(path, lambda row: row["step"] <= 3).append([{"step": 4, "again": True}])
     assert path.stat().st_ino == inode  # a full disk has no room for a copy
     found = read_lines(path)
     assert found.rows == [*ROWS[:3], {"step": 4, "again": True}] and not found.damaged
@@ -67,7 +66,7 @@ def test_damage_is_told_and_put_aside_and_the_rest_is_kept(path: Path, caplog: p
     caplog.set_level(logging.WARNING)
     damaged = path.read_bytes().replace(b'"step": 2', b'"step": ?')
     path.write_bytes(damaged)
-    open_kept(path, keep_all, Patience()).append([{"step": 6}])
+    open_kept(path, keep_all).append([{"step": 6}])
     assert "metrics.jsonl: line 2 was changed" in caplog.text
     assert path.with_name("metrics.jsonl.damaged").read_bytes() == damaged
     found = read_lines(path)
@@ -85,7 +84,7 @@ def test_a_whole_number_that_no_float_holds_is_infinite_and_others_stay_as_they_
 def test_a_file_that_is_larger_than_memory_is_gone_on_with_and_looked_over(path: Path, damaged: bool) -> None:
     """Of samples: 40 MB here, of which a few are held at a time."""
     text = "long " * 20_000
-    file = open_kept(path, keep_all, Patience())
+    file = open_kept(path, keep_all)
     for step in range(6, 406):
         file.append([{"step": step, "text": text}])
     if damaged:
@@ -93,7 +92,7 @@ def test_a_file_that_is_larger_than_memory_is_gone_on_with_and_looked_over(path:
     tracemalloc.start()
     try:
         steps = read_parts(path, lambda row: row["step"])
-        open_kept(path, lambda row: row["step"] < 400, Patience())
+        open_kept(path, lambda row: row["step"] < 400)
         held = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

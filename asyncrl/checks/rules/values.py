@@ -62,7 +62,7 @@ AT_LEAST_0 = """
     advantage.lam_alpha advantage.kl_coef advantage.kl_target critic.warmup_steps critic.value_clip
     learner.max_attention_per_microbatch learner.epochs learner.warmup_steps learner.weight_decay learner.keep_every
     learner.export_every learner.max_restarts environment.timeout_s environment.max_tokens eval.every eval.temperature
-    eval.max_new_tokens telemetry.samples_per_step run.disk_patience_s ray.gpus_per_worker
+    eval.max_new_tokens telemetry.samples_per_step ray.gpus_per_worker
 """
 AT_LEAST_1 = """
     model.lora_alpha model.checkpoint_every data.max_prompt_tokens reward.workers engine.max_sequences engine.threads

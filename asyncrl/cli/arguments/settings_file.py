@@ -27,7 +27,7 @@ from asyncrl.telemetry.folder.run_folder import RUN_FILE, without_blots
 ENDINGS = (".yaml", ".yml")
 OF_ITS_OWN = ("resume", "overwrite", "run.name", "run.dir")
 """Settings of a run that a repeated run does not take over."""
-ONLY_A_RUN_WRITES = {"seed", "resume", "overwrite", "run.name", "run.dir", "run.disk_patience_s"}
+ONLY_A_RUN_WRITES = {"seed", "resume", "overwrite", "run.name", "run.dir"}
 CHOOSES_A_FOLDER = ("run.name=", "run.dir=", "resume=", "overwrite=")
 
 

@@ -54,12 +54,12 @@ def joined_ranks(config: Config, place: Place) -> Iterator[FSDP2]:
     once.
 
     Its timeout covers what rank 0 may do alone while the others wait in a collective: wait for a batch, wait for the
-    engines to acknowledge weights, write a checkpoint, wait for space on a full disk.
+    engines to acknowledge weights, write a checkpoint.
 
     Raises:
         ConfigError: this number of ranks cannot be laid out as configured.
     """
-    alone_s = config.replay.wait_timeout_s + 10 * config.weights.timeout_s + config.run.disk_patience_s + 60
+    alone_s = config.replay.wait_timeout_s + 10 * config.weights.timeout_s + 60
     patience = timedelta(seconds=alone_s)
     backend = "nccl" if place.device.type == "cuda" else "gloo"
     held = group_interfaces(os.environ, config.weights.host, config.weights.interface)

@@ -54,7 +54,7 @@ from asyncrl.storage.checkpoints import (
     put_aside,
     refuse_bare_fork,
 )
-from asyncrl.storage.full_disk import Patience
+from asyncrl.storage.full_disk import disk_space
 from asyncrl.telemetry.folder.run_folder import origin_of, owner_of
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,6 @@ class Checkpoints:
         rank: int,
         keep: int,
         every: int = 0,
-        patience: Patience | None = None,
         best: BestCheckpoint | None = None,
         errands: Errands | None = None,
         background: bool = False,
@@ -85,11 +84,11 @@ class Checkpoints:
         """
         self._folder, self._rank, self._keep, self._every = folder, rank, keep, every
         self.best = best or BestCheckpoint(folder)
-        self._patience, self._errands = patience or Patience(), errands or Errands()
+        self._errands = errands or Errands()
         self._run = origin_of(folder.parent)
         self._branch: tuple[Path, str, str] | None = None
         """A branch that is to begin: from which checkpoint, by which `resume`, in which start of the run."""
-        self._background, self._within_s = background, within_s + self._patience.limit_s
+        self._background, self._within_s = background, within_s
         self._under_way = BackgroundSave(self._within_s)
         self._copy = HostCopy()
         self._group, self._grouped = None, False
@@ -116,7 +115,7 @@ class Checkpoints:
         Raises:
             CheckpointError: this one, or the previous one, could not be written (permissions, a broken disk). Earlier
                 checkpoints are untouched.
-            DiskFullError: there was no space within the patience.
+            DiskFullError: there was no space.
             RunFolderError: the folder belongs to another run by now.
         """
         self.finish()
@@ -186,7 +185,7 @@ class Checkpoints:
         """Runs on the thread of the save; collective over the group of the saves."""
         aside, group = target.with_name(target.name + ".tmp"), self._group
         try:
-            write_tensors(tensors, aside, self._remove_old, rank=self._rank, group=group, patience=self._patience)
+            write_tensors(tensors, aside, rank=self._rank, group=group)
             proven = prove_own(aside, self._rank, HOST, group)
 
             def write_small() -> None:
@@ -196,7 +195,8 @@ class Checkpoints:
                 sealed.seal(aside, proven)
 
             def commit() -> None:
-                self._patience.through(aside, len(packed), write_small)
+                with disk_space(aside, len(packed)):
+                    write_small()
                 self._commit(aside, target)
 
             however_long(commit if self._rank == 0 else lambda: None, HOST, group)
@@ -253,7 +253,7 @@ class Checkpoints:
         if self._branch is None:
             return
         (path, resume, start), self._branch = self._branch, None
-        for name, aside in begin_branch(self._folder, path, resume, start, self._patience):
+        for name, aside in begin_branch(self._folder, path, resume, start):
             log.warning(
                 "%s is from the steps that this resume leaves behind. It is kept as %s until you delete it", name, aside
             )
@@ -278,7 +278,7 @@ class Checkpoints:
             f"its groups and versions are different. To begin with its weights anyway, give resume={path}; "
             "otherwise delete it",
         )
-        for line in put_aside(self._folder, damaged, path, self._patience):
+        for line in put_aside(self._folder, damaged, path):
             log.error("%s", line)
         self._errands.resumed(path)
         return path
@@ -332,7 +332,8 @@ class Checkpoints:
                 self.best.replaced(target)
                 sealed.remove(target.rename(target.with_name(target.name + ".old.tmp")))
             sealed.move_into_place(aside, target)
-            self._patience.through(self._folder / LATEST, 0, lambda: sealed.point(self._folder / LATEST, target))
+            with disk_space(self._folder / LATEST, 0):
+                sealed.point(self._folder / LATEST, target)
             if self.best.saved(int(target.name.removeprefix("step_"))):
                 log.info("the best checkpoint is now %s", target.name)
         self._errands.saved(target, int(target.name.removeprefix("step_")))

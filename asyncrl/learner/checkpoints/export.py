@@ -39,7 +39,7 @@ from asyncrl.learner.model.packed import PackedModel
 from asyncrl.learner.model.policy import WRAPPER_PREFIX, PolicyModel
 from asyncrl.schema import ModelConfig
 from asyncrl.storage.checkpoints import EXPORT_DIR, EXPORTED_FILE
-from asyncrl.storage.full_disk import Patience
+from asyncrl.storage.full_disk import disk_space
 from asyncrl.storage.sealed import MANIFEST, replacing
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,6 @@ def export_hf(
     config: ModelConfig,
     target: Path,
     rank: int,
-    patience: Patience | None = None,
     *,
     trained: int | None = None,
 ) -> None:
@@ -77,11 +76,11 @@ def export_hf(
         return
     if model.adapters is not None:
         adapters = model.adapters
-        written(adapter_of(target), lambda aside: save_adapter(whole, adapters, aside), nbytes_of(whole), patience)
+        written(adapter_of(target), lambda aside: save_adapter(whole, adapters, aside), nbytes_of(whole))
         whole = merged(whole, model.adapters)
     plain = refilled(AutoModelForCausalLM, model.hf, whole, compute_dtype(config.dtype, model.device))
     plain.tie_weights()
-    save(plain, config, target, patience, trained)
+    save(plain, config, target, trained)
 
 
 def adapter_of(target: Path) -> Path:
@@ -89,9 +88,7 @@ def adapter_of(target: Path) -> Path:
     return target.with_name("adapter" if target.name == EXPORT_DIR else f"{target.name}-adapter")
 
 
-def export_critic(
-    model: CriticModel, config: ModelConfig, target: Path, rank: int, patience: Patience | None = None
-) -> None:
+def export_critic(model: CriticModel, config: ModelConfig, target: Path, rank: int) -> None:
     """Write the critic with its value head to `target`, so that `critic.path=target` starts from it. Collective.
 
     Args:
@@ -100,7 +97,7 @@ def export_critic(
     whole = gathered(model)
     if rank == 0:
         plain = refilled(AutoModelForTokenClassification, model.hf, whole, compute_dtype(config.dtype, model.device))
-        save(plain, config, target, patience)
+        save(plain, config, target)
 
 
 def gathered(model: PackedModel) -> dict[str, torch.Tensor]:
@@ -132,20 +129,16 @@ def nbytes_of(weights: Mapping[str, torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
 
 
-def written(target: Path, fill: Callable[[Path], None], nbytes: int, patience: Patience | None) -> None:
-    """Write `target`; on a full disk, as soon as there is space.
+def written(target: Path, fill: Callable[[Path], None], nbytes: int) -> None:
+    """Write `target`.
 
     Raises:
         CheckpointError: it cannot be written (permissions, a broken disk).
-        DiskFullError: see `Patience`.
+        DiskFullError: there was no space.
     """
-
-    def write() -> None:
-        with replacing(target) as aside:
-            fill(aside)
-
     try:
-        (patience or Patience()).through(target, nbytes, write, (OSError, SafetensorError))
+        with disk_space(target, nbytes, (OSError, SafetensorError)), replacing(target) as aside:
+            fill(aside)
     except DiskFullError:
         raise
     except (OSError, SafetensorError) as error:
@@ -155,9 +148,7 @@ def written(target: Path, fill: Callable[[Path], None], nbytes: int, patience: P
         ) from error
 
 
-def save(
-    plain: PreTrainedModel, config: ModelConfig, target: Path, patience: Patience | None, trained: int | None = None
-) -> None:
+def save(plain: PreTrainedModel, config: ModelConfig, target: Path, trained: int | None = None) -> None:
     """Write `target` as the folder of `config.path` with the weights of `plain`. Raises as `source_of` and `written`.
 
     Args:
@@ -180,7 +171,7 @@ def save(
         if trained is not None:
             (aside / EXPORTED_FILE).write_text(json.dumps({"trained_steps": trained}) + "\n")
 
-    written(target, fill, nbytes, patience)
+    written(target, fill, nbytes)
 
 
 def source_of(source: str, target: Path) -> Path:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.replay.core.durable import events as ev
-from asyncrl.storage.full_disk import Patience
 from asyncrl.storage.lines import LineFile, last_checksum
 
 log = logging.getLogger(__name__)
@@ -36,8 +35,8 @@ class LedgerFile:
     file in it would be refused.
     """
 
-    def __init__(self, path: Path, patience: Patience | None = None) -> None:
-        self._path, self._patience = path, patience or Patience()
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._file: LineFile | None = None
         """None until the first line is written."""
         self._rows: list[dict[str, Any]] = []
@@ -103,10 +102,10 @@ class LedgerFile:
             os.truncate(self._path, kept)
 
     def _write(self) -> None:
-        """Waits while the disk is full. Raises DiskFullError, OSError."""
+        """Raises DiskFullError, OSError."""
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = LineFile(self._path, self._patience, last_checksum(self._path))
+            self._file = LineFile(self._path, last_checksum(self._path))
         self._file.append(self._rows)
         self._rows.clear()
 

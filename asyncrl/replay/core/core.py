@@ -65,15 +65,6 @@ class ReplayCore(Rollouts, Steps):
     def board(self) -> Board:
         return self.state.peers.board
 
-    @property
-    def paused(self) -> str:
-        """The reason why no new group may be started at present; set by the host."""
-        return self.run.paused
-
-    @paused.setter
-    def paused(self, why: str) -> None:
-        self.run.paused = why
-
     def finish(self) -> None:
         """Drop open groups and tell workers to stop. Idempotent."""
         # Workers stop at once: the learner has just finished the run, it was not found finished at a restart.

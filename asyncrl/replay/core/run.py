@@ -37,8 +37,6 @@ class Run:
         self.workers = Workers(heartbeat_timeout_s)
         self.evaluations = Evaluations(settings.max_attempts)
         self.meter = Meter(clock())
-        self.paused = ""
-        """The reason why no new group may be started at present, regardless of the gates; empty if there is none."""
         self.on_stale: Callable[[Entry, DropReason], None] = lambda entry, reason: None
         """Called before a group is dropped for its age."""
         self._journal = journal

@@ -94,8 +94,6 @@ class SegmentLog:
     previous_end: int = -1
     promised: int = 0
     durable: int = 0
-    problem: str = ""
-    """Why nothing can be written just now; empty when all is well."""
     sync_s: float = 0.0
     """How long the last sync took, without the writes before it."""
     _offset: int = 0
@@ -134,16 +132,17 @@ class SegmentLog:
         self.promised = piece.end
         return piece.position
 
-    def write_batch(self) -> bool:
-        """Make durable what was appended so far. False when the disk is full (`problem` says so): ask again later.
+    def write_batch(self) -> None:
+        """Make durable what was appended so far.
 
         Raises:
-            JournalError: the disk failed in another way. What is not durable yet may be lost: stop, and recover.
+            OSError: with an errno in `FULL`, the disk is full. JournalError: it failed in another way. What is not
+                durable yet may be lost: stop, and recover.
         """
         with self._lock:
             items = list(self._queue)
         if not items:
-            return True
+            return
         try:
             self._write(items)
             started = time.monotonic()
@@ -154,22 +153,18 @@ class SegmentLog:
                 self.disk.put(HEAD_FILE, head_text(rolls[-1].number))
                 self._release(rolls)
         except OSError as error:
-            where = f"the journal file {self.writing}"
             if error.errno in FULL:
-                self.problem = (
-                    f"the disk is full: {where} cannot grow ({error.strerror}). Nothing is lost, and nothing new is "
-                    "started until there is space"
-                )
-                return False
+                raise
             # After a failed sync the kernel may have dropped what it could not write; trying again would lie.
-            raise JournalError(f"{where} could not be written: {error}. Repair the disk and start again") from error
+            raise JournalError(
+                f"the journal file {self.writing} could not be written: {error}. Repair the disk and start again"
+            ) from error
         with self._lock:
             for _ in items:
                 self._queue.popleft()
-        self.durable, self.problem = items[-1].end, ""
+        self.durable = items[-1].end
         if self.durable == self.promised:
             self._mark()
-        return True
 
     @property
     def writing(self) -> str:
@@ -182,9 +177,11 @@ class SegmentLog:
             return sum(item.nbytes if isinstance(item, _Roll) else sum(map(len, item.pieces)) for item in self._queue)
 
     def close(self) -> None:
-        """Make all durable that can be, give back the unused end of the last segment, and say in it that this is so."""
+        """Make all durable, give back the unused end of the last segment, and say in it that this is so. Raises as
+        `write_batch` does."""
         with contextlib.closing(self.disk):
-            if not self.write_batch() or self._current < 0:
+            self.write_batch()
+            if self._current < 0:
                 return
             name = segment_name(self._current)
             with self._lock:

@@ -2,13 +2,13 @@
 
 consumes:     events appended to the journal
 waits for:    the first of them, without a deadline; then, after a sync, as long as that took, at most `interval_s`
-              (group commit: writing takes as long in one batch as in two, but one batch needs one sync); a full disk,
-              retrying every `RETRY_S`, as long as `Patience` allows
+              (group commit: writing takes as long in one batch as in two, but one batch needs one sync)
 unblocked by: `nudge` after an append, `stop`
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -18,11 +18,9 @@ from asyncrl.errors import DiskFullError, JournalError
 from asyncrl.replay.journal.log import SegmentLog
 from asyncrl.replay.net.wakeup import Wakeup
 from asyncrl.spans import span
-from asyncrl.storage.full_disk import FullDisk, Patience
+from asyncrl.storage.full_disk import disk_space
 
 log = logging.getLogger(__name__)
-
-RETRY_S = 0.5
 
 
 class SyncThread:
@@ -32,12 +30,10 @@ class SyncThread:
         folder: the journal's folder, for messages about a full disk.
     """
 
-    def __init__(
-        self, journal: SegmentLog, interval_s: float, patience: Patience | None = None, folder: Path | None = None
-    ) -> None:
+    def __init__(self, journal: SegmentLog, interval_s: float, folder: Path | None = None) -> None:
         self.journal = journal
         self.failure: JournalError | DiskFullError | None = None
-        self._full, self._folder = FullDisk(patience or Patience()), folder or Path()
+        self._folder = folder or Path()
         self.wakeup = Wakeup()
         self._interval_s = interval_s
         self._work = threading.Event()
@@ -61,13 +57,18 @@ class SyncThread:
             raise self.failure
 
     def stop(self) -> None:
-        """Make everything durable if possible, close the journal and end the thread."""
+        """Make everything durable, close the journal and end the thread.
+
+        Raises:
+            JournalError, DiskFullError: what was not acknowledged may be lost.
+        """
         self._stopping.set()
         self._work.set()
         self._thread.join()
         try:
             if self.failure is None:
-                self.journal.close()
+                with self._space():
+                    self.journal.close()
             else:
                 self.journal.disk.close()
         finally:
@@ -80,27 +81,24 @@ class SyncThread:
             self._work.clear()
             self._stopping.wait(max(0.0, rested_at - time.monotonic()))
             with span("write the journal", "journal"):
-                done = self._write()
+                self._write()
             # On a fast disk small batches cost little, and peers that wait for one reply after another get it sooner.
             rested_at = time.monotonic() + min(self._interval_s, self.journal.sync_s)
             self.wakeup.ring()
             if self.failure is not None:
                 return
-            if not done:
-                self._stopping.wait(RETRY_S)
-                self._work.set()
 
-    def _write(self) -> bool:
+    def _space(self) -> contextlib.AbstractContextManager[None]:
+        return disk_space(self._folder / self.journal.writing, self.journal.queued_bytes())
+
+    def _write(self) -> None:
         """As `write_batch`; an error ends the thread."""
         try:
-            if self.journal.write_batch():
-                self._full.over()
-                return True
-            self._full.note(self._folder / self.journal.writing, self.journal.queued_bytes())
+            with self._space():
+                self.journal.write_batch()
         except (JournalError, DiskFullError) as error:
             self.failure = error
         # The boundary of the thread: its failure must reach the loop, or every reply would wait forever.
         except Exception as error:
             log.exception("the thread of the journal failed")
             self.failure = JournalError(f"the journal could not be written: {type(error).__name__}: {error}")
-        return False

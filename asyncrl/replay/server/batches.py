@@ -48,8 +48,8 @@ class Batches:
             plan = self._core.lease(step)
             return None if plan is None else self._leased(plan, rank, world, samples)
 
-        def mark() -> tuple[int, ...] | None:  # a full disk has its own patience
-            return None if self._core.run.paused else self._core.patience_mark(step)
+        def mark() -> tuple[int, ...] | None:
+            return self._core.patience_mark(step)
 
         def silence() -> str:
             return f"no group and no token for {wait_s:.1f} s: {self._core.explain(step)}"

@@ -73,7 +73,6 @@ class ReplayServer:
         self.outbox = Outbox(entrance, sync.journal if sync else None, self.clock)
         self.sessions: dict[str, Session] = {}
         self.malformed = 0
-        self._beats_on_full_disk = 0
         self._speakers: dict[bytes, str] = {}
         """Connection -> incarnation of the live peer that it speaks for."""
         self._broken: dict[bytes, tuple[zmq.Frame, float]] = {}
@@ -113,12 +112,7 @@ class ReplayServer:
             self.outbox.release()
             return
         self.sync.nudge()
-        problem = self.sync.journal.problem
-        if problem != self.core.paused:
-            self.core.paused, self.waiting.changed = problem, True
         self.outbox.release()
-        if problem:  # a full disk: the journal's thread decides how long to wait
-            return
         for session, request in self.outbox.overdue(self.clock() - self.patience_s):
             text = (
                 f"the replay server made nothing durable for {self.patience_s:.0f} s: the disk of the journal "
@@ -308,11 +302,8 @@ class ReplayServer:
         asked = [wire.integer(item, "request", 0, wire.MAX_ID) for item in wire.sequence(outstanding, "outstanding")]
         # Messages of one connection arrive in order: a request that is not here by now was lost, or its answer was.
         lost = [item for item in asked if item not in session.waiting]
-        # With a full disk nothing is applied and no credit granted: without progress the peer's wait would be an error.
-        self._beats_on_full_disk += bool(self.core.paused)
-        progress = self.core.state.applied + self._beats_on_full_disk
         clocks = ServerTime(self._kernel, time.monotonic_ns(), time.time_ns())
-        pulse = Pulse(lost, self.handlers.window(), progress, clocks)
+        pulse = Pulse(lost, self.handlers.window(), self.core.state.applied, clocks)
         self.replies.send(session.identity, "ok", request, messages.encode_record(pulse))
 
     def measured(self) -> dict[str, float]:

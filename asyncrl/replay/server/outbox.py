@@ -3,7 +3,7 @@ of one turn of the server's loop leave together. A reply that depends on events 
 held until it has.
 
 consumes      replies of the server, in order
-waits for     the journal's sync, never on the loop's time; a full disk holds them until there is space
+waits for     the journal's sync, never on the loop's time
 unblocked by  `release`, after each turn of the server's loop; `overdue`, for a learner that has waited too long
 """
 
@@ -144,7 +144,7 @@ class Replies:
             raise error  # LedgerError: a bug in the server, and going on would train on a broken ledger.
         frames = [self.envelope(kind, request, str(error))]
         if isinstance(error, NoProgress):
-            self.outbox.send(session.identity, frames)  # It must not wait for a full disk, and depends on nothing.
+            self.outbox.send(session.identity, frames)  # It depends on nothing.
         else:
             self.outbox.promise(session, request, frames)
 

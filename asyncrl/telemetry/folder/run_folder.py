@@ -24,11 +24,11 @@ import xxhash
 
 from asyncrl.checks.dtypes import AUTO
 from asyncrl.checks.user_code import code_hashes
-from asyncrl.config import JOURNAL_DIR, KEYS_DIR, LOG_DIR, config_to_dict, disk_patience, settings_as_used, to_yaml
+from asyncrl.config import JOURNAL_DIR, KEYS_DIR, LOG_DIR, config_to_dict, settings_as_used, to_yaml
 from asyncrl.errors import AsyncRLError, RunFolderError
 from asyncrl.schema import Config, RunSettings
 from asyncrl.storage.checkpoints import CHECKPOINT_DIR, FORKED_FROM, RUN_FILE, forked_from, is_of_another_run
-from asyncrl.storage.full_disk import BOARD_BYTES, make_board
+from asyncrl.storage.full_disk import BOARD_BYTES, BOARD_FILE, disk_space, make_board
 from asyncrl.storage.objects import read_object
 from asyncrl.storage.sealed import replace_text
 from asyncrl.telemetry.folder.origins import commented, origins
@@ -124,12 +124,11 @@ def _prepare(
         for entry in folder.iterdir():
             if entry.name not in keep:
                 _remove(entry)
-    patience = disk_patience(config)
     (folder / LOG_DIR).mkdir(parents=True, exist_ok=True)
     (folder / LOG_DIR / STOP_FILE).unlink(missing_ok=True)
-    if patience.board is not None:
-        board = patience.board
-        patience.through(board, BOARD_BYTES, lambda: make_board(board))
+    board = folder / LOG_DIR / BOARD_FILE
+    with disk_space(board, BOARD_BYTES):
+        make_board(board)
     code = code_noted(folder) or _code_of(config)
     begins = {"auto": forked_from(folder), "never": ""}.get(config.resume, config.resume)
     values = {"run_id": run_id, "origin": origin, "made_of": made_of(config), "code": code}
@@ -170,7 +169,8 @@ def _note(config: RunSettings, folder: Path, values: Mapping[str, Any]) -> None:
     text = json.dumps(values) + "\n"
     # Written in `logs` first: a half-written file would make the folder one of no run, which is never touched again.
     file, aside = folder / RUN_FILE, folder / LOG_DIR / RUN_FILE
-    disk_patience(config).through(file, len(text), lambda: replace_text(file, text, aside))
+    with disk_space(file, len(text)):
+        replace_text(file, text, aside)
 
 
 @contextmanager
@@ -313,7 +313,8 @@ def begin_settings(config: RunSettings, found: Mapping[str, str]) -> None:
 
 def _put_config(config: RunSettings, path: Path, text: str) -> None:
     text += _seal_of(text)
-    disk_patience(config).through(path, len(text.encode()), lambda: replace_text(path, text, path.with_suffix(".tmp")))
+    with disk_space(path, len(text.encode())):
+        replace_text(path, text, path.with_suffix(".tmp"))
 
 
 def config_note(folder: Path) -> str:

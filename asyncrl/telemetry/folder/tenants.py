@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from asyncrl.config import LOG_DIR, disk_patience
+from asyncrl.config import LOG_DIR
 from asyncrl.errors import RunFolderError
 from asyncrl.schema import RunSettings
+from asyncrl.storage.full_disk import disk_space
 from asyncrl.storage.occupancy import alone_in, held_alone, holders
 from asyncrl.telemetry.folder.run_folder import LEARNER_FILE, owner_of, refuse_used_folder, written
 from asyncrl.utils.process_tree import is_stopped
@@ -51,7 +52,8 @@ def sole_learner(config: RunSettings) -> Iterator[None]:
     file = folder / LOG_DIR / LEARNER_FILE
     with written(config):
         file.parent.mkdir(parents=True, exist_ok=True)
-        disk_patience(config).through(file, 1, file.touch)
+        with disk_space(file, 1):
+            file.touch()
     with held_alone(file) as other:
         if other is not None:
             paused = f" (after `kill -CONT {other.pid}`: it is stopped)" if is_stopped(other) else ""

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from asyncrl.config import LOG_DIR
 from asyncrl.plain_text import plain
-from asyncrl.storage.full_disk import BOARD_FILE, IS_FULL, SAY_S, read_board
+from asyncrl.storage.full_disk import BOARD_FILE, read_board
 from asyncrl.storage.lines import TAIL_BYTES
 from asyncrl.storage.occupancy import living_in
 from asyncrl.telemetry.live.over import ENDS_FILE, ends_in
@@ -102,8 +102,8 @@ class WatchView(RunView):
         self._samples: list[dict[str, object]] = []
         self._moved, self._trained_s = now(), 0.0
         self._bounds, self._last_rows = bounds, deque[Row](maxlen=ADVICE_STEPS)
-        self._board, self._notice = run_dir / LOG_DIR / BOARD_FILE, ""
-        self._full: Seen | None = None
+        self._board = run_dir / LOG_DIR / BOARD_FILE
+        self._notice = read_board(self._board)
         self._over = False
         self._waits: dict[tuple[str, float], str] = {}
         self._lasting = set[tuple[str, float]]()
@@ -112,7 +112,7 @@ class WatchView(RunView):
         """Read what is new and show it. Returns False if no process is in the run any more."""
         now, living = self._now(), self._there()
         self._notice_who(living, now)
-        self._notice_board(now)
+        self._notice_board()
         for said in self._stopped.look(living):
             self.say(said)
         self._notice_waits(now, bool(living))
@@ -157,16 +157,9 @@ class WatchView(RunView):
         if gone:
             del self._seen[min(gone, key=lambda process: self._seen[process].since)]
 
-    def _notice_board(self, now: float) -> None:
-        text, full = read_board(self._board), False
-        with contextlib.suppress(OSError):  # the folder is being recreated
-            # A waiting process renews the notice every SAY_S; an older one was left by a process that died.
-            full = text.startswith(IS_FULL) and time.time() - self._board.stat().st_mtime < 2 * SAY_S
-        if not full:
-            self._full = None
-        elif self._full is None:
-            self._full = Seen("", "", now, exact=bool(self._seen))
-        if text and text != self._notice and (full or self._notice):
+    def _notice_board(self) -> None:
+        text = read_board(self._board)
+        if text and text != self._notice:
             self.say(text)
         self._notice = text
 
@@ -205,11 +198,6 @@ class WatchView(RunView):
             said = "stopped by a signal" if seen.state == "stopped" else "it ended and was not restarted yet"
             whom = f"{waits or NOBODY} for {seen.name} (pid {process.pid}) since {self._at(seen)}"
             yield (str(process.pid), seen.since), f"{whom}: {said}; until then {seen.kind.follows}"
-        if self._full is not None:
-            whom = (
-                f"every process that writes to the run folder waits for space on its disk since {self._at(self._full)}"
-            )
-            yield (BOARD_FILE, self._full.since), whom
 
     def _at(self, seen: Seen) -> str:
         """Format the time of a change as `07:55:12, 0:08 ago`."""

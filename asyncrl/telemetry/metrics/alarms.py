@@ -287,7 +287,7 @@ ALARMS: tuple[Alarm, ...] = (
     Alarm(
         "disk",
         "less than 2 GiB are free on the disk of the run folder",
-        "Free space: a full disk makes the run wait. Lower learner.keep_checkpoints, or set replay.journal.retain=none",
+        "Free space: a full disk ends the run. Lower learner.keep_checkpoints, or set replay.journal.retain=none",
         Threshold(FREE_BYTES, NEWEST, "below", 2 << 30, "the run folder's disk has only {gib:.1f} GiB free"),
     ),
     Alarm(

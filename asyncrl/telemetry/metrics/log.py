@@ -1,6 +1,6 @@
 """Writes the learner's metrics: one JSON object per step, and the same rows to optional sinks.
 
-consumes: a row of floats per trained step · waits for: the disk, even a full one · read by: live view, report, users
+consumes: a row of floats per trained step · waits for: the disk · read by: live view, report, users
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from asyncrl.errors import ConfigError
-from asyncrl.storage.full_disk import Patience
 from asyncrl.storage.lines import LineFile, open_kept
 from asyncrl.telemetry.folder.run_folder import METRICS_FILE, redacted
 from asyncrl.telemetry.metrics.evaluations import is_evaluation
@@ -64,9 +63,7 @@ class MetricsLog:
         wandb: bool,
         tensorboard: bool,
         resume_step: int | None,
-        patience: Patience | None = None,
     ) -> None:
-        self._patience = patience or Patience()
         self._sinks: list[Sink] = []
         self._parts: set[str] = set()
         self._left_out = False
@@ -80,7 +77,7 @@ class MetricsLog:
         self._histograms = self._open(Path(run_dir) / HISTOGRAMS_FILE, resume_step or 0)
 
     def _open(self, path: Path, last_step: int) -> LineFile:
-        return open_kept(path, lambda row: _step_of(row) <= last_step, self._patience)
+        return open_kept(path, lambda row: _step_of(row) <= last_step)
 
     def write(self, step: int, policy_version: int | None, row: Mapping[str, float]) -> None:
         """Append one row. A value that is not finite becomes null: JSON has no NaN.
@@ -89,7 +86,7 @@ class MetricsLog:
             policy_version: None if nothing is published.
 
         Raises:
-            DiskFullError: there was no space for as long as the patience lasts.
+            DiskFullError: there was no space.
         """
         values = {name: _number(value) for name, value in row.items() if self._is_kept(name)}
         version = {} if policy_version is None else {"policy_version": policy_version}

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import LOG_DIR, config_to_dict, disk_patience
+from asyncrl.config import LOG_DIR, config_to_dict
 from asyncrl.schema import RunSettings
 from asyncrl.storage.lines import LineFile, read_lines
 from asyncrl.telemetry.folder.run_folder import STOP_FILE
@@ -101,7 +101,6 @@ class PrintingLog(MetricsLog):
             wandb=given.telemetry.wandb,
             tensorboard=given.telemetry.tensorboard,
             resume_step=step or None,
-            patience=disk_patience(given),
         )
         made._alarms, made._stall = Alarms(ignored), Stall(ignored)
         made._told = made._open(run_dir / ALARMS_FILE, step)

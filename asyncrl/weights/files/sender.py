@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from asyncrl.errors import DiskFullError, WeightsError
-from asyncrl.storage.full_disk import Patience
+from asyncrl.storage.full_disk import disk_space
 from asyncrl.types import NO_VERSION
 from asyncrl.weights.base import PublisherRendezvous
 from asyncrl.weights.delta import DeltaChoice, encode
@@ -50,7 +50,7 @@ class FilesSender:
             reached its size: a newcomer reads at most twice the bytes of the weights.
 
     Raises (on the publisher's thread, so at the next publish):
-        WeightsError: a file cannot be written, or put on the shelf. DiskFullError: see `Patience`.
+        WeightsError: a file cannot be written, or put on the shelf. DiskFullError: there was no space.
     """
 
     sends_buckets = True
@@ -61,11 +61,10 @@ class FilesSender:
         folder: Path,
         *,
         delta: str = "never",
-        patience: Patience | None = None,
         shelf: Shelf | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._rendezvous, self._patience = rendezvous, patience or Patience()
+        self._rendezvous = rendezvous
         self._folder, self._digests = folder, shelf is not None
         self._shelf = shelf or FolderShelf(folder)
         self._delta = DeltaChoice(delta)
@@ -183,7 +182,8 @@ class FilesSender:
             return size, digest
 
         try:
-            size, digest = self._patience.through(path, nbytes, write, (OSError, SafetensorError))
+            with disk_space(path, nbytes, (OSError, SafetensorError)):
+                size, digest = write()
         except DiskFullError:
             raise
         except (OSError, SafetensorError) as error:

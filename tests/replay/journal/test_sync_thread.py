@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.errors import JournalError
+from asyncrl.errors import DiskFullError, JournalError
 from asyncrl.replay.journal.disk import FolderDisk
 from asyncrl.replay.journal.log import JournalSettings, Opening, SegmentLog
 from asyncrl.replay.journal.sync_thread import SyncThread
@@ -92,18 +92,15 @@ def test_whatever_ends_the_thread_is_raised_in_the_loop(loop: Loop, error: BaseE
     assert loop.log.durable < loop.log.promised
 
 
-def test_on_a_full_disk_the_thread_says_so_and_goes_on_when_there_is_space(loop: Loop) -> None:
+def test_a_full_disk_ends_the_thread_with_the_file_and_nothing_more_is_durable(loop: Loop) -> None:
     loop.append()
     loop.hear_until_durable()
     loop.disk.error = OSError(errno.ENOSPC, "full")
     loop.append()
-    while not loop.log.problem:
-        loop.hear()
-    assert "the disk is full" in loop.log.problem
-    loop.disk.error = None
-    while loop.log.problem:
-        loop.hear()
-    assert loop.log.durable >= loop.log.promised
+    with pytest.raises(DiskFullError, match=r"the disk is full: .*\.seg needs .* bytes.*resume=auto"):
+        while True:
+            loop.hear()
+    assert loop.log.durable < loop.log.promised
 
 
 def test_after_a_thread_that_failed_the_folder_is_free_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

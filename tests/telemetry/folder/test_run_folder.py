@@ -146,7 +146,7 @@ def test_a_folder_that_cannot_be_written_is_named_with_the_reason(
     with monkeypatch.context() as patched:
         patched.setattr(Path, "write_bytes", full)
         with pytest.raises(DiskFullError, match=r"run\.json needs .* bytes"):
-            prepare_run_folder(config_for(tmp_path / "b", "run.disk_patience_s=0"), "one")
+            prepare_run_folder(config_for(tmp_path / "b"), "one")
     prepare_run_folder(config_for(tmp_path / "b"), "two")  # after space was freed
 
 

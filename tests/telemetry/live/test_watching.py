@@ -23,7 +23,7 @@ from rich.console import Console
 from asyncrl.cli.main import main
 from asyncrl.cli.processes.supervisor import Supervisor
 from asyncrl.plain_text import PlainStream
-from asyncrl.storage.full_disk import BOARD_FILE, FullDisk, Patience, make_board
+from asyncrl.storage.full_disk import BOARD_FILE, disk_full, make_board
 from asyncrl.storage.occupancy import lived_in, living_in
 from asyncrl.telemetry.live.console import PlainConsole
 from asyncrl.telemetry.live.over import ENDS_FILE
@@ -290,30 +290,17 @@ def test_nobody_waits_for_those_that_are_gone_when_the_run_ends(tmp_path: Path, 
             assert not any("everybody waits for" in str(line) for line in view.pressing())
 
 
-def test_a_full_disk_is_a_wait_until_there_is_space(tmp_path: Path) -> None:
+def test_the_notice_of_a_full_disk_is_shown_once(tmp_path: Path) -> None:
     clock, out, folder = Clock(), io.StringIO(), make_run(tmp_path / "run")
     me = process_at(os.getpid())
     assert me is not None
-    board = folder / "logs" / BOARD_FILE
-    make_board(board)
-    full = FullDisk(Patience(board=board, clock=clock))
+    make_board(folder / "logs" / BOARD_FILE)
     with WatchView(folder, 4, Console(file=out, width=200), living=lambda _: [me], now=clock) as view:
         view.look()
-        full.note(folder / "metrics.jsonl", 7)
-        for _ in range(10):
-            clock.now += 1
+        disk_full(folder / "metrics.jsonl", 7)
+        for _ in range(3):
             view.look()
-        assert any("waits for space on its disk since" in str(line) for line in view.pressing())
-        full.over()
-        view.look()
-        assert not any("waits for space on its disk since" in str(line) for line in view.pressing())
-        full.note(folder / "metrics.jsonl", 7)
-        os.utime(board, (1.0, 1.0))  # who wrote it has died: nobody says it again
-        view.look()
-        assert not any("waits for space on its disk since" in str(line) for line in view.pressing())
-    said = out.getvalue()
-    assert said.count("waits for space on its disk since") == 1 and "needs 7 bytes" in said
-    assert "there is space again" in said
+    assert out.getvalue().count("metrics.jsonl needs 7 bytes") == 1
 
 
 def test_the_view_draws_on_a_terminal_whose_stream_lets_only_plain_text_pass(

@@ -10,7 +10,6 @@ import pytest
 from asyncrl.config import load_config
 from asyncrl.settings.replay import ReplayConfig
 from asyncrl.storage.checkpoints import CHECKPOINT_DIR
-from asyncrl.storage.full_disk import Patience
 from asyncrl.storage.lines import LineFile
 from asyncrl.telemetry.metrics.evaluations import by_step
 from asyncrl.telemetry.metrics.registry import unit_of
@@ -96,7 +95,7 @@ def test_a_number_that_was_changed_is_told_and_a_file_of_another_hand_is_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "metrics.jsonl"
-    LineFile(file, Patience()).append([{"step": 1, "loss/total": 2.5}, {"step": 2, "loss/total": 1.5}])
+    LineFile(file).append([{"step": 1, "loss/total": 2.5}, {"step": 2, "loss/total": 1.5}])
     file.write_text(file.read_text().replace("2.5", "0.5"))
     assert [row["loss/total"] for row in read_metrics(tmp_path)] == [0.5, 1.5]
     assert "metrics.jsonl: line 1 was changed after it was written" in caplog.text
@@ -110,7 +109,7 @@ def test_a_file_that_ends_before_the_newest_checkpoint_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A run whose last rows are gone was compared as one that had trained less."""
-    LineFile(tmp_path / "metrics.jsonl", Patience()).append([{"step": step} for step in (1, 2, 3)])
+    LineFile(tmp_path / "metrics.jsonl").append([{"step": step} for step in (1, 2, 3)])
     for name in ("step_2", "step_3", "left_step_9", "step_4.tmp"):
         (tmp_path / CHECKPOINT_DIR / name).mkdir(parents=True)
     assert len(read_metrics(tmp_path)) == 3 and not caplog.messages

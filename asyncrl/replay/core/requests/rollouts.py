@@ -107,7 +107,7 @@ class Rollouts:
         state = self._state
         if state.finished or self._run.evaluations.wanted:
             return True
-        if self._run.paused or state.version == NO_VERSION or self._is_unsurveyed():
+        if state.version == NO_VERSION or self._is_unsurveyed():
             return False
         if state.replays(self._run.settings.pipeline_depth):
             return False
@@ -265,8 +265,6 @@ class Rollouts:
         return member
 
     def _why_not(self, member: Worker) -> str:
-        if self._run.paused:
-            return self._run.paused
         if self._state.version == NO_VERSION:
             return "the learner: it has not published any weights yet"
         if self._is_unsurveyed():

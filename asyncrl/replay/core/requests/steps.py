@@ -252,9 +252,7 @@ class Steps:
     def explain(self, step: int) -> str:
         """Return whom the learner waits for, and which workers are silent, as text."""
         why = why_no_batch(self._state, self._run.settings, self._run.workers, step)
-        return "; ".join(
-            part for part in (self._run.paused, why, who_is_silent(self._run.workers, self._run.clock())) if part
-        )
+        return "; ".join(part for part in (why, who_is_silent(self._run.workers, self._run.clock())) if part)
 
     def explain_evaluation(self) -> str:
         """Return what is missing of the open evaluations, and which workers are silent, as text."""
