@@ -16,7 +16,7 @@ Made by `asyncrl metrics --markdown > docs/metrics.md` from `asyncrl/telemetry/m
 On the command line `asyncrl metrics WORD` shows those whose name or meaning has the word.
 
 `metrics.jsonl` has a row for each step and one for each evaluation. Besides metrics a row has `step`, `policy_version`
-(the version that the step published), `time` (seconds since the epoch) and `crc` (a checksum).
+(the version that the step published) and `time` (seconds since the epoch).
 
 - *unit*: `share` is a number from 0 to 1; `1` is a plain number.
 - *better*: whether a run wants it higher or lower, other things being equal.

@@ -1,14 +1,14 @@
-"""JSON lines chained by checksums: each ends with a checksum over itself and the checksum of the line before.
+"""JSON lines, plain, or chained by checksums, as those of the ledger are: each ends with a checksum over itself and the
+checksum of the line before.
 
     {"step": 7, "policy_version": 9, ..., "crc": "5d41402a"}
 
-Each line is a plain JSON object. A changed line is detected, and so is one whose predecessor is missing. Lines cut off
-at the end of the file are not: the reader has to know from elsewhere where the file should end.
+In a chain a changed line is detected, and so is one whose predecessor is missing. Lines cut off at the end of the file
+are not: the reader has to know from elsewhere where the file should end.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import math
@@ -31,9 +31,6 @@ _ZEROS, _LONG = bytes.maketrans(b"123456789", b"0" * 9), b"0" * 309
 """Any number with fewer digits fits into a float. Checking each number of a line would take as long as parsing it."""
 TAIL_BYTES = 4 << 20
 """Bytes read from the end of a file to find its last line."""
-
-AT_ONCE = 16
-"""Number of rows copied at a time."""
 
 
 def chained(text: str, before: int) -> tuple[str, int]:
@@ -64,11 +61,9 @@ class Lines(Generic[Part]):
     ends: list[int] = field(default_factory=list)
     """Byte offset of the end of each row."""
     damaged: list[int] = field(default_factory=list)
-    """Numbers, from 1, of lines that were changed, or whose predecessor is missing."""
+    """Numbers, from 1, of lines of a chain that were changed, or whose predecessor is missing."""
     unread: int = 0
     """Number of lines that are not JSON objects."""
-    crc: int = 0
-    """Checksum of the last row."""
 
     def problem(self, path: Path) -> str:
         """Describe the damage; empty if there is none."""
@@ -84,25 +79,29 @@ def read_lines(path: Path) -> Lines[Row]:
     return read_parts(path, lambda row: row)
 
 
-def read_parts(path: Path, part: Callable[[Row], Part]) -> Lines[Part]:
-    """As `read_lines`, keeping only a `part` of each row, because all may not fit into memory. Raises OSError."""
+def read_parts(path: Path, part: Callable[[Row], Part], *, chained: bool = False) -> Lines[Part]:
+    """As `read_lines`, keeping only a `part` of each row, because all may not fit into memory. Raises OSError.
+
+    Args:
+        chained: verify the checksums.
+    """
     found = Lines[Part]()
     end, before = 0, 0
     for number, line in enumerate(_lines_of(path), start=1):
         end += len(line)
         if not line.endswith(b"\n"):  # a killed writer may leave the last one so
             break
-        crc = checksum_of(line, before)
         row = row_of(line)
-        if crc is None or row is None:
-            found.damaged.append(number)
-            found.unread += row is None
-            crc = checksum_of(line, None)
-        before = before if crc is None else crc
+        found.unread += row is None
+        if chained:
+            crc = checksum_of(line, before)
+            if crc is None or row is None:
+                found.damaged.append(number)
+                crc = checksum_of(line, None)
+            before = before if crc is None else crc
         if row is not None:
             found.rows.append(part(row))
             found.ends.append(end)
-    found.crc = before
     return found
 
 
@@ -150,47 +149,43 @@ def last_checksum(path: Path) -> int:
 
 
 class LineFile:
-    """Appends objects, all of a call or none."""
+    """Appends objects to a file, all of a call or none."""
 
-    def __init__(self, path: Path, crc: int = 0) -> None:
-        self._path, self._crc = path, crc
+    def __init__(self, path: Path) -> None:
+        self._path = path
 
     def append(self, rows: Iterable[Mapping[str, Any]], **options: Any) -> None:
         """Append rows; `options` are passed to `json.dumps`. Raises DiskFullError, OSError."""
+        self._add("".join(f"{json.dumps(row, **options)}\n" for row in rows))
+
+    def _add(self, text: str) -> None:
+        content = text.encode()
+        if content:
+            with disk_space(self._path, len(content)):
+                append_whole(self._path, content)
+
+
+class ChainedLineFile(LineFile):
+    """The same, chained by checksums to the lines that the file has."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._crc = last_checksum(path)
+
+    def append(self, rows: Iterable[Mapping[str, Any]], **options: Any) -> None:
         crc, lines = self._crc, []
         for row in rows:
             line, crc = chained(json.dumps(row, **options), crc)
             lines.append(line)
-        content = "".join(lines).encode()
-        if content:
-            with disk_space(self._path, len(content)):
-                append_whole(self._path, content)
-            self._crc = crc
+        self._add("".join(lines))
+        self._crc = crc
 
 
 def open_kept(path: Path, keep: Callable[[Row], bool]) -> LineFile:
-    """Open for appending after the rows to keep, which come before all others. If lines are damaged, they are reported,
-    and the old file is put aside.
-
-    Raises:
-        DiskFullError, OSError.
-    """
+    """Open for appending after the rows to keep, which come before all others. Raises OSError."""
     found = read_parts(path, keep)
     kept = next((place for place, is_kept in enumerate(found.rows) if not is_kept), len(found.rows))
-    if not found.damaged:
-        end = found.ends[kept - 1] if kept else 0
-        if path.exists() and path.stat().st_size != end:
-            os.truncate(path, end)  # in place, because a full disk has no room for a copy
-        return LineFile(path, last_checksum(path))
-    aside = path.with_name(f"{path.name}.damaged")
-    log.warning("%s. What can be read is kept; the file as it was is now %s", found.problem(path), aside.name)
-    fresh = path.with_name(f"{path.name}.tmp")
-    fresh.unlink(missing_ok=True)
-    lines = LineFile(fresh)
-    fresh.touch()
-    rest = filter(keep, rows_in(path))
-    while some := list(itertools.islice(rest, AT_ONCE)):
-        lines.append(some)
-    path.replace(aside)
-    fresh.replace(path)
-    return LineFile(path, last_checksum(path))
+    end = found.ends[kept - 1] if kept else 0
+    if path.exists() and path.stat().st_size != end:
+        os.truncate(path, end)  # in place, because a full disk has no room for a copy
+    return LineFile(path)

@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.errors import AsyncRLError
+from asyncrl.telemetry.folder.run_folder import METRICS_FILE
+from asyncrl.telemetry.metrics.log import EVAL_SAMPLES_FILE, HISTOGRAMS_FILE, SAMPLES_FILE
+from asyncrl.telemetry.metrics.raised import ALARMS_FILE
 from tests.chaos.recorded import Outcome, record, resume
 
 KINDS = ("truncate", "flip", "delete", "swap")
@@ -54,9 +57,15 @@ class Listener(logging.Handler):
         logging.getLogger("asyncrl").removeHandler(self)
 
 
+SHOWN = (METRICS_FILE, SAMPLES_FILE, EVAL_SAMPLES_FILE, HISTOGRAMS_FILE, ALARMS_FILE)
+"""Files for people to read: what is changed in them is not detected."""
+
+
 def choose(folder: Path, rng: random.Random) -> Damage:
-    """Choose a file (two for a swap) and a kind of damage. Only non-empty regular files are truncated or flipped."""
+    """Choose a file (two for a swap) and a kind of damage, of those from which a resume continues. Only non-empty
+    regular files are truncated or flipped."""
     files = sorted(path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
+    files = [path for path in files if path.name not in SHOWN]
     kind = rng.choice(KINDS)
     if kind in ("truncate", "flip"):
         path = rng.choice([path for path in files if not path.is_symlink() and path.stat().st_size])

@@ -7,7 +7,6 @@ reported.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,8 +26,7 @@ from asyncrl.storage.lines import Lines, Row, read_parts
 from asyncrl.storage.sealed import MANIFEST, is_sealed, verify_export
 from asyncrl.telemetry.folder.resumed import CONFIG_FILE
 from asyncrl.telemetry.folder.run_folder import config_note, owner_of
-from asyncrl.telemetry.metrics.log import EVAL_SAMPLES_FILE, HISTOGRAMS_FILE, METRICS_FILE, SAMPLES_FILE
-from asyncrl.telemetry.metrics.raised import ALARMS_FILE
+from asyncrl.telemetry.metrics.log import METRICS_FILE
 
 EXPORTS = ("hf", "critic", "adapter")
 ASKED = ("restore", "trained", "committed", "finished")
@@ -75,9 +73,9 @@ def examine(folder: Path) -> Findings:
     for name in (RUN_FILE, CONFIG_FILE):
         _attempt(found, refusals, lambda path=folder / name: _open(path))
     lines: dict[str, Lines[Row]] = {}
-    for name in (METRICS_FILE, SAMPLES_FILE, EVAL_SAMPLES_FILE, HISTOGRAMS_FILE, ALARMS_FILE, LEDGER_FILE):
+    for name in (METRICS_FILE, LEDGER_FILE):
         try:
-            lines[name] = read_parts(folder / name, _compared)
+            lines[name] = read_parts(folder / name, _compared, chained=name == LEDGER_FILE)
         except PermissionError as error:
             found.unread.append(unread(error))
     if not found.unread:
@@ -103,12 +101,12 @@ def _compare(
     broken: bool,
 ) -> None:
     """Args: broken: there are checkpoints, but the newest is damaged."""
-    found.notes += [said for name, each in lines.items() if (said := each.problem(folder / name))]
     if said := config_note(folder):
         found.notes.append(said)
     found.notes += _gone(folder)
     metrics, ledger = lines[METRICS_FILE], lines[LEDGER_FILE]
-    found.notes += _holes(folder, metrics, lines[SAMPLES_FILE], checkpoint)
+    if said := ledger.problem(folder / LEDGER_FILE):
+        found.notes.append(said)
     if journal is not None:
         found.refusals += _lost(folder, journal, metrics, ledger, checkpoint)
         found.notes += _behind(folder, journal, ledger, checkpoint)
@@ -132,7 +130,7 @@ def _check_export(path: Path) -> None:
 
 
 def _compared(row: Row) -> Row:
-    """Return the fields that are compared with other files; the rest is dropped, as samples are long."""
+    """Return the fields that are compared with other files; the rest is dropped, as rows are long."""
     return {name: row[name] for name in ("step", "policy_version", "n", "event") if name in row}
 
 
@@ -268,34 +266,6 @@ def _bare(folder: Path, journal: JournalEnd) -> str:
         f"{folder / CHECKPOINT_DIR}, so resume=auto has nothing to continue from. Restore it from a copy, give "
         "another checkpoint with resume=PATH, or start again with overwrite=true"
     )
-
-
-def _holes(folder: Path, metrics: Lines[Row], samples: Lines[Row], checkpoint: tuple[int, int] | None) -> Iterator[str]:
-    steps = [row["step"] for row in metrics.rows if isinstance(row.get("step"), int)]
-    branched = (folder / CHECKPOINT_DIR / BRANCH_FILE).exists()
-    begins = min(steps, default=1) if branched else 1  # rows of a fork begin later
-    wanted = range(begins, max([*steps, checkpoint[0] if checkpoint else 0]) + 1)
-    missing = sorted(set(wanted) - set(steps))
-    if missing:
-        which = f"step {missing[0]}" if len(missing) == 1 else f"{len(missing)} steps, {missing[0]} to {missing[-1]}"
-        why = ", or its line was left and gone on from again" if branched else ""
-        yield (
-            f"{folder / METRICS_FILE} has no row of {which}. The run was killed before it was written, or the "
-            f"file was truncated{why}"
-        )
-    sampled = max((row["step"] for row in samples.rows if isinstance(row.get("step"), int)), default=0)
-    if steps and sampled < max(steps) and _samples_wanted(folder):
-        yield (
-            f"{folder / SAMPLES_FILE} ends at step {sampled}, but {METRICS_FILE} at step {max(steps)}. Was the "
-            "file truncated?"
-        )
-
-
-def _samples_wanted(folder: Path) -> bool:
-    try:
-        return not re.search(r"^ +samples_per_step: 0\b", (folder / CONFIG_FILE).read_text(), flags=re.MULTILINE)
-    except (OSError, ValueError):  # damaged; the resume writes a new one
-        return True
 
 
 Result = TypeVar("Result")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.replay.core.durable import events as ev
-from asyncrl.storage.lines import LineFile, last_checksum
+from asyncrl.storage.lines import ChainedLineFile
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class LedgerFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: LineFile | None = None
+        self._file: ChainedLineFile | None = None
         """None until the first line is written."""
         self._rows: list[dict[str, Any]] = []
         self._members: dict[int, tuple[int, ...]] = {}
@@ -105,7 +105,7 @@ class LedgerFile:
         """Raises DiskFullError, OSError."""
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = LineFile(self._path, last_checksum(self._path))
+            self._file = ChainedLineFile(self._path)
         self._file.append(self._rows)
         self._rows.clear()
 

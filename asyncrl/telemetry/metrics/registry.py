@@ -13,9 +13,8 @@ from asyncrl.telemetry.metrics.metric import Metric
 from asyncrl.telemetry.metrics.of_runs import OF_RUNS
 from asyncrl.telemetry.metrics.of_steps import OF_STEPS
 
-OF_EVERY_ROW = ("step", "policy_version", "time", "crc")
-"""Fields of a row other than metrics: trained steps, the policy version they led to, seconds since the epoch, a
-checksum."""
+OF_EVERY_ROW = ("step", "policy_version", "time")
+"""Fields of a row other than metrics: trained steps, the policy version they led to, seconds since the epoch."""
 
 
 METRICS: tuple[Metric, ...] = (*OF_STEPS, *OF_RUNS)

@@ -54,8 +54,6 @@ def read_metrics(run_dir: Path) -> list[Row]:
         return []
     found = read_lines(path)
     rows = [row for row in found.rows if isinstance(row.get("step"), int)]
-    if found.crc and (problem := found.problem(path)):  # a file without checksums has another writer
-        log.warning("%s", problem)
     if unread := found.unread + len(found.rows) - len(rows):
         log.warning("%s: %d lines cannot be read and are left out", path, unread)
     ends, saved = max((row["step"] for row in rows), default=0), last_saved(run_dir / CHECKPOINT_DIR)
