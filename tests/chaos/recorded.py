@@ -104,12 +104,12 @@ def record(folder: Path, *, finished: bool) -> None:
         _update(roles)
         version = step + 1
         core.trained(step=step, policy_version=version)
-        assert run.journal.write_batch()
+        run.journal.write_batch()
         if (step + 1) % SAVE_EVERY == 0 or (finished and step + 1 == STEPS):
             state = LearnerState(step=step, policy_version=version, skipped_steps=0)
             checkpoints.save(state, roles, core.snapshot())
             core.commit(step)
-            assert run.journal.write_batch()
+            run.journal.write_batch()
         log.write(step + 1, version, {"reward/mean": step / 7, "staleness/mean": 1.5})
         log.samples(step + 1, [{"prompt": f"p{step}", "completion": "c", "reward": step / 3}])
     log.close()

@@ -4,6 +4,7 @@ half written; with space it writes."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from asyncrl.config import load_config
-from asyncrl.errors import DiskFullError
+from asyncrl.errors import DiskFullError, WeightsError
 from asyncrl.learner.checkpoints.checkpoint import Checkpoints, LearnerState
 from asyncrl.learner.checkpoints.export import export_hf
 from asyncrl.learner.model.policy import build_model
@@ -138,10 +139,13 @@ WRITERS = {
 def test_what_finds_no_space_says_so_and_is_written_when_there_is_some(name: str, disk: SmallDisk) -> None:
     write = WRITERS[name](disk)
     disk.fill()
-    with pytest.raises(DiskFullError, match=rf"{name}.* needs .* bytes.*resume=auto") as raised:
+    sentence = rf"the disk is full: .*{name}.* needs .* bytes.*resume=auto"
+    # The weights are written by a thread, whose error says what it was sending.
+    with pytest.raises(WeightsError if name == "v00000000" else DiskFullError, match=sentence):
         write()
     if name != "run/logs/waiting":  # which makes the board
-        assert read_board(disk.root / "logs" / "waiting") == str(raised.value)  # written where nothing else could be
+        board = read_board(disk.root / "logs" / "waiting")
+        assert re.match(sentence, board), "written where nothing else could be"
     disk.free()
     WRITERS[name](disk)()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import random
 from dataclasses import is_dataclass
 from typing import Any
@@ -181,7 +180,7 @@ def test_a_full_disk_loses_nothing_that_was_durable_and_writes_on_when_there_is_
     disk = MemoryDisk(room=3 * 2048)
     server = Life(disk, 2, retain="all")
     server.begin()
-    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+    with pytest.raises(OSError, match="no space left"):
         for _ in range(10_000):
             server.act()
             server.journal.write_batch()
@@ -312,7 +311,7 @@ def test_a_refused_request_leaves_nothing_in_the_journal_that_would_stop_a_recov
     with pytest.raises(ReplayError, match="never published"):
         core.publish(policy_version=newest + 1, parent=newest + 7)
     with pytest.raises(ReplayError, match="cannot be read"):
-        core.restore(step=900, policy_version=-1, snapshot={"schema": 2, "step": 900}, incarnation="new")
+        core.restore(step=900, policy_version=-1, snapshot={"schema": 4, "step": 900}, incarnation="new")
     assert len(server.events) == before
     server.journal.write_batch()
     same(recover(server.disk.copy()).state, core.state)  # type: ignore[union-attr]
