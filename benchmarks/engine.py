@@ -30,7 +30,7 @@ from asyncrl.types import SamplingParams
 from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
 from asyncrl.weights.broadcast.wires import Link
-from asyncrl.weights.publishing.snapshot import BackgroundPublisher
+from asyncrl.weights.publishing.publisher import WeightPublisher
 from benchmarks.parts.answer import answer, parse
 from benchmarks.parts.board import TIMEOUT_S, BoardManager, Rendezvous
 from benchmarks.parts.model import tiny_model
@@ -67,7 +67,7 @@ def learner_process(board: Any, wanted: Any) -> None:
     """Publish each version that arrives in the queue `wanted`."""
     torch.set_num_threads(1)
     policy = PolicyModel(tiny_model())  # pyright: ignore[reportArgumentType]
-    publisher = BackgroundPublisher(
+    publisher = WeightPublisher(
         BroadcastSender(board, Link(host="127.0.0.1", timeout_s=TIMEOUT_S)),
         wire_dtype=torch.float32,
         bucket_bytes=64 << 20,

@@ -1,26 +1,24 @@
 """What does publishing weights cost, by phase, compared with a bare broadcast of the same bytes?
 
     python -m benchmarks.weights [--parameters 10000000 100000000 500000000] [--receivers 1] [--rounds 5]
-    python -m benchmarks.weights --copies none
     python -m benchmarks.weights --parameters --members 1 8 64 512
 
 One learner process sends to receivers in processes of their own, on loopback. Every round measures, one after another:
-the bare broadcast, in pieces, over the sockets that the updates use; the copy into a snapshot alone; AdamW's step
-alone; updates of an idle learner, two with fingerprints and two without, in symmetric
-order; two updates while the learner has nothing to compute and steps at once (`stepping_`: AdamW takes cores from the
-update); and one update while the learner computes forward and backward as the loop does, for at least `--compute` times
-the copy, before its step (`busy_`). An update sends what is copied already while the rest is being copied;
-`beyond_gather` is how much longer it takes than the copy alone. `cpu_s` are the seconds of all processes: divided by
-the cores, they are the least that an update can take. Ratios are medians over rounds of what was measured in one round.
+the bare broadcast, in pieces, over the sockets that the updates use; a copy of the weights alone; AdamW's step alone;
+updates of an idle learner, two with fingerprints and two without, in symmetric order; two updates while the learner has
+nothing to compute and steps at once (`stepping_`: AdamW waits until the version is sent); and one update while the
+learner computes forward and backward as the loop does, for at least `--compute` times the copy, before its step
+(`busy_`). `cpu_s` are the seconds of all processes: divided by the cores, they are the least that an update can take.
+Ratios are medians over rounds of what was measured in one round.
 
 What the learner loses to an update is measured in two ways. `learner_stall` is how long it waits (in `publish`, and in
-the step for the copy). `learner_delay` is how much longer `publish` and the step take together than the step alone; it
-includes what the copy and the wire take from the learner's cores. `extra_memory` is how far the process grows beyond
-its weights, gradients and moments until the third version is served.
+the step until the version is sent). `learner_delay` is how much longer `publish` and the step take together than the
+step alone; it includes what the sending takes from the learner's cores. `extra_memory` is how far the process grows
+beyond its weights, gradients and moments until the third version is served.
 
-`--copies none`: the same with `weights.copies=none`. `--members`: the cost of an update besides the bytes, and of the
-group when nothing is sent, with that many simulated members (`benchmarks/parts/crowd.py`): cores and seconds of the
-learner's rank 0. Prints one JSON line, with the load of the machine before the measurement.
+`--members`: the cost of an update besides the bytes, and of the group when nothing is sent, with that many simulated
+members (`benchmarks/parts/crowd.py`): cores and seconds of the learner's rank 0. Prints one JSON line, with the load of
+the machine before the measurement.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -38,7 +36,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from asyncrl.engines.parameters import ParameterTable
-from asyncrl.learner.publishing.holding import hold_back
 from asyncrl.settings.weights import WeightsConfig
 from asyncrl.weights.broadcast import receive, sending
 from asyncrl.weights.broadcast.group import WeightGroup, connect_store, host_store
@@ -46,8 +43,8 @@ from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
 from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.fingerprint import Fingerprint
-from asyncrl.weights.publishing import gather
-from asyncrl.weights.publishing.snapshot import BackgroundPublisher
+from asyncrl.weights.publishing.gather import manifest_of
+from asyncrl.weights.publishing.publisher import WeightPublisher
 from benchmarks.parts.answer import answer, parse
 from benchmarks.parts.board import TIMEOUT_S, BoardManager, Rendezvous
 from benchmarks.parts.crowd import IDLE_S, control_cost
@@ -71,7 +68,7 @@ def switch_by(on: Any) -> None:
     def made() -> Fingerprint:
         return Fingerprint() if on.value else Silent()
 
-    gather.Fingerprint = receive.Fingerprint = sending.Fingerprint = made
+    receive.Fingerprint = sending.Fingerprint = made
 
 
 class Table(torch.nn.Module):
@@ -178,20 +175,15 @@ class Compute:
         self._layers.zero_grad()
 
 
-class Watched(BackgroundPublisher):
-    """A publisher that adds up the seconds that optimizers wait for the copy."""
+class Watched(WeightPublisher):
+    """A publisher that adds up the seconds that optimizers wait."""
 
     waited_s = 0.0
 
-    def copied(self) -> Iterator[Sequence[torch.Tensor]]:
-        free = super().copied()
-        while True:
-            started = time.perf_counter()
-            part = next(free, None)
-            self.waited_s += time.perf_counter() - started
-            if part is None:
-                return
-            yield part
+    def wait(self) -> float:
+        seconds = super().wait()
+        self.waited_s += seconds
+        return seconds
 
 
 def resident(name: str) -> int:
@@ -204,41 +196,44 @@ def resident(name: str) -> int:
 class Learner:
     """Publishes one version after another and measures each."""
 
-    def __init__(self, board: Any, parameters: int, receivers: int, bucket: int, copies: str) -> None:
+    def __init__(self, board: Any, parameters: int, receivers: int, bucket: int) -> None:
         self._board, self._receivers = board, receivers
         self._model = dict(Table(parameters, random=True).named_parameters())
         self._compute = Compute()
         self._gradients = [torch.randn_like(parameter) for parameter in self._model.values()]
         self._optimizer = torch.optim.AdamW(self._model.values(), lr=1e-6, fused=True)
-        self._manifest = gather.plan(list(self._model.items()), torch.float32, bucket)
-        self._spare = self._manifest.allocate()
+        self._manifest = manifest_of(list(self._model.items()), torch.float32, bucket)
+        self._spare = self._manifest.views(self._manifest.allocate())
         self.nbytes = sum(tensor.nbytes for tensor in self._model.values())
         self.step_alone()
         self.copy_alone()
         self._before = self.extra_memory = 0
         sender = BroadcastSender(board, Link(host="127.0.0.1", timeout_s=TIMEOUT_S))
-        self._publisher = Watched(
-            sender, wire_dtype=torch.float32, bucket_bytes=bucket, wait_s=TIMEOUT_S, copied=copies == "two"
-        )
-        hold_back(self._optimizer, self._publisher)
+        self._publisher = Watched(sender, wire_dtype=torch.float32, bucket_bytes=bucket, wait_s=TIMEOUT_S)
+        self._optimizer.register_step_pre_hook(self._before_step)
         self._version = -1
 
     def begin(self, receivers: Sequence[int | None]) -> None:
-        """Publish the first version and wait until all receivers (process ids) serve it. Without copies, a receiver
-        that arrives after the step would get the next version instead."""
+        """Publish the first version and wait until all receivers (process ids) serve it. One that arrives after the
+        step would get the next version instead."""
         self._pids = receivers
         self._before, self._version = resident("VmRSS"), 0
         self._publisher.publish(0, self._published())
         self._served()
 
     def copy_alone(self) -> float:
-        """Return the seconds of the copy that `publish` starts, with no receiver."""
+        """Return the seconds of a copy of the weights."""
         started = time.perf_counter()
-        gather.gather_into(self._manifest, self._published(), self._spare)
+        for name, parameter in self._published():
+            self._spare[name].copy_(parameter)
         return time.perf_counter() - started
 
+    def _before_step(self, *_: object) -> None:
+        if self._version >= 0:
+            self._publisher.wait()
+
     def step_alone(self) -> float:
-        """Return the seconds of the optimizer's step, which waits for a copy that is under way."""
+        """Return the seconds of the optimizer's step, which waits until the version is sent."""
         for parameter, gradient in zip(self._model.values(), self._gradients, strict=True):
             parameter.grad = gradient
         started = time.perf_counter()
@@ -262,7 +257,7 @@ class Learner:
         stepped = self.step_alone() if step else alone
         served, load_s = self._served()
         stats = self._sent()
-        if self._version == 2:  # both snapshots have been written to
+        if self._version == 2:
             self.extra_memory = resident("VmHWM") - self._before
         return {
             "learner_stall_s": called + self._publisher.waited_s - waited,
@@ -313,7 +308,7 @@ def one_round(learner: Learner, bare: BareBroadcast, on: Any, compute: float) ->
     stepping = means([learner.update(), learner.update()])
     busy = learner.update(compute * alone)
     alone = (alone + learner.copy_alone()) / 2
-    row = {"gather_alone_s": alone}
+    row = {"copy_alone_s": alone}
     for name in reversed(BARE):
         both = zip(before[name], bare.seconds(name), strict=True)
         row[f"{name}_s"], row[f"{name}_cpu_s"] = map(statistics.mean, both)
@@ -325,7 +320,6 @@ def one_round(learner: Learner, bare: BareBroadcast, on: Any, compute: float) ->
     return row | {
         "cpu_over_bare": row["cpu_s"] / row["bare_broadcast_cpu_s"],
         "update_over_bare": row["update_s"] / row["bare_broadcast_s"],
-        "beyond_gather_over_bare": (row["update_s"] - alone) / row["bare_broadcast_s"],
         "engine_stall_over_update": idle["engine_stall_s"] / idle["update_s"],
         "learner_stall_over_update": busy["learner_stall_s"] / busy["update_s"],
         "stepping_update_over_bare": stepping["update_s"] / row["bare_broadcast_s"],
@@ -336,14 +330,14 @@ def one_round(learner: Learner, bare: BareBroadcast, on: Any, compute: float) ->
     }
 
 
-def measure(parameters: int, receivers: int, rounds: int, bucket: int, compute: float, copies: str) -> dict[str, float]:
+def measure(parameters: int, receivers: int, rounds: int, bucket: int, compute: float) -> dict[str, float]:
     """Return medians over `rounds` rounds, after one round of warm-up."""
     context = multiprocessing.get_context("spawn")
     on = context.Value("b", True, lock=False)
     switch_by(on)
     with BoardManager() as manager:
         board = manager.Board()  # pyright: ignore
-        learner = Learner(board, parameters, receivers, bucket, copies)
+        learner = Learner(board, parameters, receivers, bucket)
         bare = BareBroadcast(learner.nbytes, receivers, rounds + 1)
         others = [
             context.Process(target=receiver, args=(board, on, f"w{i}", parameters), daemon=True)
@@ -372,7 +366,6 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, nargs="*", default=[10_000_000, 100_000_000, 500_000_000])
     parser.add_argument("--receivers", type=int, default=1)
     parser.add_argument("--bucket-mb", type=int, default=WeightsConfig().bucket_mb)
-    parser.add_argument("--copies", choices=("two", "none"), default="two")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--members", type=int, nargs="*", default=[])
     parser.add_argument("--compute", type=float, default=1.5, help="forward and backward, as a multiple of the copy")
@@ -380,12 +373,11 @@ def main() -> None:
     torch.set_num_threads(1)
     load, idle = os.getloadavg()[0], 0.1 if args.smoke else IDLE_S
     results = [
-        measure(parameters, args.receivers, args.rounds, args.bucket_mb << 20, args.compute, args.copies)
+        measure(parameters, args.receivers, args.rounds, args.bucket_mb << 20, args.compute)
         for parameters in args.parameters
     ]
     control = [rounded(control_cost(members, 4 * args.rounds, idle)) for members in args.members]
     found = {
-        "copies": args.copies,
         "receivers": args.receivers,
         "load_before": load,
         "updates": results,

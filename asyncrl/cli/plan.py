@@ -303,7 +303,7 @@ def why_not(config: Config, gpus: int, model: ModelSize | None, gpu_gb: float) -
     except ConfigError as error:
         return str(error)
     room = WHOLE_SHARE * gpu_gb * 1e9
-    held = 0.0 if model is None else taken(config, model, "local", int(room))
+    held = 0.0 if model is None else taken(config, model, int(room))
     if held > room:
         return f"with learner.ranks={config.learner.ranks} a rank needs {size(held)} but has {size(room)}"
     each = 0.0 if model is None else engine_bytes(config, model) / config.engine.tensor_parallel

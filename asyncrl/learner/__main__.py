@@ -113,7 +113,7 @@ def assembled(
     own = own_tokenizer(config.model.path) if place.rank == 0 else None
 
     def publisher(roles: Roles) -> ProvingPublisher:
-        sender = make_publisher(config, replay, run_dir, place.rank, place.device, place.world)
+        sender = make_publisher(config, replay, run_dir, place.rank, place.device)
         return ProvingPublisher(sender, config, roles.policy, place.device, own)
 
     return assemble(
@@ -138,12 +138,11 @@ def assembled(
 
 def choices(config: Config, place: Place, layout: str) -> str:
     """One log line with what each `auto` became on this machine."""
-    weights, beside = config.weights, place.world == 1 or place.device.type == "cpu"
+    weights = config.weights
     over = f" over {backend_of(config, place.device)}" if weights.transport == "broadcast" else ""
-    copied = f"copied {'beside training' if beside else 'between steps'}" if weights.copies == "two" else "not copied"
     return (
         f"computes on {place.device} in {config.model.dtype}, sequences {layout}; weights by {weights.transport}{over} "
-        f"in {weights.wire_dtype}, {copied}{on_to_servers(config.engine)}"
+        f"in {weights.wire_dtype}{on_to_servers(config.engine)}"
     )
 
 

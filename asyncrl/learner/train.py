@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,16 +17,15 @@ from asyncrl.checks.parallel import ParallelDims
 from asyncrl.data.dataset import source_names
 from asyncrl.errors import NoProgress
 from asyncrl.evaluation.orders import EvalSummary
-from asyncrl.learner.batch.prefetch import LeasePrefetch, Source
+from asyncrl.learner.batch.prefetch import LOOK_S, LeasePrefetch, Source
 from asyncrl.learner.checkpoints.checkpoint import Checkpoints, LearnerState
 from asyncrl.learner.checkpoints.export import export_critic, export_hf
 from asyncrl.learner.checkpoints.resume import Start
 from asyncrl.learner.model.flops import peak_of
 from asyncrl.learner.optimizer.update import NonFiniteGuard
-from asyncrl.learner.parallel.collectives import barrier, however_long
+from asyncrl.learner.parallel.collectives import barrier, everywhere, however_long
 from asyncrl.learner.processes.out_of_memory import one_more_try
 from asyncrl.learner.processes.stop import Asked, agreed, never
-from asyncrl.learner.publishing.holding import hold_back
 from asyncrl.learner.reporting.collective_clock import clock_of
 from asyncrl.learner.reporting.profiling import Profile
 from asyncrl.learner.reporting.samples import Samples
@@ -82,10 +81,9 @@ def train(config: Config, parts: Training, asked: Asked = never) -> int:
     """Train from `parts.start` to `learner.steps`, or until `asked`; then save what is not saved yet, and stop.
 
     Consumes: step batches, leased from the replay server one step ahead of training.
-    Waits for: rollouts to fill the next batch, once the previous step is trained; the previous weight broadcast,
-        before the next one; the copy of the published weights, before the optimizer step, and before the next version
-        is announced if no optimizer step was made; the other ranks, in every backward; at the end, open evaluations.
-        Each wait has a deadline.
+    Waits for: rollouts to fill the next batch, once the previous step is trained; the sending of the published
+        weights, before the optimizer step, and before the next version is announced if no optimizer step was made; the
+        other ranks, in every backward; at the end, open evaluations. Each wait has a deadline.
     Unblocked by: the replay server (batches, evaluations); the publisher's thread (engines acknowledged, or were given
         up); `asked`, while it waits for a batch.
 
@@ -145,10 +143,21 @@ class _Loop:
         parts, start = self.parts, self.parts.start
         if parts.rank == 0:
             parts.source.publish(policy_version=self.version, parent=start.parent)
-        hold_back(parts.roles.optimizer, parts.publisher)
+        # In the optimizer itself, so that no caller can forget it.
+        parts.roles.optimizer.register_step_pre_hook(self.before_step)
         self.send()
         if parts.rank == 0 and start.step < self.config.learner.steps:
             evaluate(self.sets, parts.source, parts.checkpoints.best, trained=start.step, version=self.version)
+
+    def before_step(self, *_: object) -> None:
+        """Wait until the published version is read no more: it is sent beside forward and backward."""
+        self.parts.publisher.wait()
+
+    @property
+    def serve(self) -> Callable[[], None] | None:
+        """What all ranks call while they wait for something, if they have to."""
+        publisher = self.parts.publisher
+        return publisher.serve if publisher.meets else None
 
     def send(self, told: Future[TrainedReply] | None = None) -> PublishStats:
         """Publish the weights. `told` is the running call of `trained`: the canary is made meanwhile, and the weights
@@ -164,7 +173,7 @@ class _Loop:
 
     def batch(self, step: int) -> Lease | Stopped:
         """Wait for the batch of `step` and request the next one."""
-        lease = leased(self.leases, step, self.config.learner.steps, self.asked, self.parts.device)
+        lease = leased(self.leases, step, self.config.learner.steps, self.asked, self.parts.device, self.serve)
         if isinstance(lease, Stopped):
             self.profile.end(step, last=True)
         else:
@@ -190,7 +199,7 @@ class _Loop:
     def publish(self, step: int) -> tuple[TrainedReply, PublishStats]:
         """Publish the weights after the step as the next policy version."""
         parts, last = self.parts, step + 1 == self.config.learner.steps
-        parts.publisher.wait_copied()  # done before the optimizer step, unless there was none: warm-up, a skipped step
+        parts.publisher.wait_sent()  # done before the optimizer step, unless there was none: warm-up, a skipped step
         self.version += 1
         # Before the weights are sent: a worker may serve them at once. If the replay server did not know the version,
         # it could be lost with this learner, and the next learner would give the same number to other weights.
@@ -201,7 +210,7 @@ class _Loop:
         sent = self.send(told)
         reply = TrainedReply() if told is None else told.result()
         if last:
-            parts.publisher.wait_copied()  # no later step would report a failure
+            parts.publisher.wait_sent()  # no later step would report a failure
         self.profile.end(step + 1, last=last)
         barrier()  # otherwise another rank might lease step + 2, two ahead, before this step counts as trained
         self.clock.lap("publish")
@@ -219,7 +228,9 @@ class _Loop:
         if trained == config.learner.steps and self.sets:
             # Before the last checkpoint: a learner that restarts from it has nothing left to do, and would not wait.
             wait_s = config.replay.wait_timeout_s
-            evaluations += last_evaluations(parts.source, wait_s, rank=parts.rank, device=parts.device)
+            evaluations += last_evaluations(
+                parts.source, wait_s, rank=parts.rank, device=parts.device, serve=self.serve
+            )
         commit_saved(parts)
         self.clock.lap("evaluate")
         times, row = self.clock.next(), dict[str, float]()
@@ -258,8 +269,21 @@ class Stopped:
     """Why there is no batch; empty if the run was asked to stop."""
 
 
-def leased(leases: LeasePrefetch, step: int, steps: int, asked: Asked, device: torch.device) -> Lease | Stopped:
-    """Wait for the batch of `step`, and request the next one of the run's `steps`. Collective."""
+def leased(
+    leases: LeasePrefetch,
+    step: int,
+    steps: int,
+    asked: Asked,
+    device: torch.device,
+    serve: Callable[[], None] | None = None,
+) -> Lease | Stopped:
+    """Wait for the batch of `step`, and request the next one of the run's `steps`. Collective.
+
+    Args:
+        serve: called by all ranks together several times a second while one of them waits.
+    """
+    while serve is not None and not everywhere(asked() or leases.is_there(step, LOOK_S), device):
+        serve()
     leases.wait(step, asked)
     lost = leases.lost()
     if why := agreed(ASKED if asked() else str(lost or ""), device):
@@ -355,7 +379,12 @@ def evaluate(
 
 
 def last_evaluations(
-    replay: LearnerReplay, wait_s: float, *, rank: int, device: torch.device
+    replay: LearnerReplay,
+    wait_s: float,
+    *,
+    rank: int,
+    device: torch.device,
+    serve: Callable[[], None] | None = None,
 ) -> tuple[EvalSummary, ...]:
     """Wait for the evaluations that still run when training is over. Collective: the other ranks wait for rank 0.
 
@@ -369,4 +398,4 @@ def last_evaluations(
             log.warning("the last evaluation is missing: %s", error)
             return ()
 
-    return however_long(wait if rank == 0 else tuple, device)
+    return however_long(wait if rank == 0 else tuple, device, serve=serve)

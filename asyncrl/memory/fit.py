@@ -11,7 +11,7 @@ from asyncrl.checks.programs import nvidia_smi
 from asyncrl.errors import ConfigError
 from asyncrl.learner.memory_plan import reduces_each
 from asyncrl.memory.model_size import ModelSize, sizes_of
-from asyncrl.memory.usage import copies_bytes, copies_on_gpu, held_bytes, policy_held, rank_bytes, size
+from asyncrl.memory.usage import buckets_bytes, held_bytes, policy_held, rank_bytes, size
 from asyncrl.placement import WHOLE_SHARE
 from asyncrl.schema import Config
 
@@ -71,7 +71,7 @@ def rank_fit(config: Config, model: ModelSize | None, command: str) -> Fit | Non
     return Fit(
         gpu_gb=whole,
         available=available,
-        needed=taken(config, model, command, available),
+        needed=taken(config, model, available, sends=command != "sft"),
         held=held_bytes(config, model),
     )
 
@@ -133,8 +133,8 @@ def share_of(config: Config, command: str) -> float:
     return min((rank.memory for rank in placement_of(config, len(gpus_to_plan(config))).learner), default=WHOLE_SHARE)
 
 
-def taken(config: Config, model: ModelSize, command: str, memory: int) -> float:
-    """Bytes that rank 0 takes, including copies of weights that are being sent if these are on its GPU.
+def taken(config: Config, model: ModelSize, memory: int) -> float:
+    """Bytes that rank 0 takes, including buckets of weights that are being sent.
 
     Args:
         memory: bytes that a rank has, which decide what `learner.reduce_gradients=auto` means.
@@ -144,5 +144,4 @@ def taken(config: Config, model: ModelSize, command: str, memory: int) -> float:
     shards = policy_held(config, model).total
     each = reduces_each(learner.reduce_gradients, shards=shards, trained=trained, memory=memory)
     config = replace(config, learner=replace(learner, reduce_gradients="each" if each else "last"))
-    there = copies_on_gpu(config, len(gpus_to_plan(config)), command)
-    return rank_bytes(config, model) + (copies_bytes(config, model) if there else 0)
+    return rank_bytes(config, model) + buckets_bytes(config, model)

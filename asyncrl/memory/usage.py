@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from asyncrl.checks.parallel import ParallelDims, problem_of
-from asyncrl.checks.placement import gpus_to_plan, kind_to_plan, placement_of
+from asyncrl.checks.placement import kind_to_plan
 from asyncrl.checks.rules.replay import store_bytes_needed
 from asyncrl.checks.servers import on_to_servers
 from asyncrl.config import JOURNAL_DIR
@@ -27,9 +27,10 @@ from asyncrl.memory.model_size import ModelSize
 from asyncrl.rollout.worker.concurrency import sequences_per_engine
 from asyncrl.schema import Config
 from asyncrl.settings.loss.meaning import required_inputs
-from asyncrl.settings.weights import ON_DEVICE
 
 BYTES = {"float32": 4, "bfloat16": 2}
+BUCKETS = 4
+"""Buckets that rank 0 holds at most while it sends a version."""
 OF_TRAINED = ("master weights", "gradients", "Adam moments")
 OFFLOADED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "none": (OF_TRAINED, ()),
@@ -57,13 +58,11 @@ def journal_line(config: Config) -> str:
     return f"replay journal: {folder}, files of {journal.segment_mb} MiB; it keeps {kept[journal.retain]}"
 
 
-def memory_lines(config: Config, model: ModelSize | None, command: str = "local") -> list[str]:
+def memory_lines(config: Config, model: ModelSize | None) -> list[str]:
     """Return the lines about memory.
 
     Args:
         model: the sizes of its models (`sizes_of`), if they are known.
-        command: the command that would be started: `local`, or one role of a run whose other roles may be on other
-            machines.
     """
     lines = [
         f"replay store: {size(store_bytes_needed(config))} of tokens at most, limit {size(config.replay.max_bytes)} "
@@ -73,8 +72,7 @@ def memory_lines(config: Config, model: ModelSize | None, command: str = "local"
     ]
     if model is None or problem_of(config.learner, config.learner.ranks):
         return lines
-    if config.weights.copies != "none":
-        lines.append(copies_line(config, copies_bytes(config, model), command))
+    lines.append(f"learner, rank 0: {size(buckets_bytes(config, model))} for buckets of weights that are being sent")
     count = model.trained(config.model.lora_rank, config.model.lora_targets)
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     running = sequences_per_engine(config)
@@ -129,41 +127,12 @@ def held_bytes(config: Config, model: ModelSize) -> float:
     )
 
 
-def copies_bytes(config: Config, model: ModelSize) -> int:
-    """Return the bytes of the weight copies on rank 0, which sends them: one copy is filled
-    while another is being sent, and with deltas the previous version is kept as well."""
-    if config.weights.copies == "none":
-        return 0
-    kept = 2 if config.weights.delta == "never" else 3
-    return kept * BYTES[config.weights.wire_dtype] * model.trained(config.model.lora_rank, config.model.lora_targets)
-
-
-def copies_on_gpu(config: Config, gpus: int, command: str) -> bool:
-    """Return whether the copies are on the learner's GPU (`weights.factory.backend_of`), or in host memory.
-
-    Args:
-        gpus: number of GPUs of this machine.
-        command: `local`, or another if the learner is started by itself and its engines may be on other machines.
-    """
-    weights, mode = config.weights, config.placement.mode
-    placement = placement_of(config, gpus) if command == "local" else None
-    learner = bool(placement.learner) if placement else gpus > 0 and config.learner.device != "cpu"
-    if not learner or weights.transport != "broadcast":
-        return False
-    if weights.backend != "auto":
-        return weights.backend in ON_DEVICE
-    if placement:
-        return bool(placement.engines) and not placement.shared
-    return config.engine.device != "cpu" and (mode == "dedicated" or (mode == "auto" and gpus > 1))
-
-
-def copies_line(config: Config, count: int, command: str) -> str:
-    there = copies_on_gpu(config, len(gpus_to_plan(config)), command)
-    kept = "two" if config.weights.delta == "never" else "three"
-    return (
-        f"learner, rank 0: {size(count)}{'' if there else ' of host memory'} for {kept} copies of its weights in "
-        f"{config.weights.wire_dtype}, to be sent to the engines (weights.copies=none avoids them)"
-    )
+def buckets_bytes(config: Config, model: ModelSize) -> int:
+    """Return the bytes of the buckets that rank 0 holds while it sends a version, on its GPU or in host memory."""
+    width = BYTES[config.weights.wire_dtype]
+    largest = max((width * math.prod(shape) for shape in policy_shapes(config, model).values()), default=0)
+    whole = width * model.trained(config.model.lora_rank, config.model.lora_targets)
+    return min(BUCKETS * max(config.weights.bucket_mb << 20, largest), BUCKETS * whole)
 
 
 def engine_bytes(config: Config, model: ModelSize) -> int:

@@ -11,14 +11,14 @@ ON_DEVICE = ("nccl", "ipc")
 @dataclass(kw_only=True, slots=True)
 class WeightsConfig:
     transport: str = "broadcast"
-    """How weights reach the workers: `broadcast` (sockets, or nccl between GPUs), `files` (in the run folder, which
-    all must share), or `pull` (over HTTP, or from `weights.url`, so that no common network is needed)."""
+    """How weights reach the workers: `broadcast` (sockets, or nccl between GPUs), or `files` (in the run folder, which
+    all must share, or at `weights.url`, so that no common network is needed)."""
     host: str = "127.0.0.1"
-    """Address at which workers reach the learner's weight store, or the server of `pull`. On several machines: that of
-    the learner's machine."""
+    """Address at which workers reach the learner's weight store. On several machines: that of the learner's
+    machine."""
     port: int = 0
-    """Port of the weight store or server; 0 takes any that is free. With a firewall between learner and workers, set
-    one that it lets through, and use `weights=pull`: the bytes of a broadcast take other ports."""
+    """Port of the weight store; 0 takes any that is free. The bytes of a broadcast take other ports: with a firewall
+    between learner and workers use `weights=files` with `weights.url`."""
     backend: str = "auto"
     """Backend of the broadcast: `sockets` (anything), `nccl` (GPUs on both sides, none of them shared), `ipc`
     (engines on the learner's machine copy from its memory), or `auto`: nccl where learner and engines have GPUs of
@@ -30,18 +30,15 @@ class WeightsConfig:
     """Dtype in which weights are sent; `auto` is bfloat16 if the learner computes in it on a GPU, else float32."""
     bucket_mb: int = 64
     """Weights travel in buckets of at most this many MiB."""
-    copies: str = "two"
-    """Copies of its weights that the learner keeps for sending: `two`, so that training goes on while one is sent; or
-    `none` (broadcast only), which saves their memory, and the optimizer waits until the weights are sent."""
     delta: str = "never"
-    """Of `files` and `pull`: write only what changed since the previous version, without loss: `never`, `always`, or
+    """Of `files`: write only what changed since the previous version, without loss: `never`, `always`, or
     `auto`, while it halves the bytes. Worth it for bfloat16 on slow links; in float32 nearly every bit changes."""
     url: str = ""
-    """Of `pull`: URL of any file system that fsspec knows (`s3://bucket/run`), where the learner writes and workers
-    read. Empty: the learner serves its run folder over HTTP at `weights.host`."""
+    """Of `files`: URL of any file system that fsspec knows (`s3://bucket/run`), where the learner writes and workers
+    read. Empty: the run folder."""
     fetch_url: str = ""
-    """Of `pull`: URL at which workers read, if it is not where the learner publishes: a proxy with TLS, or a cache
-    before a bucket."""
+    """Of `files` with `weights.url`: URL at which workers read, if it is not where the learner publishes: a web server
+    of that folder, or a cache before a bucket."""
     on_update: str = "keep"
     """What happens to the cached keys of running sequences at an update: `keep` them (cheap), or `recompute` them with
     the new weights."""

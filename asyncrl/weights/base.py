@@ -1,7 +1,7 @@
 """Interface of weight transfer: a publisher in the learner, a subscriber in each rollout worker, one file per
 transport.
 
-    publish(v): every learner rank gathers on a thread; rank 0 keeps a snapshot and sends it on another thread
+    publish(v): the learner's ranks gather bucket after bucket out of the live parameters; rank 0 sends them
     receive(v): bytes into staging -> fingerprints recomputed -> `load` into the engine between steps -> served(v)
 
 A version counts as served only after its fingerprint matched.
@@ -9,7 +9,7 @@ A version counts as served only after its fingerprint matched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -52,8 +52,7 @@ class SubscriberRendezvous(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishStats:
     wait_previous_s: float
-    """Seconds that the call waited: for the copy of the previous version, if nobody had waited for it, and for a free
-    snapshot, if two versions were still being sent."""
+    """Seconds that the call waited until the previous version was sent, if nobody had waited for it."""
     nbytes: int
 
 
@@ -61,33 +60,39 @@ class Publisher(Protocol):
     def publish(
         self, policy_version: int, tensors: Iterable[tuple[str, torch.Tensor]], canary: Canary | None = None
     ) -> PublishStats:
-        """Snapshot `(name, shard or tensor)` pairs under this version and send them in the background.
+        """Send `(name, shard or tensor)` pairs under this version, read out of these tensors.
 
         Collective over the learner ranks: DTensors are cast to the wire dtype, then gathered, in this order. Waits
-        (bounded) for the previous copy, and for a snapshot that is not being sent. `canary` is sent with the version,
-        and the engines are verified against it. The tensors may still be read after the call returns: see `copied`.
-        Nothing of the version is sent before `tensors` is exhausted.
+        (bounded) until the previous version was sent once. `canary` is sent with the version, and the engines are
+        verified against it. The tensors may still be read after the call returns: see `wait`. Nothing of the version
+        is sent before `tensors` is exhausted.
 
         Raises:
-            WeightsError: a previous version could not be copied or sent; no snapshot became free in time; the names
-                differ from those of the first call.
+            WeightsError: a version could not be gathered or sent in time; the names differ from those of the first
+                call.
         """
         ...
 
-    def wait_copied(self) -> float:
-        """Wait (bounded) until the tensors of the last `publish` are copied; called before a further version is
-        announced.
+    def wait_sent(self) -> float:
+        """Wait (bounded) until the last `publish` was sent once; called before a further version is announced.
 
-        Returns the seconds that took. Raises WeightsError if the copy failed: that version is not sent.
+        Returns the seconds that took. Raises WeightsError if it can never be sent.
         """
         ...
 
-    def copied(self) -> Iterator[Sequence[torch.Tensor]]:
-        """Iterate while the tensors of the last `publish` are being copied, for a caller that wants to write to them:
-        yields some of them each time nothing reads those any more (bounded). When it ends nothing reads any of them.
+    def wait(self) -> float:
+        """Wait (bounded) until nothing reads the tensors of the last `publish` any more, for a caller that writes to
+        them then; returns the seconds. Raises WeightsError if that version can never be sent."""
+        ...
 
-        Raises WeightsError if the copy failed: that version is not sent.
-        """
+    @property
+    def meets(self) -> bool:
+        """Whether all ranks have to call `serve` at least every second while they wait for something and the weights do
+        not change. Otherwise a thread of rank 0 serves newcomers then. Known after the first `publish`."""
+        ...
+
+    def serve(self) -> None:
+        """Send the last version to whoever waits for it. Collective."""
         ...
 
     def stats(self) -> dict[str, float]:

@@ -12,7 +12,6 @@ import torch
 from asyncrl.checks.dtypes import with_dtypes
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Config
-from asyncrl.settings.weights import WeightsConfig
 from asyncrl.weights.base import LoadWeights, Publisher, PublisherRendezvous, SubscriberRendezvous
 from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.staging import Receiver, Staging
@@ -20,26 +19,24 @@ from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
 from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.canary import Proof, Score
 from asyncrl.weights.files.sender import FilesSender
-from asyncrl.weights.files.server import FilesServer
-from asyncrl.weights.files.shelf import FolderShelf, Shelf, UrlShelf
+from asyncrl.weights.files.shelf import UrlShelf
 from asyncrl.weights.files.subscriber import FilesSubscriber
-from asyncrl.weights.publishing.snapshot import BackgroundPublisher, Sender
+from asyncrl.weights.publishing.publisher import Sender, WeightPublisher
 from asyncrl.weights.subscriber import Subscriber
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-FILES = ("files", "pull")
 _PHASES = 10
 """Multiple of `weights.timeout_s` that `publish` waits for the sender: one send may lose several peers one by one."""
 
 
 def make_publisher(
-    config: Config, rendezvous: PublisherRendezvous, run_dir: Path, rank: int, device: torch.device, world: int = 1
+    config: Config, rendezvous: PublisherRendezvous, run_dir: Path, rank: int, device: torch.device
 ) -> Publisher:
-    """Build the learner's end, collectively over its `world` ranks. Only rank 0 sends; other ranks do not use
+    """Build the learner's end. Only rank 0 sends; other ranks do not use
     `rendezvous` and `run_dir`.
 
     Raises:
-        ConfigError: unknown transport or wire dtype; a gather without copies.
+        ConfigError: unknown transport or wire dtype.
     """
     weights = with_dtypes(config, learner=device.type).weights
     if weights.wire_dtype not in _DTYPES:
@@ -56,42 +53,30 @@ def make_publisher(
     wait_s = _PHASES * weights.timeout_s
     if rank == 0 and weights.transport == "broadcast":
         sender = BroadcastSender(rendezvous, link, port=weights.port)
-    elif rank == 0 and weights.transport in FILES:
-        folder = Path(run_dir) / "weights"
+    elif rank == 0 and weights.transport == "files":
+        folder, shelf = Path(run_dir) / "weights", None
+        if weights.url:
+            within_s = _PHASES / 2 * weights.timeout_s
+            shelf = UrlShelf(weights.url, folder, read_url=weights.fetch_url, within_s=within_s)
         sender = FilesSender(
             rendezvous,
             folder,
             delta=weights.delta,
-            shelf=_shelf(weights, folder) if weights.transport == "pull" else None,
+            shelf=shelf,
         )
-    elif weights.transport not in ("broadcast", *FILES):
+    elif weights.transport not in ("broadcast", "files"):
         raise _unknown(weights.transport)
-    if weights.copies == "none" and world > 1:
-        raise ConfigError(
-            f"weights.copies=none with {world} learner ranks: rank 0 would have to gather a copy. Set "
-            "weights.copies=two"
-        )
-    return BackgroundPublisher(
+    return WeightPublisher(
         sender,
         wire_dtype=_DTYPES[weights.wire_dtype],
         bucket_bytes=weights.bucket_mb << 20,
         wait_s=wait_s,
-        device=link.place if weights.transport == "broadcast" else "cpu",
-        shared=backend == "ipc",
-        copied=weights.copies == "two",
+        device=device,
     )
 
 
 def _unknown(transport: str) -> ConfigError:
-    return ConfigError(f"weights.transport={transport!r} is unknown; it is one of broadcast, {', '.join(FILES)}")
-
-
-def _shelf(weights: WeightsConfig, folder: Path) -> Shelf:
-    """Where `pull` stores its versions."""
-    if weights.url:
-        return UrlShelf(weights.url, folder, read_url=weights.fetch_url, within_s=_PHASES / 2 * weights.timeout_s)
-    server = FilesServer(folder, weights.host, weights.port, weights.timeout_s)
-    return FolderShelf(folder, server, weights.fetch_url)
+    return ConfigError(f"weights.transport={transport!r} is unknown; it is broadcast or files")
 
 
 def make_subscriber(
@@ -127,7 +112,7 @@ def make_subscriber(
             verify_every=weights.verify_every,
             everywhere=everywhere,
         )
-    if weights.transport in FILES:
+    if weights.transport == "files":
         return FilesSubscriber(rendezvous, load, proof, stall_s, timeout_s=weights.timeout_s)
     if weights.transport != "broadcast":
         raise _unknown(weights.transport)
@@ -149,8 +134,9 @@ def _engine_gpu(device: str) -> torch.device | None:
     """The engine's GPU with its index, which nccl requires."""
     if device == "cpu" or not torch.cuda.is_available():
         return None
+    # Without asking CUDA, which would be initialised in a process that needs none: vLLM's has the GPU.
     number = torch.device(device).index if device.startswith("cuda") else None
-    return torch.device("cuda", torch.cuda.current_device() if number is None else number)
+    return torch.device("cuda", number or 0)
 
 
 def backend_of(config: Config, device: torch.device) -> str:

@@ -21,7 +21,7 @@ from asyncrl.weights.broadcast.staging import Seat
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
 from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.fingerprint import bucket_fingerprint
-from asyncrl.weights.publishing.snapshot import BackgroundPublisher
+from asyncrl.weights.publishing.publisher import WeightPublisher
 from benchmarks.parts.board import TIMEOUT_S, Member, View
 
 WEIGHT = torch.zeros(16)
@@ -102,7 +102,7 @@ def control_cost(members: int, updates: int, idle_s: float = IDLE_S) -> dict[str
     publisher_module.WeightGroup = NoBytes
     meeting = Meeting(members)
     sender = BroadcastSender(meeting, Link(host="127.0.0.1", timeout_s=TIMEOUT_S))
-    publisher = BackgroundPublisher(sender, wire_dtype=torch.float32, bucket_bytes=1 << 20, wait_s=TIMEOUT_S)
+    publisher = WeightPublisher(sender, wire_dtype=torch.float32, bucket_bytes=1 << 20, wait_s=TIMEOUT_S)
     context = multiprocessing.get_context("spawn")
     crowds = [
         context.Process(target=crowd, args=(meeting.values, first, min(_PER_PROCESS, members - first)), daemon=True)

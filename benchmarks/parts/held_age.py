@@ -14,7 +14,7 @@ import asyncio
 import tempfile
 import threading
 import time
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -155,11 +155,16 @@ class DelayLine:
             self.changed.notify_all()
         return PublishStats(wait_previous_s=0.0, nbytes=sum(tensor.nbytes for tensor in copied.values()))
 
-    def wait_copied(self) -> float:
+    meets = False
+
+    def wait_sent(self) -> float:
         return 0.0
 
-    def copied(self) -> Iterator[Sequence[Tensor]]:
-        return iter(())
+    def wait(self) -> float:
+        return 0.0
+
+    def serve(self) -> None:
+        return
 
     def stats(self) -> dict[str, float]:
         return {}

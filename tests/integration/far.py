@@ -120,7 +120,13 @@ def main(folder: Path, given: list[str]) -> int:
     subprocess.run([sys.executable, "-m", "asyncrl", "keys", str(keys)], check=True, stdout=sys.stderr)
     settings = [*given, f"run.dir={run}", f"replay.keys={keys}", f"replay.address=tcp://{HERE}:{free_port()}"]
     # The workers share a disk with the server, and must not connect through its unix sockets.
-    settings += ["replay.local_sockets=false", f"weights.host={HERE}", "weights=pull", "rollout.host=process"]
+    settings += ["replay.local_sockets=false", f"weights.host={HERE}", "rollout.host=process"]
+    published, port = folder / "published", free_port()
+    published.mkdir()
+    settings += ["weights=files", "weights.delta=auto", f"weights.url=file://{published}"]
+    settings += [f"weights.fetch_url=http://{HERE}:{port}"]
+    web = [sys.executable, "-m", "http.server", "--bind", HERE, "--directory", str(published), str(port)]
+    server = subprocess.Popen(web, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     learner = ["asyncrl.learner.torchrun", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=bound"]
     learner += ["--rdzv-endpoint=127.0.0.1:0", "--rdzv-id=far", "-m", "asyncrl.learner"]
     roles = [
@@ -131,6 +137,7 @@ def main(folder: Path, given: list[str]) -> int:
     try:
         return follow(folder, run, roles, link)
     finally:
+        server.kill()
         for process in roles:
             process.terminate()
         for process in roles:

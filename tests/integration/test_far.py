@@ -1,4 +1,5 @@
-"""Workers without a common network with the learner: replay over CURVE and weights by `pull`, over a slow link."""
+"""Workers without a common network with the learner: replay over CURVE and weights by a web server of the folder
+that the learner writes to, over a slow link."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from asyncrl.checks.architecture import COMPUTED_TOGETHER
 from asyncrl.checks.parallel import ParallelDims
-from asyncrl.checks.placement import placement_of
 from asyncrl.learner.backends.fsdp2 import FSDP2
 from asyncrl.learner.batch.micro_batch import pack
 from asyncrl.learner.batch.packing import Packing, plan_packing
@@ -42,8 +40,7 @@ from asyncrl.learner.step.memory_peak import begin_peak, peak_row, planned_bytes
 from asyncrl.memory.model_size import ModelSize, model_size
 from asyncrl.memory.usage import (
     activation_rows,
-    copies_bytes,
-    copies_on_gpu,
+    buckets_bytes,
     host_rows,
     learner_rows,
     memory_lines,
@@ -59,12 +56,8 @@ from asyncrl.schema import (
     LearnerConfig,
     ModelConfig,
     PlacementConfig,
-    RolloutConfig,
 )
-from asyncrl.settings.weights import ON_DEVICE, WeightsConfig
-from asyncrl.weights.delta import DeltaChoice
-from asyncrl.weights.factory import backend_of
-from asyncrl.weights.publishing.snapshot import BackgroundPublisher
+from asyncrl.settings.weights import WeightsConfig
 from tests.learner.families import FAMILIES, tiny_family
 from tests.learner.feed import make_lease, make_step, tiny_model
 
@@ -286,49 +279,15 @@ def test_all_models_of_a_learner_are_planned_as_they_are_counted(family: str, ti
     assert float(found[1]) * {"K": 1 << 10, "M": 1 << 20}[found[2]] == pytest.approx(copied, rel=0.05)
 
 
-@pytest.mark.parametrize(("delta", "kept"), [("never", 2), ("always", 3)])
-def test_the_copies_that_a_sender_holds_are_those_of_the_plan(delta: str, kept: int, tmp_path: Path):
+def test_a_sender_is_planned_four_buckets_of_the_largest_tensor_at_least_and_no_more_than_the_model(tmp_path: Path):
     hf = tiny_model("qwen2")
     hf.save_pretrained(tmp_path)
     model = model_size(tmp_path)
     assert model is not None
-    weights = WeightsConfig(wire_dtype="bfloat16", delta=delta)
-    config = Config(model=ModelConfig(path=str(tmp_path)), weights=weights, learner=LearnerConfig(ranks=2))
-    sender = SimpleNamespace(
-        keeps_previous=DeltaChoice(delta).possible,
-        sends_buckets=True,
-        send=lambda *_: None,
-        idle=lambda _: None,
-        close=lambda: None,
-    )
-    publisher = BackgroundPublisher(sender, wire_dtype=torch.bfloat16, bucket_bytes=1 << 20, wait_s=60.0)  # pyright: ignore[reportArgumentType]
-    manifest = publisher._manifest_of([(name, each.detach()) for name, each in hf.named_parameters()])
-    publisher.close()
-    assert sum(map(local_bytes, (buffer for held in publisher._free for buffer in held))) == kept * manifest.nbytes
-    planned = copies_bytes(config, model)
-    assert planned == kept * 2 * hf.num_parameters() and planned == pytest.approx(kept * manifest.nbytes, rel=0.02)
-    assert copies_bytes(replace(config, weights=replace(weights, copies="none")), model) == 0
-
-
-@pytest.mark.parametrize(
-    ("weights", "gpus", "there"),
-    [
-        ({}, 0, False),
-        ({}, 1, False),
-        ({"backend": "ipc"}, 1, True),
-        ({}, 2, True),
-        ({"backend": "sockets"}, 2, False),
-        ({"transport": "files"}, 2, False),
-    ],
-)
-def test_copies_lie_on_the_gpu_that_nobody_shares_or_whose_memory_engines_open(weights, gpus: int, there: bool):
-    config = Config(weights=WeightsConfig(**weights), rollout=RolloutConfig(workers=1))
-    placement = placement_of(config, gpus)
-    assert copies_on_gpu(config, gpus, "local") == there
-    if gpus:  # what the learner that is started so does
-        told = replace(config, placement=PlacementConfig(mode="colocated" if placement.shared else "dedicated"))
-        on_device = weights.get("transport") is None and backend_of(told, torch.device("cuda")) in ON_DEVICE
-        assert on_device == there
+    config = Config(model=ModelConfig(path=str(tmp_path)), weights=WeightsConfig(wire_dtype="bfloat16"))
+    assert buckets_bytes(config, model) == 4 * 2 * hf.num_parameters(), "one bucket"
+    whole = replace(model, shapes={"embed": (1 << 20, 512)}, parameters=1 << 30)
+    assert buckets_bytes(config, whole) == 4 * 2 * (1 << 20) * 512
 
 
 @pytest.mark.parametrize(

@@ -323,10 +323,10 @@ class EveryWeights(KeptWeights):
         assert not self.open, "a version was not waited for"
         self.open.append((policy_version, list(tensors)))
         if not self.late:
-            self.wait_copied()
+            self.wait()
         return PublishStats(wait_previous_s=0.0, nbytes=0)
 
-    def wait_copied(self) -> float:
+    def wait(self) -> float:
         for policy_version, tensors in self.open:
             super().publish(policy_version, tensors)
             self.every[policy_version] = self.newest
@@ -350,7 +350,7 @@ def test_weights_that_are_copied_beside_the_next_step_are_those_of_their_version
 class FailingCopy(KeptWeights):
     """Whose copy of one version fails."""
 
-    def wait_copied(self) -> float:
+    def wait(self) -> float:
         if self.versions[-1] == 1:
             raise WeightsError("version 1 could not be copied")
         return 0.0

@@ -70,12 +70,12 @@ def fit(config: Config) -> list[str]:
     ("name", "ranks", "fits"), [("7b", 8, True), ("72b", 64, True), ("72b", 8, False), ("7b", 1, False)]
 )
 def test_a_plan_says_whether_a_rank_fits(name: str, ranks: int, fits: bool, tmp_path: Path):
-    """With settings that keep activations small, and no copies of the weights on the GPU."""
+    """With settings that keep activations small."""
     config = planned(checkpoint(tmp_path, name), f"learner.ranks={ranks}", *SMALL)
     (line,) = fit(config)
     model = model_size(tmp_path)
     assert model is not None
-    needed = taken(config, model, "learner", ROOM)
+    needed = taken(config, model, ROOM)
     assert size(needed) in line and (needed <= ROOM) == fits
     assert ("which fits" in line) == fits and ("Less takes: model.activation_checkpointing" in line) != fits
 

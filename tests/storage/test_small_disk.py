@@ -31,7 +31,7 @@ from asyncrl.storage.lines import read_lines
 from asyncrl.telemetry.folder.run_folder import prepare_run_folder
 from asyncrl.telemetry.metrics.log import MetricsLog
 from asyncrl.weights.files.sender import FilesSender
-from asyncrl.weights.publishing.snapshot import BackgroundPublisher
+from asyncrl.weights.publishing.publisher import WeightPublisher
 from tests.learner.feed import tiny_checkpoint
 from tests.small_disk import SmallDisk, small_disk
 from tests.waiting import until
@@ -104,7 +104,7 @@ def best(disk: SmallDisk) -> Callable[[], None]:
 
 def weights_file(disk: SmallDisk) -> Callable[[], None]:
     sender = FilesSender(Board(), disk.root / "weights")
-    publisher = BackgroundPublisher(sender, wire_dtype=torch.float32, bucket_bytes=1 << 20, wait_s=30)
+    publisher = WeightPublisher(sender, wire_dtype=torch.float32, bucket_bytes=1 << 20, wait_s=30)
 
     def write() -> None:
         publisher.publish(0, {"w": torch.ones(10_000)}.items())

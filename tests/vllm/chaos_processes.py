@@ -26,7 +26,7 @@ from asyncrl.weights.broadcast.staging import Staging
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
 from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.canary import Canary, Proof, random_probes
-from asyncrl.weights.publishing.snapshot import BackgroundPublisher
+from asyncrl.weights.publishing.publisher import WeightPublisher
 from tests.vllm.models import VOCABULARY, logprobs_of, make_model, prompt, request
 from tests.vllm.trapped_calls import TrappedCalls
 from tests.weights.board import WorkerRendezvous
@@ -193,7 +193,7 @@ def learner_process(board: Any, first: int, timeout_s: float, injection: Injecti
     if injection is not None and injection.phase.split()[-1] in ("invite", "go"):
         trap.arm(injection.action, injection.phase, Path(fired).touch)
     sender = BroadcastSender(board, Link(host="127.0.0.1", timeout_s=timeout_s), poll_members_s=0.2)
-    publisher = BackgroundPublisher(
+    publisher = WeightPublisher(
         sender, wire_dtype=torch.float32, bucket_bytes=BUCKET, wait_s=60 * timeout_s, idle_s=0.005
     )
     version = first

@@ -16,7 +16,7 @@ from asyncrl.schema import Config
 from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.factory import make_subscriber
-from asyncrl.weights.publishing.snapshot import BackgroundPublisher
+from asyncrl.weights.publishing.publisher import WeightPublisher
 from tests.waiting import until
 from tests.weights.board import BoardManager, WorkerRendezvous
 
@@ -52,9 +52,9 @@ async def when_tokens_flow(engine: Any, count: int = 1, wait_s: float = 300.0) -
 BUCKET = 1 << 16
 
 
-def make_publisher(board: Any, timeout_s: float = 60.0) -> BackgroundPublisher:
+def make_publisher(board: Any, timeout_s: float = 60.0) -> WeightPublisher:
     sender = BroadcastSender(board, Link(host="127.0.0.1", timeout_s=timeout_s), poll_members_s=0.2)
-    return BackgroundPublisher(sender, wire_dtype=torch.float32, bucket_bytes=BUCKET, wait_s=120.0)
+    return WeightPublisher(sender, wire_dtype=torch.float32, bucket_bytes=BUCKET, wait_s=120.0)
 
 
 class Live:
@@ -64,7 +64,7 @@ class Live:
         self.engine, self.board, self.subscriber = engine, board, subscriber
 
     @contextmanager
-    def publishing(self) -> Iterator[BackgroundPublisher]:
+    def publishing(self) -> Iterator[WeightPublisher]:
         publisher = make_publisher(self.board)
         try:
             yield publisher

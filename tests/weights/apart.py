@@ -23,7 +23,7 @@ import torch
 from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
 from asyncrl.weights.broadcast.wires import Link
-from asyncrl.weights.publishing.snapshot import BackgroundPublisher
+from asyncrl.weights.publishing.publisher import WeightPublisher
 from tests.integration.far import enter, other_network
 from tests.weights.board import BoardManager, WorkerRendezvous, end_with_tests
 
@@ -100,7 +100,7 @@ def main(seconds: float, way: str) -> int:
             process.start()
             kept.callback(process.kill)
         sender = BroadcastSender(board, Link(host=HOST, timeout_s=TIMEOUT_S), poll_members_s=0.2)
-        publisher = BackgroundPublisher(sender, wire_dtype=torch.float32, bucket_bytes=1 << 20, wait_s=600.0)
+        publisher = WeightPublisher(sender, wire_dtype=torch.float32, bucket_bytes=1 << 20, wait_s=600.0)
         began, version = time.monotonic(), 0
         while time.monotonic() - began < seconds:
             publisher.publish(version, [("w", torch.full((1 << 20,), float(version)))])

@@ -47,20 +47,17 @@ INJECTIONS = (
     ),
     Injection("stop", "worker", "bucket 3", ipc=True),
     *(Injection("kill", "learner", phase, ipc=True) for phase in ("after event", "bucket 3", "after prints")),
-    *(Injection(action, "worker", "bucket 3", in_place=True) for action in ("kill", "stop")),
-    *(Injection("kill", "learner", phase, in_place=True) for phase in ("after event", "bucket 3", "after prints")),
-    Injection("kill", "worker", "bucket 3", ipc=True, in_place=True),
-    *(Injection("kill", "worker", phase, pull=True) for phase in ("block 3", "mid load")),
-    Injection("stop", "worker", "block 3", pull=True),
-    Injection("kill", "learner", "mid file", pull=True),
-    Injection("kill", "worker", "block 0", pull=True, delta=True),
-    Injection("kill", "learner", "mid file", pull=True, delta=True),
+    *(Injection("kill", "worker", phase, files=True) for phase in ("block 3", "mid load")),
+    Injection("stop", "worker", "block 3", files=True),
+    Injection("kill", "learner", "mid file", files=True),
+    Injection("kill", "worker", "block 0", files=True, delta=True),
+    Injection("kill", "learner", "mid file", files=True, delta=True),
 )
 _SHORT_NAMES = (
     "kill@worker: before accept", "kill@worker: mid load", "stop@worker: bucket 3", "kill@learner: bucket 3",
     
-    "kill@worker: bucket 3 (ipc)", "kill@learner: bucket 3 (ipc)", "kill@worker: bucket 3 (in place)",
-    "kill@worker: block 3 (pull)", "kill@learner: mid file (pull)",
+    "kill@worker: bucket 3 (ipc)", "kill@learner: bucket 3 (ipc)", 
+    "kill@worker: block 3 (files)", "kill@learner: mid file (files)",
 )  # fmt: skip
 SHORT = tuple(injection for injection in INJECTIONS if injection.name in _SHORT_NAMES)
 
@@ -71,22 +68,16 @@ class Kind:
 
     delta: bool
     ipc: bool
-    in_place: bool
-    pull: bool
+    files: bool
 
     @classmethod
     def of(cls, injection: Injection) -> Kind:
-        return cls(injection.delta, injection.ipc, injection.in_place, injection.pull)
+        return cls(injection.delta, injection.ipc, injection.files)
 
     @property
     def name(self) -> str:
         kind = "delta" if self.delta else "full"
-        return (
-            kind
-            + (" by ipc" if self.ipc else "")
-            + (" in place" if self.in_place else "")
-            + (" pulled" if self.pull else "")
-        )
+        return kind + (" by ipc" if self.ipc else "") + (" by files" if self.files else "")
 
 
 def context_of(device: str, module: str) -> Any:
@@ -99,8 +90,7 @@ class Cluster:
     def __init__(self, board: Any, kind: Kind, limit_s: float, device: str = "cpu") -> None:
         self.board, self._limit_s, self._device = board, limit_s, device
         self._delta, self._backend = "always" if kind.delta else "never", "ipc" if kind.ipc else "sockets"
-        self._in_place = kind.in_place
-        self._folder = tempfile.mkdtemp() if kind.pull else ""
+        self._folder = tempfile.mkdtemp() if kind.files else ""
         self._context = context_of(device, "tests.weights.chaos_processes")
         self.processes: list[Any] = []
         self.learner = self.start_learner(None)
@@ -116,7 +106,7 @@ class Cluster:
             before.kill()
             before.join(30)
         first = max(self.board.notes("published"), default=-1) + 3  # a version in transfer is not noted yet
-        how = (self._delta, self._backend, self._in_place, self._device, self._folder)
+        how = (self._delta, self._backend, self._device, self._folder)
         self.learner = self._start(learner_process, self.board, first, injection, *how)
         return self.learner
 

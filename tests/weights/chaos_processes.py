@@ -19,11 +19,10 @@ from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
 from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.canary import Canary, Proof, random_probes
 from asyncrl.weights.files.sender import FilesSender
-from asyncrl.weights.files.server import FilesServer
-from asyncrl.weights.files.shelf import FolderShelf
+from asyncrl.weights.files.shelf import UrlShelf
 from asyncrl.weights.files.subscriber import FilesSubscriber
 from asyncrl.weights.fingerprint import Fingerprint
-from asyncrl.weights.publishing.snapshot import BackgroundPublisher, Sender
+from asyncrl.weights.publishing.publisher import Sender, WeightPublisher
 from tests.weights.board import WorkerRendezvous, end_with_tests
 from tests.weights.trap import Injection, Trap
 
@@ -102,7 +101,7 @@ class ArmedWhen:
 
 
 def worker_process(
-    board: Any, worker: str, incarnation: str, injection: Injection | None, device: str = "cpu", pull: bool = False
+    board: Any, worker: str, incarnation: str, injection: Injection | None, device: str = "cpu", files: bool = False
 ) -> None:
     end_with_tests()
     torch.set_num_threads(1)
@@ -121,7 +120,7 @@ def worker_process(
     engine = Engine(board, worker, trap, device)
     board.join(worker, incarnation)
     proof = Proof(score=engine.score, engine_dtype="float32", verify_every=1)
-    if pull:
+    if files:
         trap.blocks()
         subscriber = FilesSubscriber(WorkerRendezvous(board, worker), engine.load, proof, timeout_s=TIMEOUT_S)
     else:
@@ -148,7 +147,7 @@ def worker_process(
 def sender_of(board: Any, delta: str, backend: str, trap: Trap, folder: str) -> Sender:
     if folder:
         trap.files()
-        shelf = FolderShelf(Path(folder), FilesServer(Path(folder), "127.0.0.1"))
+        shelf = UrlShelf(f"file://{folder}/there", Path(folder))
         return FilesSender(board, Path(folder), delta=delta, shelf=shelf)
     broadcast_publisher.post = door.post = trap.post
     broadcast_publisher.WeightGroup = trap.group()
@@ -161,37 +160,31 @@ def learner_process(
     injection: Injection | None,
     delta: str,
     backend: str,
-    in_place: bool,
     device: str = "cpu",
     folder: str = "",
 ) -> None:
     """Run a learner.
 
     Args:
-        in_place: keep the weights once and write each version over the one before.
-        folder: if given, put the versions there and serve them from there.
+        folder: if given, put the versions at a URL below it.
     """
     end_with_tests()
     torch.set_num_threads(1)
     trap = Trap()
     armed = ArmedWhen(board, trap, injection)
-    publisher = BackgroundPublisher(
+    publisher = WeightPublisher(
         sender_of(board, delta, backend, trap, folder),
         wire_dtype=torch.float32,
         bucket_bytes=1 << 12,
         wait_s=60 * TIMEOUT_S,
         idle_s=0.005,
         device=device,
-        shared=backend == "ipc",
-        copied=not in_place,
     )
     version, own = first, weights(first, device)
     while not board.notes("stop/learner"):
         tensors = weights(version, device)
-        if in_place:
-            for _ in publisher.copied():
-                pass
-            tensors = {name: own[name].copy_(tensor) for name, tensor in tensors.items()}
+        publisher.wait()
+        tensors = {name: own[name].copy_(tensor) for name, tensor in tensors.items()}  # over the one before
         canary = Canary(sequences=PROBES, logprobs=tuple(score(tensors)), learner_dtype="float32", wire_dtype="float32")
         try:
             publisher.publish(version, tensors.items(), canary)

@@ -6,7 +6,7 @@ import torch
 from asyncrl.errors import ModelMismatchError
 from asyncrl.weights.adapter import SCALING, peft_names, read_pairs, read_scaling, scaling_tensor
 from asyncrl.weights.manifest import Manifest
-from asyncrl.weights.publishing.gather import gather_into, plan
+from tests.weights.versions import buckets_of, version_of
 
 
 def adapter(rank: int = 3, alpha: int = 7) -> dict[str, torch.Tensor]:
@@ -18,11 +18,9 @@ def adapter(rank: int = 3, alpha: int = 7) -> dict[str, torch.Tensor]:
 
 
 def test_the_scaling_survives_a_bfloat16_wire_exactly():
-    tensors = list(adapter(rank=13, alpha=501).items())
-    manifest = Manifest.from_wire(plan(tensors, torch.bfloat16, 1 << 20).to_wire())
-    buffers = manifest.allocate()
-    gather_into(manifest, tensors, buffers)
-    arrived = manifest.views(buffers)
+    version = version_of(list(adapter(rank=13, alpha=501).items()), dtype=torch.bfloat16)
+    manifest = Manifest.from_wire(version.manifest.to_wire())
+    arrived = manifest.views(buckets_of(version))
     assert read_scaling(arrived) == (13, 501)
     pairs = read_pairs(arrived)
     assert list(pairs) == ["model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"]

@@ -21,8 +21,8 @@ from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
 from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.canary import Canary, Proof, random_probes
 from asyncrl.weights.fingerprint import bucket_fingerprint
-from asyncrl.weights.publishing import snapshot
-from asyncrl.weights.publishing.snapshot import BackgroundPublisher
+from asyncrl.weights.publishing.gather import Gather
+from asyncrl.weights.publishing.publisher import WeightPublisher
 from tests.forked import forked_from
 from tests.waiting import until
 from tests.weights.board import BoardManager, WorkerRendezvous
@@ -90,9 +90,9 @@ class AwayStaging(staging.Staging):
         return int(bool(self._board.notes("back")))
 
 
-def make_publisher(board, timeout_s: float = TIMEOUT_S) -> BackgroundPublisher:
+def make_publisher(board, timeout_s: float = TIMEOUT_S) -> WeightPublisher:
     sender = BroadcastSender(board, Link(host="127.0.0.1", timeout_s=timeout_s), poll_members_s=0.2)
-    return BackgroundPublisher(sender, wire_dtype=torch.float32, bucket_bytes=BUCKET, wait_s=120.0)
+    return WeightPublisher(sender, wire_dtype=torch.float32, bucket_bytes=BUCKET, wait_s=120.0)
 
 
 def subscriber_process(board, worker: str, group: str, timeout_s: float, lifetime_s: float) -> None:
@@ -175,7 +175,7 @@ def cluster() -> Iterator[Cluster]:
             process.join(10)
 
 
-def wait_stats(publisher: BackgroundPublisher, **least: float) -> dict[str, float]:
+def wait_stats(publisher: WeightPublisher, **least: float) -> dict[str, float]:
     """The publisher's statistics once each named one is at least so much: a worker serves before it is counted."""
     deadline = time.monotonic() + 100
     while True:
@@ -192,7 +192,7 @@ def members(board) -> list[list[str]]:
 
 
 @contextlib.contextmanager
-def publishing(board, timeout_s: float = TIMEOUT_S) -> Iterator[BackgroundPublisher]:
+def publishing(board, timeout_s: float = TIMEOUT_S) -> Iterator[WeightPublisher]:
     publisher = make_publisher(board, timeout_s)
     try:
         yield publisher
@@ -233,7 +233,7 @@ class CountingRendezvous:
 def test_the_server_is_not_asked_for_the_members_before_every_version_and_a_newcomer_is_served_all_the_same(cluster):
     rendezvous, versions = CountingRendezvous(cluster.board), 10
     sender = BroadcastSender(rendezvous, Link(host="127.0.0.1", timeout_s=TIMEOUT_S), poll_members_s=100.0)
-    publisher = BackgroundPublisher(sender, wire_dtype=torch.float32, bucket_bytes=BUCKET, wait_s=120.0)
+    publisher = WeightPublisher(sender, wire_dtype=torch.float32, bucket_bytes=BUCKET, wait_s=120.0)
     cluster.worker("a")
     publisher.publish(0, weights(0).items())
     cluster.wait_served("a", 0)
@@ -348,28 +348,33 @@ def test_an_engine_without_any_process_is_not_waited_for_and_joins_when_it_has_o
         assert cluster.bytes_of("b", 1) == [fingerprint_of(weights(1))]
 
 
-def test_a_copy_that_breaks_off_while_it_is_sent_is_loaded_by_nobody(cluster, monkeypatch):
-    on_the_wire, real = threading.Event(), WeightGroup.broadcast
+def test_a_gather_that_breaks_off_while_it_is_sent_is_loaded_by_nobody(cluster, monkeypatch):
+    on_the_wire, real, begin = threading.Event(), WeightGroup.broadcast, Gather.begin
 
     def telling(group: WeightGroup, piece: torch.Tensor):
         on_the_wire.set()
         return real(group, piece)
 
-    def breaking(manifest, named, buffers, group, filling, hashed) -> list[str]:
-        filling.reach(2 * BUCKET)
-        assert on_the_wire.wait(60), "nothing of version 2 was sent"
-        raise RuntimeError("rank 1 is gone")
+    def breaking(gather, bucket, tensors):
+        if bucket is not first:
+            assert not begun or on_the_wire.wait(60), "nothing of version 2 was sent"
+            begun.append(bucket)
+            if len(begun) > 2:
+                raise RuntimeError("rank 1 is gone")
+        return begin(gather, bucket, tensors)
 
     cluster.worker("a")
     with publishing(cluster.board) as publisher:
         publisher.publish(1, weights(1).items())
         cluster.wait_served("a", 1)
         wait_stats(publisher, sent_version=1)
+        assert publisher._manifest is not None
+        first, begun = publisher._manifest.buckets[0], []
         monkeypatch.setattr(WeightGroup, "broadcast", telling)
-        monkeypatch.setattr(snapshot, "gather_into", breaking)
+        monkeypatch.setattr(Gather, "begin", breaking)
         publisher.publish(2, weights(2).items())
-        with pytest.raises(WeightsError, match="version 2 could not be copied out of the learner: rank 1 is gone"):
-            publisher.wait_copied()
+        with pytest.raises(WeightsError, match=r"version 2 could not be gathered .*: rank 1 is gone"):
+            publisher.wait()
     assert cluster.finish("a")["policy_version"] == 1
     assert not cluster.bytes_of("a", 2)
 

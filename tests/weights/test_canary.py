@@ -21,7 +21,7 @@ from asyncrl.weights.canary import (
 )
 from asyncrl.weights.files.sender import FilesSender
 from asyncrl.weights.files.subscriber import FilesSubscriber
-from asyncrl.weights.publishing.snapshot import BackgroundPublisher
+from asyncrl.weights.publishing.publisher import WeightPublisher
 from tests.waiting import until
 from tests.weights.board import Board, WorkerRendezvous
 
@@ -299,7 +299,7 @@ class FilesPair:
         board = Board()
         self.board = board
         self.dtype = dtype
-        self.publisher = BackgroundPublisher(
+        self.publisher = WeightPublisher(
             FilesSender(board, folder), wire_dtype=torch.float32, bucket_bytes=1 << 20, wait_s=30
         )
         proof = Proof(score=engine.score, engine_dtype=dtype, verify_every=verify_every)

@@ -9,7 +9,7 @@ from asyncrl.errors import WeightsError
 from asyncrl.weights.files import subscriber as subscribing
 from asyncrl.weights.files.sender import FilesSender
 from asyncrl.weights.files.subscriber import FilesSubscriber
-from asyncrl.weights.publishing.snapshot import BackgroundPublisher
+from asyncrl.weights.publishing.publisher import WeightPublisher
 from tests.waiting import until
 from tests.weights.board import Board, WorkerRendezvous
 
@@ -24,7 +24,7 @@ class Cluster:
         self.board = Board()
         self.loaded: list[tuple[int, dict[str, torch.Tensor]]] = []
         sender = FilesSender(self.board, folder)
-        self.publisher = BackgroundPublisher(sender, wire_dtype=torch.bfloat16, bucket_bytes=1 << 20, wait_s=30)
+        self.publisher = WeightPublisher(sender, wire_dtype=torch.bfloat16, bucket_bytes=1 << 20, wait_s=30)
         self.subscriber = None
 
     def subscribe(self):

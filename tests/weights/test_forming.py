@@ -15,7 +15,7 @@ from asyncrl.weights.broadcast.staging import Seat
 from asyncrl.weights.broadcast.stream_wire import StreamWire
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
 from asyncrl.weights.broadcast.wires import Link
-from asyncrl.weights.publishing.snapshot import BackgroundPublisher
+from asyncrl.weights.publishing.publisher import WeightPublisher
 from benchmarks.parts.crowd import WEIGHT, Meeting, NoBytes, Receives
 from tests.waiting import until
 
@@ -38,7 +38,7 @@ def test_members_for_which_an_epoch_formed_join_the_next_one_where_it_did_not_fo
     monkeypatch.setattr(publisher_module, "WeightGroup", BrokenOnce)
     meeting = Meeting(2)
     sender = BroadcastSender(meeting, Link(host="127.0.0.1", timeout_s=TIMEOUT_S))
-    publisher = BackgroundPublisher(sender, wire_dtype=torch.float32, bucket_bytes=1 << 20, wait_s=WAIT_S)
+    publisher = WeightPublisher(sender, wire_dtype=torch.float32, bucket_bytes=1 << 20, wait_s=WAIT_S)
     members = [
         BroadcastSubscriber(
             meeting, lambda *_: None, worker=f"w{number}", incarnation="1", timeout_s=TIMEOUT_S, receiver=Receives()
@@ -77,7 +77,7 @@ def test_a_worker_without_a_connection_to_another_is_left_out_and_comes_back_whe
     monkeypatch.setattr(StreamWire, "_connect", second_fails)
     meeting = Meeting(2)
     sender = BroadcastSender(meeting, Link(host="127.0.0.1", timeout_s=TIMEOUT_S), poll_members_s=0.1)
-    publisher = BackgroundPublisher(sender, wire_dtype=torch.float32, bucket_bytes=1 << 20, wait_s=WAIT_S)
+    publisher = WeightPublisher(sender, wire_dtype=torch.float32, bucket_bytes=1 << 20, wait_s=WAIT_S)
     members = [
         BroadcastSubscriber(meeting, lambda *_: None, worker=f"w{number}", incarnation="1", timeout_s=TIMEOUT_S)
         for number in range(2)
@@ -120,9 +120,7 @@ def test_a_member_that_dies_before_it_joins_is_waited_for_only_until_the_replay_
 ) -> None:
     meeting, over = Meeting(3), threading.Event()
     sender = BroadcastSender(meeting, Link(host="127.0.0.1", timeout_s=TIMEOUT_S, backend=backend), poll_members_s=0.1)
-    publisher = BackgroundPublisher(
-        sender, wire_dtype=torch.float32, bucket_bytes=1 << 20, wait_s=WAIT_S, shared=backend == "ipc"
-    )
+    publisher = WeightPublisher(sender, wire_dtype=torch.float32, bucket_bytes=1 << 20, wait_s=WAIT_S)
     members = [
         BroadcastSubscriber(
             meeting, lambda *_: None, worker=f"w{number}", incarnation="1", timeout_s=TIMEOUT_S,

@@ -1,6 +1,9 @@
+"""What rank 0 gets of a model that is spread over ranks, while they train; and how much memory that takes."""
+
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -10,20 +13,26 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from asyncrl.learner.publishing.holding import hold_back
-from asyncrl.weights.fingerprint import bucket_fingerprint
-from asyncrl.weights.publishing import gather, snapshot
-from asyncrl.weights.publishing.filling import Filling
-from asyncrl.weights.publishing.gather import gather_into, plan
-from asyncrl.weights.publishing.snapshot import BackgroundPublisher, Snapshot
+from asyncrl.learner.parallel.experts import spread
+from asyncrl.learner.parallel.sharding import data_mesh, expert_data_mesh
+from asyncrl.weights.publishing.gather import Gather
+from asyncrl.weights.publishing.publisher import WeightPublisher
+from asyncrl.weights.publishing.version import Version
 from tests.forked import run_ranks
+from tests.weights.versions import buckets_of, tensors_of, version_of
+
+LAYOUTS = ("fsdp", "copies", "tensor", "experts")
 
 
 class Net(nn.Module):
-    """Odd sizes (uneven shards, one smaller than the world), a tie, an integer tensor."""
+    """Odd sizes (uneven shards, some smaller than the world), a tie, and a buffer-like tensor that nobody cuts."""
 
-    def __init__(self) -> None:
+    def __init__(self, layout: str) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(7, 6)
@@ -31,67 +40,68 @@ class Net(nn.Module):
         self.scale = nn.Parameter(torch.randn(1))
         self.head = nn.Linear(6, 7, bias=False)
         self.head.weight = self.embed.weight
+        if layout == "experts":
+            self.experts = nn.Module()
+            self.experts.stack = nn.Parameter(torch.randn(6, 3, 2))  # 3 of them over 2 ranks: uneven as well
+        if layout == "tensor":
+            self.columns = nn.Linear(10, 9, bias=False)
+            self.rows = nn.Linear(3, 11, bias=False)
 
 
-def gathered(model: nn.Module, wire_dtype: torch.dtype, cap: int, rank: int) -> dict[str, torch.Tensor]:
-    named = list(model.named_parameters())
-    manifest = plan(named, wire_dtype, cap)
-    buffers = manifest.allocate() if rank == 0 else None
-    gather_into(manifest, named, buffers)
-    return manifest.views(buffers) if buffers is not None else {}
+def shard(net: Net, layout: str, world: int) -> None:
+    if layout == "fsdp":
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+    elif layout == "copies":
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    elif layout == "experts":
+        ranks = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("shard", "expert"))
+        for experts in spread(net, ranks):
+            fully_shard(experts, mesh=expert_data_mesh(ranks))
+        mesh = data_mesh(ranks)
+    else:
+        both = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("shard", "tensor"))
+        for module in [module for module in net.modules() if module._parameters]:
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                how = Shard(1) if module is net.columns else Shard(0) if module is net.rows else Replicate()
+                part = nn.Parameter(distribute_tensor(parameter.data, both["tensor"], [how]))
+                module._parameters[name] = part
+        net.head.weight = net.embed.weight
+        mesh = both["shard"]
+    for layer in net.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(net, mesh=mesh)
 
 
 @pytest.mark.parametrize("wire_dtype", [torch.float32, torch.bfloat16])
 def test_plain_tensors_are_cast_and_integers_are_not(wire_dtype):
-    model = Net()
+    model = Net("fsdp")
     model.register_parameter("steps", nn.Parameter(torch.tensor([3, 2**40]), requires_grad=False))
-    views = gathered(model, wire_dtype, 64, rank=0)
+    views = tensors_of(version_of(list(model.named_parameters()), dtype=wire_dtype, cap=64))
     for name, parameter in model.named_parameters():
         expected = parameter.to(wire_dtype) if parameter.is_floating_point() else parameter
         assert torch.equal(views[name], expected)
 
 
-class CountingFilling(Filling):
-    def __init__(self) -> None:
-        super().__init__(1.0)
-        self.steps: list[int] = []
-
-    def reach(self, nbytes: int) -> None:
-        self.steps.append(nbytes)
-        super().reach(nbytes)
-
-
-@pytest.mark.parametrize("sizes", [[1000] * 200, [7, 0, 300_000, 3, 70_001]])
-def test_small_tensors_are_copied_many_at_a_time_and_large_ones_in_blocks_with_the_same_bytes_and_fingerprint(sizes):
-    named = [(f"w{i}", torch.randn(size)) for i, size in enumerate(sizes)]
-    manifest, filling = plan(named, torch.float32, 1 << 30), CountingFilling()
-    buffers = manifest.allocate()
-    assert gather_into(manifest, named, buffers, filling=filling) == [bucket_fingerprint(buffers[0])]
-    assert all(torch.equal(manifest.views(buffers)[name], tensor) for name, tensor in named)
-    assert filling.steps == sorted(filling.steps) and filling.steps[-1] == manifest.nbytes
-    assert len(filling.steps) <= manifest.nbytes // gather._BLOCK + 3
-
-
 class KeepingSender:
-    """Keeps what it is given to send as it was, piece by piece, the moment the copy called it final."""
-
-    keeps_previous, sends_buckets = False, True
+    """Keeps the bytes of each version; serves newcomers when the test says that there are some."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, dict[str, torch.Tensor]]] = []
+        self.behind = False
+        self.newcomers = threading.Event()
 
-    def send(self, snapshot: Snapshot, previous: Snapshot | None = None) -> None:
-        kept, done = [], 0
-        for buffer in snapshot.buffers:
-            pieces = []
-            for piece in buffer.split(16):
-                done += len(piece)
-                snapshot.filling.wait(done)
-                pieces.append(piece.clone())
-            kept.append(torch.cat(pieces))
-        self.sent.append((snapshot.policy_version, snapshot.manifest.views(kept)))
+    def send(self, version: Version) -> None:
+        self.behind = False
+        if not self.newcomers.is_set():
+            return  # nobody is there
+        self.sent.append((version.policy_version, version.manifest.views(buckets_of(version))))
 
-    def idle(self, newest: Snapshot | None) -> None: ...
+    def idle(self, newest: Version | None) -> None:
+        if self.newcomers.is_set() and newest is not None and not self.sent:
+            if newest.gone:
+                self.behind = True
+            else:
+                self.send(newest)
 
     def stats(self) -> dict[str, float]:
         return {}
@@ -99,15 +109,45 @@ class KeepingSender:
     def close(self) -> None: ...
 
 
-def _beside_training(model: nn.Module, reference: dict[str, torch.Tensor], rank: int) -> None:
-    """Each rank gathers on one thread and reduces on another; the optimizer steps as soon as it may, in parts."""
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _late_engines(model: nn.Module, reference: dict[str, torch.Tensor], rank: int) -> None:
+    """All ranks wait for a batch when the first engine comes: it gets the version that was published before."""
     sender = KeepingSender() if rank == 0 else None
-    publisher = BackgroundPublisher(sender, wire_dtype=torch.float32, bucket_bytes=64, wait_s=300.0)
+    publisher = WeightPublisher(sender, wire_dtype=torch.float32, bucket_bytes=64, wait_s=120.0)
+    publisher.publish(0, [(name, p.detach()) for name, p in model.named_parameters()])
+    began, served = time.monotonic(), False
+    while not served:
+        if sender is not None and time.monotonic() - began > 1.0:
+            sender.newcomers.set()
+        if publisher.meets:
+            publisher.serve()
+        found = torch.tensor([float(sender is not None and bool(sender.sent))])
+        dist.broadcast(found, 0)
+        served = bool(found.item())
+        assert time.monotonic() - began < 120
+        time.sleep(0.05)
+    if sender is not None:
+        (version, tensors), *_ = sender.sent
+        assert version == 0
+        assert all(torch.equal(tensors[name], parameter) for name, parameter in reference.items())
+    publisher.wait()
+    dist.barrier()
+    publisher.close()
+
+
+def _beside_training(model: nn.Module, reference: dict[str, torch.Tensor], rank: int) -> None:
+    """Each rank gathers on one thread and reduces on another; the optimizer steps as soon as it may."""
+    sender = KeepingSender() if rank == 0 else None
+    if sender is not None:
+        sender.newcomers.set()
+    publisher = WeightPublisher(sender, wire_dtype=torch.float32, bucket_bytes=64, wait_s=120.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    hold_back(optimizer, publisher)
-    snapshot._LEAST_PART = 1
-    for version in range(12):
-        publisher.publish(version, model.named_parameters())
+    optimizer.register_step_pre_hook(lambda *_: publisher.wait() and None)
+    for version in range(8):
+        publisher.publish(version, [(name, p.detach()) for name, p in model.named_parameters()])
         for _ in range(version):
             total = torch.ones(1000)
             dist.all_reduce(total)
@@ -116,38 +156,107 @@ def _beside_training(model: nn.Module, reference: dict[str, torch.Tensor], rank:
             parameter.grad = -torch.ones_like(parameter)
         optimizer.step()
         if sender is not None:
-            deadline = time.monotonic() + 300
+            deadline = time.monotonic() + 120
             while len(sender.sent) <= version:
                 assert time.monotonic() < deadline
                 time.sleep(0.001)
-            sent_version, tensors = sender.sent[-1]
+            sent_version, tensors = sender.sent[version]
             assert sent_version == version
             for name, parameter in reference.items():
                 assert torch.equal(tensors[name], parameter), (version, name)
                 parameter.add_(1.0)
+    dist.barrier()
     publisher.close()
+
+
+class LiveBytes(TorchDispatchMode):
+    """Peak of the bytes of all storages that operations in it made and that still live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._given: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for each in plain((args, kwargs)):
+            if each.untyped_storage().data_ptr() not in self._made:
+                self._given.add(each.untyped_storage().data_ptr())
+        out = func(*args, **(kwargs or {}))
+        for each in plain(out):
+            storage = each.untyped_storage()
+            if storage.nbytes() and storage.data_ptr() not in self._given:
+                self._made[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, sum(nbytes for ref, nbytes in self._made.values() if not ref.expired()))
+        return out
+
+
+def plain(found: object) -> list[torch.Tensor]:
+    """Tensors with memory of their own, as wrappers have none."""
+    return [each for each in tree_leaves(found) if type(each) in (torch.Tensor, nn.Parameter)]
+
+
+def _memory(model: nn.Module, rank: int) -> None:
+    """One pass, counted: at most four buckets on any rank, whatever the layout."""
+    cap = 4096
+    named = [(name, p.detach()) for name, p in model.named_parameters()]
+    gather = Gather(named, 120.0)
+    version = version_of(named, cap=cap, gather=gather)
+    largest = max(bucket.nbytes for bucket in version.manifest.buckets)
+    with LiveBytes() as counted:
+        if rank == 0:
+            with version.open() as buckets:
+                for index in range(len(version.manifest.buckets)):
+                    buckets.take(index)
+            version.wait(to_write=True)
+        elif gather.takes_part:
+            gather.follow(version.manifest, dict(named))
+    assert len(version.manifest.buckets) > 8
+    assert counted.peak <= 4 * largest, (counted.peak, largest)
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(32, 32) for _ in range(12)])
 
 
 def _rank(rank: int, world: int, folder: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
-    # Four ranks have two copies of the model, the others one.
-    sizes = (2, world // 2) if world == 4 else (world,)
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
-    model = Net()
-    reference = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    for wire_dtype in (torch.float32, torch.bfloat16):
-        for cap in (64, 1 << 20):
-            views = gathered(model, wire_dtype, cap, rank)
+    for layout in LAYOUTS:
+        net = Net(layout)
+        reference = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+        shard(net, layout, world)
+        named = [(name, p.detach()) for name, p in net.named_parameters()]
+        for wire_dtype in (torch.float32, torch.bfloat16):
+            gather = Gather(named, 120.0)
+            version = version_of(named, dtype=wire_dtype, cap=64, gather=gather)
             if rank == 0:
-                for name, parameter in reference.items():
-                    assert torch.equal(views[name], parameter.to(wire_dtype)), (name, wire_dtype, cap)
-    _beside_training(model, reference, rank)
-    if rank == 0:
-        Path(folder, "ok").touch()
+                for _ in range(2):  # a version is sent as often as it takes
+                    views = tensors_of(version)
+                    for name, parameter in reference.items():
+                        assert torch.equal(views[name], parameter.to(wire_dtype)), (name, layout, wire_dtype)
+                version.wait(to_write=True)
+            elif gather.takes_part:
+                gather.follow(version.manifest, dict(named))
+        if layout in ("fsdp", "copies", "tensor"):
+            _late_engines(net, reference, rank)
+        if layout in ("fsdp", "copies"):
+            _beside_training(net, reference, rank)
+    deep = Deep()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+    for layer in deep.layers:
+        fully_shard(layer, mesh=mesh)
+    _memory(deep, rank)
+    deep = Deep()
+    for layer in deep.layers:
+        for name, parameter in list(layer.named_parameters()):
+            part = distribute_tensor(parameter.data, mesh, [Shard(parameter.ndim - 1)])
+            layer._parameters[name] = nn.Parameter(part)
+    _memory(deep, rank)
+    Path(folder, f"ok{rank}").touch()
     dist.barrier()
     dist.destroy_process_group()
 
@@ -155,7 +264,17 @@ def _rank(rank: int, world: int, folder: str) -> None:
 @pytest.mark.slow
 @pytest.mark.unhurried
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("world", [3, 4])
-def test_fsdp_shards_gather_to_exactly_the_cast_full_tensors(tmp_path, world):
+@pytest.mark.parametrize("world", [4])
+def test_shards_of_any_layout_gather_to_exactly_the_cast_full_tensors(tmp_path, world):
     run_ranks(_rank, world, tmp_path, "tests.weights.chaos_processes")
-    assert (tmp_path / "ok").exists()
+    assert all((tmp_path / f"ok{rank}").exists() for rank in range(world))
+
+
+def test_one_rank_takes_no_memory_for_a_pass():
+    deep = Deep()
+    named = [(name, p.detach()) for name, p in deep.named_parameters()]
+    version = version_of(named, cap=4096)
+    with LiveBytes() as counted, version.open() as buckets:
+        for index in range(len(version.manifest.buckets)):
+            buckets.take(index)
+    assert counted.peak == 0

@@ -17,7 +17,7 @@ from asyncrl.weights.broadcast.staging import Staging
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
 from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.fingerprint import LEAF, Fingerprint, bucket_fingerprint
-from asyncrl.weights.publishing.snapshot import BackgroundPublisher
+from asyncrl.weights.publishing.publisher import WeightPublisher
 from asyncrl.weights.sliced import Wanted
 from tests.pretended_gpu import DEFAULT, DeviceError, pinned, place_of, pretended_gpus, stream_here
 from tests.waiting import until
@@ -69,12 +69,9 @@ def weights(version: int, dtype: torch.dtype, place: torch.device | str) -> dict
         {},
         {"bucket": 512},
         {"dtype": torch.bfloat16},
-        {"copied": False},
         {"keeps": HALF},
-        {"keeps": HALF, "copied": False},
         {"place": "cpu"},
         {"backend": "sockets"},
-        {"backend": "sockets", "copied": False},
     ],
     ids=lambda case: ",".join(f"{name}" for name in case) or "plain",
 )
@@ -93,12 +90,12 @@ def test_weights_pass_from_gpu_to_gpu_and_no_piece_waits_for_training_or_generat
     with pretended_gpus(4):
         sender = BroadcastSender(
             board,  # pyright: ignore[reportArgumentType]
-            link := Link(host="127.0.0.1", timeout_s=TIMEOUT_S, backend=backend, device=LEARNER),
+            Link(host="127.0.0.1", timeout_s=TIMEOUT_S, backend=backend, device=LEARNER),
             poll_members_s=0.1,
         )
-        publisher = BackgroundPublisher(
+        publisher = WeightPublisher(
             sender, wire_dtype=torch.bfloat16, bucket_bytes=case.get("bucket", 4096), wait_s=TIMEOUT_S,
-            device=link.place, copied=case.get("copied", True),
+            device=LEARNER,
         )  # fmt: skip
         staging = Staging(ENGINE)
         staging.keeps = keeps
@@ -110,8 +107,7 @@ def test_weights_pass_from_gpu_to_gpu_and_no_piece_waits_for_training_or_generat
         for version in range(3):
             given = weights(version, dtype, case.get("place", LEARNER))
             publisher.publish(version, given.items())
-            for _ in publisher.copied():
-                pass
+            publisher.wait()
             until(lambda version=version: version in arrived, lambda: str(publisher._failure), within_s=TIMEOUT_S)
             subscriber.check()
             for name, tensor in arrived[version].items():

@@ -1,4 +1,4 @@
-"""Which time is charged to whom while a version is copied and sent, with a clock that only the copy moves."""
+"""Which time is charged to whom while a version is gathered and sent, with a clock that only the gather moves."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import torch
 from asyncrl.weights.broadcast import publisher as broadcast_publisher
 from asyncrl.weights.broadcast import sending
 from asyncrl.weights.broadcast.publisher import BroadcastSender
-from asyncrl.weights.broadcast.sending import SendGroups, send
+from asyncrl.weights.broadcast.sending import IN_USE, SendGroups, send
 from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.plan import SendPlan
-from asyncrl.weights.publishing.filling import Filling
-from asyncrl.weights.publishing.gather import plan
-from asyncrl.weights.publishing.reading import Rooms
-from asyncrl.weights.publishing.snapshot import Snapshot
+from asyncrl.weights.publishing.buffers import StagingBuffers
+from asyncrl.weights.publishing.gather import BucketContents
 from tests.weights.board import Board
+from tests.weights.versions import version_of
 
 TIMEOUT_S = 4.0
 
@@ -38,17 +37,17 @@ class Clock:
         self.now += seconds
 
 
-class SlowFilling(Filling):
-    """Each new byte count is there after `rest_s`; the first bytes are there at once."""
+class SlowBuckets:
+    """Each new bucket is there after `rest_s`; the first is there at once."""
 
     def __init__(self, clock: Clock, rest_s: float) -> None:
-        super().__init__(60.0)
-        self._clock, self._rest_s, self._seen = clock, rest_s, 1
+        self._clock, self._rest_s, self._seen = clock, rest_s, 0
 
-    def wait(self, nbytes: int | None = None) -> None:
-        if nbytes is None or nbytes > self._seen:
+    def take(self, index: int) -> BucketContents:
+        if index > self._seen:
             self._clock.now += self._rest_s
-            self._seen = nbytes or self._seen
+            self._seen = index
+        return BucketContents(tensors={f"layers.{index}.w": torch.zeros(4)})
 
 
 class Wire:
@@ -67,28 +66,19 @@ class Wire:
     def abort(self) -> None: ...
 
 
-def snapshot_of(version: int, filling: Filling) -> Snapshot:
-    manifest = plan([("w", torch.zeros(8))], torch.float32, 1 << 10)
-    buffers = [buffer.fill_(version) for buffer in manifest.allocate()]
-    return Snapshot(policy_version=version, manifest=manifest, buffers=buffers, filling=filling)
+def sent_to(group: Wire, buckets: SlowBuckets) -> int:
+    version = version_of([(f"layers.{i}.w", torch.zeros(4)) for i in range(2)], cap=16)
+    groups = SendGroups.form(lambda *_: group, SendPlan.everything(version.manifest, 2))  # pyright: ignore
+    return send(groups, version, buckets, "cpu", StagingBuffers("cpu", count=IN_USE))[0]  # pyright: ignore
 
 
-def sent_to(group: Wire, snapshot: Snapshot) -> int:
-    plan = SendPlan.everything(snapshot.manifest, 2)
-    groups = SendGroups.form(lambda *_: group, plan)  # pyright: ignore[reportArgumentType]
-    return send(groups, snapshot, Rooms("cpu", shared=False))[0]
-
-
-def test_a_copy_that_stands_still_is_named_and_no_subscriber_is_blamed():
+def test_a_gather_that_stands_still_is_named_and_no_subscriber_is_blamed():
     with pytest.MonkeyPatch.context() as patch:
         clock = Clock()
         patch.setattr(sending, "time", clock)
-        group = Wire()
-        assert sent_to(group, snapshot_of(0, SlowFilling(clock, TIMEOUT_S / 3))) == 32
-        slow = snapshot_of(1, SlowFilling(clock, TIMEOUT_S / 2))
-        with pytest.raises(RuntimeError, match=r"the copy out of the learner stood still for 4\.0 s"):
-            sent_to(group, slow)
-        assert not slow.filling.failed, "it can be sent again"
+        assert sent_to(Wire(), SlowBuckets(clock, TIMEOUT_S / 3)) == 32
+        with pytest.raises(RuntimeError, match=r"the gather of the learner's weights stood still for 4\.0 s"):
+            sent_to(Wire(), SlowBuckets(clock, TIMEOUT_S))
 
 
 class LateWire(Wire):
@@ -98,14 +88,12 @@ class LateWire(Wire):
         raise RuntimeError("one of its 1 subscribers is silent or too slow")
 
 
-@pytest.mark.parametrize(
-    ("rest_s", "blamed"), [(0.75 * TIMEOUT_S, "the copy out of the learner"), (0.5, "^one of its")]
-)
+@pytest.mark.parametrize(("rest_s", "blamed"), [(0.75 * TIMEOUT_S, "the gather of the learner"), (0.5, "^one of its")])
 def test_whoever_used_up_the_time_is_named_when_bytes_do_not_come_through(monkeypatch, rest_s, blamed):
     clock = Clock()
     monkeypatch.setattr(sending, "time", clock)
     with pytest.raises(RuntimeError, match=blamed):
-        sent_to(LateWire(), snapshot_of(0, SlowFilling(clock, rest_s)))
+        sent_to(LateWire(), SlowBuckets(clock, rest_s))
 
 
 def test_a_group_that_cannot_be_formed_is_tried_ever_later(monkeypatch):
@@ -124,7 +112,7 @@ def test_a_group_that_cannot_be_formed_is_tried_ever_later(monkeypatch):
     for name, found in {"live": list(peers), "waiting": list(peers)}.items():
         monkeypatch.setattr(sender._door, name, lambda *_, found=found: found)
     monkeypatch.setattr(sender._door, "come", lambda _: list(peers) if len(tried) < 20 else [])
-    assert not sender._form(snapshot_of(0, SlowFilling(clock, 0.0)))
+    assert not sender._form(version_of([("w", torch.zeros(8))]))
     waits = [round(late - early, 6) for early, late in itertools.pairwise(tried)]
     assert len(tried) == 20 and max(waits[:3]) < 0.05, "who died is soon done without"
     assert waits == sorted(waits) and waits[-1] == 1.0

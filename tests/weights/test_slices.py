@@ -16,9 +16,7 @@ from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.staging import Staging
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
 from asyncrl.weights.broadcast.wires import Link
-from asyncrl.weights.fingerprint import Fingerprint
-from asyncrl.weights.publishing import gather
-from asyncrl.weights.publishing.snapshot import BackgroundPublisher
+from asyncrl.weights.publishing.publisher import WeightPublisher
 from tests.waiting import until
 from tests.weights.board import Board, WorkerRendezvous
 
@@ -100,11 +98,11 @@ def engines(board: Board, *keeps: dict[str, tuple[Box, ...]] | None) -> Iterator
 
 
 @contextmanager
-def publishing(board: Board, backend: str = "sockets", **options: Any) -> Iterator[BackgroundPublisher]:
+def publishing(board: Board, backend: str = "sockets") -> Iterator[WeightPublisher]:
     link = Link(host="127.0.0.1", timeout_s=TIMEOUT_S, backend=backend)
-    publisher = BackgroundPublisher(
+    publisher = WeightPublisher(
         BroadcastSender(board, link, poll_members_s=0.1), wire_dtype=torch.float32, bucket_bytes=1 << 12,
-        wait_s=2 * TIMEOUT_S, shared=backend == "ipc", **options,
+        wait_s=2 * TIMEOUT_S,
     )  # fmt: skip
     try:
         yield publisher
@@ -119,7 +117,7 @@ def settled(publisher: Any, version: int) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     "how",
-    [{}, {"copied": False}, {"backend": "ipc"}],
+    [{}, {"backend": "ipc"}],
     ids=lambda how: ", ".join(f"{key}={value}" for key, value in how.items()) or "rank0",
 )
 def test_two_processes_get_and_stage_their_halves_beside_one_that_gets_all(how):
@@ -131,7 +129,7 @@ def test_two_processes_get_and_stage_their_halves_beside_one_that_gets_all(how):
             publisher.publish(version, list(weights(version).items()))
             for engine in members:
                 engine.wait(version)
-            list(publisher.copied())
+            publisher.wait()
         stats = settled(publisher, 2)
         halves = [engine.staging.nbytes for engine in members]
     cut = sum(n for name, n in sizes.items() if not name.endswith(("norm", "scale")))
@@ -141,34 +139,6 @@ def test_two_processes_get_and_stage_their_halves_beside_one_that_gets_all(how):
     assert halves[2] >= cut + rest
     assert stats["weights/wire_bytes"] <= sum(sizes.values()) + padding * 3
     assert all(engine.subscriber.stats()["weights/nacks"] == 0 for engine in members)
-
-
-class CountedHash(Fingerprint):
-    """Of what is copied out of the learner: counts its bytes."""
-
-    nbytes = 0
-
-    def update_bytes(self, piece: memoryview) -> None:
-        CountedHash.nbytes += len(piece)
-        super().update_bytes(piece)
-
-
-@pytest.mark.parametrize("parts", [True, False])
-def test_buckets_that_go_in_parts_are_hashed_as_parts_alone(monkeypatch, parts):
-    monkeypatch.setattr(gather, "Fingerprint", CountedHash)
-    board, size, counted = Board(), sum(tensor.nbytes for tensor in weights(0).values()), []
-    keeps = (kept(0), kept(1)) if parts else (None, None)
-    with engines(board, *keeps) as members, publishing(board) as publisher:
-        for version in range(3):
-            CountedHash.nbytes = 0
-            publisher.publish(version, list(weights(version).items()))
-            for engine in members:
-                engine.wait(version)
-            list(publisher.copied())
-            settled(publisher, version)
-            counted.append(CountedHash.nbytes)
-    assert counted[0] >= size, "what the engines want is not known before they are there"
-    assert all(n == 0 if parts else n >= size for n in counted[1:])
 
 
 def test_a_process_that_comes_later_changes_what_goes_to_whom():

@@ -173,7 +173,7 @@ def test_a_member_that_cannot_connect_ends_the_wait_of_all_with_its_place_and_re
     for part in (
         tried,
         "weights.interface",
-        "weights=pull",
+        "weights=files with weights.url",
         *([f"nor to the learner, at {HOST}:0"] if lost > 1 else []),
     ):
         assert part in str(first)

@@ -16,7 +16,7 @@ from asyncrl.weights.broadcast.protocol import PROTOCOL, other_version
 from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
 from asyncrl.weights.broadcast.wires import Link
-from asyncrl.weights.publishing.snapshot import BackgroundPublisher
+from asyncrl.weights.publishing.publisher import WeightPublisher
 from tests.waiting import until
 from tests.weights.board import Board, WorkerRendezvous
 
@@ -69,7 +69,7 @@ def test_what_a_learner_announced_that_is_gone_ends_no_worker_of_the_run_that_co
     try:
         lost = "weights/lost_publisher"
         until(lambda: worker.stats()[lost], "it did not look for the learner", holds=lambda: worker._failure is None)
-        publisher = BackgroundPublisher(
+        publisher = WeightPublisher(
             BroadcastSender(board, Link(host=HOST, timeout_s=30.0), poll_members_s=0.05),
             wire_dtype=torch.float32, bucket_bytes=1 << 12, wait_s=120.0,
         )  # fmt: skip
@@ -84,7 +84,7 @@ def test_what_a_learner_announced_that_is_gone_ends_no_worker_of_the_run_that_co
 
 def test_a_learner_refuses_a_worker_of_another_version_and_tells_it(monkeypatch):
     board = Board()
-    publisher = BackgroundPublisher(
+    publisher = WeightPublisher(
         BroadcastSender(board, Link(host=HOST, timeout_s=30.0), poll_members_s=0.05),
         wire_dtype=torch.float32, bucket_bytes=1 << 12, wait_s=120.0,
     )  # fmt: skip

@@ -6,15 +6,15 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
 from asyncrl.weights.broadcast.group import WeightGroup
 from asyncrl.weights.broadcast.protocol import post
-from asyncrl.weights.files import fetching, server
+from asyncrl.weights.files import fetching, tensor_file
 from asyncrl.weights.files.items import Item
+from asyncrl.weights.manifest import Bucket
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
@@ -27,21 +27,18 @@ class Injection:
     """`worker` (the process that owns the engine), `core` (vLLM's own process) or `learner`."""
     phase: str
     """`before` or `after` a key of the protocol (`before accept`), `bucket N`, `fingerprint`, `mid load`...; with
-    `pull` also `block N` (a worker has read N blocks of a file) and `mid file` (the learner has sent the first part of
-    a file)."""
+    `files` also `block N` (a worker has read N blocks of a file) and `mid file` (the learner has written the first
+    bucket of a file)."""
     delta: bool = False
     ipc: bool = False
     """Workers copy out of the learner's memory."""
-    pull: bool = False
-    """Workers read versions from the learner's server (`weights=pull`)."""
-    in_place: bool = False
-    """The weights are sent without a copy, from memory that the next version is written to (`weights.copies=none`)."""
+    files: bool = False
+    """Workers read versions at a URL (`weights=files`)."""
 
     @property
     def name(self) -> str:
         kind = f"{' (delta)' if self.delta else ''}"
-        kind += f"{' (ipc)' if self.ipc else ''}{' (in place)' if self.in_place else ''}"
-        kind += " (pull)" if self.pull else ""
+        kind += f"{' (ipc)' if self.ipc else ''}{' (files)' if self.files else ''}"
         return f"{self.action}@{self.who}: {self.phase}{kind}"
 
 
@@ -86,39 +83,23 @@ class Trap:
         return TrappedGroup
 
     def blocks(self) -> None:
-        """Set the trap in the reading of files over HTTP, and make its blocks small."""
-        trap, blocks = self, fetching.HttpSource.blocks
+        """Set the trap in the reading of files at a URL, and make its blocks small."""
+        trap, blocks = self, fetching.FsspecSource.blocks
         fetching._BLOCK = 1000
 
-        def counted(source: fetching.HttpSource, item: Item, start: int) -> Iterator[tuple[int, bytes]]:
+        def counted(source: fetching.FsspecSource, item: Item, start: int) -> Iterator[tuple[int, bytes]]:
             for number, block in enumerate(blocks(source, item, start)):
                 trap.at(f"block {number}")
                 yield block
 
-        fetching.HttpSource.blocks = counted  # pyright: ignore[reportAttributeAccessIssue]
+        fetching.FsspecSource.blocks = counted  # pyright: ignore[reportAttributeAccessIssue]
 
     def files(self) -> None:
-        """Set the trap in the sending of files over HTTP."""
-        trap, send = self, server._Answers._send
+        """Set the trap in the writing of files."""
+        trap, write = self, tensor_file.TensorFileWriter.write_bucket
 
-        def in_two(answers: Any, path: Path) -> None:
-            answers.connection = InTwo(answers.connection, trap)
-            send(answers, path)
+        def written(writer: tensor_file.TensorFileWriter, bucket: Bucket, buffer: torch.Tensor) -> None:
+            write(writer, bucket, buffer)
+            trap.at("mid file")
 
-        server._Answers._send = in_two  # pyright: ignore[reportAttributeAccessIssue]
-
-
-class InTwo:
-    """A connection that sends a file in two parts, with the trap between them."""
-
-    def __init__(self, connection: Any, trap: Trap) -> None:
-        self._connection, self._trap = connection, trap
-
-    def sendfile(self, file: BinaryIO, start: int) -> None:
-        first = self._connection.sendfile(file, start, 1000)
-        self._trap.at("mid file")
-        if os.fstat(file.fileno()).st_size > start + first:
-            self._connection.sendfile(file, start + first)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._connection, name)
+        tensor_file.TensorFileWriter.write_bucket = written  # pyright: ignore[reportAttributeAccessIssue]

@@ -180,18 +180,24 @@ def gpus_are_whole_or_parts_of_one(config: Config) -> Problems:
             yield f"{key}={gpus:g} is less than Ray can give of a GPU. Set {key}=0, or at least {LEAST_OF_A_GPU}"
 
 
-def urls_are_of_pull(config: Config) -> Problems:
+def urls_are_of_files(config: Config) -> Problems:
     weights = config.weights
     for key, url in (("url", weights.url), ("fetch_url", weights.fetch_url)):
-        if url and weights.transport != "pull":
+        if url and weights.transport != "files":
             yield (
-                f"weights.{key} does nothing with weights.transport={weights.transport}. Use weights=pull, or remove it"
+                f"weights.{key} does nothing with weights.transport={weights.transport}. Use weights=files, or remove "
+                "it"
             )
         elif ":" in url.partition("://")[2].partition("/")[0].rpartition("@")[0]:
             yield (
                 f"weights.{key} contains a password, and settings are written to files and logs. Pass it through the "
                 "environment, or in the settings files of fsspec"
             )
+    if weights.fetch_url and not weights.url and weights.transport == "files":
+        yield (
+            f"weights.fetch_url={weights.fetch_url} without weights.url: workers read in the run folder. Set "
+            "weights.url to the place that is served there"
+        )
     if weights.url.startswith(("http://", "https://")):
         yield (
             f"weights.url={weights.url}: the learner cannot write to a web server. Set weights.url to a place that it "
@@ -203,23 +209,7 @@ def deltas_are_of_files(config: Config) -> Problems:
     if config.weights.delta != "never" and config.weights.transport == "broadcast":
         yield (
             f"weights.delta={config.weights.delta} does nothing with weights.transport=broadcast, which sends whole "
-            "versions. Set weights.delta=never, or use weights=files or weights=pull"
-        )
-
-
-def weights_can_be_read_in_place(config: Config) -> Problems:
-    weights = config.weights
-    if weights.copies != "none":
-        return
-    if weights.transport != "broadcast":
-        yield (
-            f"weights.copies=none with weights.transport={weights.transport}: files are written from a copy of the "
-            "weights. Use weights=broadcast, or weights.copies=two"
-        )
-    if config.learner.ranks > 1:
-        yield (
-            f"weights.copies=none with learner.ranks={config.learner.ranks}: rank 0 would have to gather a copy. Set "
-            "weights.copies=two"
+            "versions. Set weights.delta=never, or use weights=files"
         )
 
 
@@ -235,7 +225,6 @@ RULES: tuple[Callable[[Config], Problems], ...] = (
     versions_and_logprobs_stay_true,
     gpus_hold_the_engine,
     gpus_are_whole_or_parts_of_one,
-    urls_are_of_pull,
+    urls_are_of_files,
     deltas_are_of_files,
-    weights_can_be_read_in_place,
 )

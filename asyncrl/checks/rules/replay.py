@@ -162,7 +162,7 @@ def address_is_safe(config: Config) -> Problems:
 def serves_weights(config: Config) -> bool:
     """Return whether the learner listens for workers that fetch weights."""
     weights = config.weights
-    return weights.transport == "broadcast" or (weights.transport == "pull" and not weights.url)
+    return weights.transport == "broadcast"
 
 
 def weights_are_served_on_one_network(config: Config) -> Problems:

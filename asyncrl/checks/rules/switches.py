@@ -30,7 +30,7 @@ SWITCHED: dict[str, tuple[tuple[Any, ...], tuple[str, ...], str]] = {
         "Use engine=vllm",
     ),
     "rollout.host": (("process",), ("ray.address", "ray.environment"), "Set rollout.host=ray"),
-    "weights.transport": (("files", "pull"), ("weights.backend",), "Use weights=broadcast"),
+    "weights.transport": (("files",), ("weights.backend",), "Use weights=broadcast"),
     "replay.durability": (("memory",), ("replay.journal.retain",), "Set replay.durability=journal"),
     "replay.journal.retain": (("none", "all"), ("replay.journal.window_mb",), "Set replay.journal.retain=window"),
     "learner.schedule": (("constant",), ("learner.min_lr_ratio",), "Set learner.schedule=linear or cosine"),

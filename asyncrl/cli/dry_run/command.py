@@ -171,7 +171,7 @@ def plan_text(config: Config, command: str, overrides: Sequence[str], found: Pre
         "learning": learning_lines(config),
         "batch": batch_lines(config),
         "staleness": staleness_lines(config),
-        "memory": [*memory_lines(config, model, command), *fitting],
+        "memory": [*memory_lines(config, model), *fitting],
     }
     head = [f"run {config.run.name} in {config.run.dir}, settings digest {digest}, seed {config.seed}"]
     for title, lines in sections.items():

@@ -7,7 +7,7 @@ from typing import Any
 
 BACKEND = "asyncrl"
 EXTENSION = "asyncrl.engines.vllm.plugin.WorkerExtension"
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of the calls of `plugin.WorkerExtension`, their arguments and answers. 2: fingerprints of leaves. 3: parts of
 tensors."""
 SHAPE_KEYS = (

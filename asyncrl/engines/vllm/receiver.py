@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,9 +29,32 @@ CallWorkers = Callable[..., list[Any]]
 SHARED_MEMORY = "/dev/shm"
 SEAT = [each.name for each in fields(Seat)]
 """Fields of the seat that a worker receives; a worker with another version of asyncrl would join a wrong group."""
-FIRST_POLL_S, LAST_POLL_S = 0.001, 0.05
-"""Seconds between two polls. Each is answered between two steps of the engine: seldom enough to cost nothing, and often
-enough for small models."""
+POLL_S = 0.25
+"""Seconds between two polls without a signal. Each is answered between two steps of the engine, and waits for those in
+flight."""
+
+
+class Signal:
+    """Tells this process that side threads of workers on this machine have ended: a datagram of each to a socket, which
+    has no file. A signal that is lost costs `POLL_S`."""
+
+    def __init__(self) -> None:
+        self._name, self._number, self._came = f"asyncrl-{secrets.token_hex(8)}", 0, 0
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(f"\0{self._name}")
+
+    def next(self) -> list[Any]:
+        """Return the address of the signal of a new job."""
+        self._number, self._came = self._number + 1, 0
+        return [self._name, self._number]
+
+    def wait(self, workers: int, seconds: float) -> None:
+        """Wait until so many workers have signalled that the job has ended, at most for `seconds`."""
+        deadline = time.monotonic() + seconds
+        while self._came < workers and (left := deadline - time.monotonic()) > 0:
+            self._socket.settimeout(left)
+            with contextlib.suppress(TimeoutError):
+                self._came += self._socket.recv(32) == str(self._number).encode()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +85,7 @@ class VllmReceiver:
         self._width = width
         self._tensors = tensors or {}
         self._wanted: list[Wanted] | None = None
+        self._signal = Signal()
         self._seat: Seat | None = None
         self._shapes: Mapping[str, torch.Tensor] = {}
 
@@ -88,7 +114,7 @@ class VllmReceiver:
         if self._seat is None or self._seat.manifest != seat.manifest:
             self._shapes = Manifest.from_wire(seat.manifest).shapes()
         self._seat = seat
-        self._call("init_weight_transfer_engine", {"seat": asdict(seat)})
+        self._call("init_weight_transfer_engine", {"seat": asdict(seat), "signal": self._signal.next()})
         # The workers bound forming the group by timeout_s, and connecting to the store before it as well.
         self._wait(2 * seat.timeout_s + 10.0, "join the weight group")
 
@@ -129,27 +155,26 @@ class VllmReceiver:
             self._call("asyncrl_leave")
 
     def _begin(self, kind: str, payload: dict[str, Any]) -> None:
+        payload |= {"signal": self._signal.next()}
         refused = [answer for answer in self._call("asyncrl_begin", kind, payload) if answer]
         if refused:
             raise RuntimeError(refused[0])
 
     def _wait(self, timeout_s: float, what: str) -> list[list[str]]:
-        """Return the fingerprints of every worker. waits for: their side threads; unblocked by: their end, or the
-        deadline.
+        """Return the fingerprints of every worker. waits for: their side threads; unblocked by: their signals or, of
+        those on another machine, a poll that finds their end; or by the deadline.
 
         Raises:
             RuntimeError: a worker failed.
         """
         deadline = time.monotonic() + timeout_s
-        pause_s = FIRST_POLL_S
         while True:
+            self._signal.wait(self._width, POLL_S)
             answers = self._call("asyncrl_poll")
             if all(done for done, _, _ in answers):
                 break
             if time.monotonic() > deadline:
                 raise RuntimeError(f"vLLM's workers did not {what} within {timeout_s:g} s")
-            time.sleep(pause_s)
-            pause_s = min(LAST_POLL_S, 1.5 * pause_s)
         errors = [error for _, _, error in answers if error]
         if errors:
             raise RuntimeError(f"vLLM's workers did not {what}: {errors[0]}")

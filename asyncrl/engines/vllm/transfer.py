@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,8 @@ _PATIENCE_S = 5.0
 class JoinInfo(WeightTransferInitInfo):
     seat: dict[str, Any] = field(default_factory=dict)
     """From `asdict(Seat)`; its rank is that of this engine's first worker."""
+    signal: list[Any] = field(default_factory=list)
+    """See `SideJob`."""
 
 
 @dataclass
@@ -59,20 +62,34 @@ class LoadInfo(WeightTransferUpdateInfo):
 
 
 class SideJob:
-    """One piece of work on the side thread, and its result; it starts once the previous one has ended."""
+    """One piece of work on the side thread, and its result; it starts once the previous one has ended.
 
-    def __init__(self, work: Callable[[], list[str]], after: SideJob | None) -> None:
+    Args:
+        signal: name of a Unix socket and number of the job, which is sent there at the end (`receiver.Signal`).
+        device: GPU of this process.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[], list[str]],
+        after: SideJob | None,
+        signal: Sequence[Any] = (),
+        device: torch.device | None = None,
+    ) -> None:
+        self._signal, self._device = signal, device
         self.prints: list[str] = []
         self.error = ""
-        self._work, self._after = work, after
+        self._work, self._after, self._ended = work, after, False
         self._thread = threading.Thread(target=self._main, name="weights-side-job", daemon=True)
         self._thread.start()
 
     def done(self) -> bool:
-        return not self._thread.is_alive()
+        return self._ended or not self._thread.is_alive()
 
     def _main(self) -> None:
         try:
+            if self._device is not None and self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # a thread begins on GPU 0, and would open a context there
             if self._after is not None:
                 self._after._thread.join(_PATIENCE_S)
                 if not self._after.done():
@@ -81,6 +98,12 @@ class SideJob:
             self.prints = self._work()
         except Exception as error:  # thread boundary: the engine reads it with `poll`
             self.error = f"{type(error).__name__}: {error}"
+        self._ended = True
+        if self._signal:
+            name, number = self._signal
+            with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
+                end.setblocking(False)
+                end.sendto(str(number).encode(), f"\0{name}")  # whoever is elsewhere polls
 
 
 class TransferEngine(WeightTransferEngine[JoinInfo, LoadInfo]):
@@ -106,7 +129,7 @@ class TransferEngine(WeightTransferEngine[JoinInfo, LoadInfo]):
         ours = parallel.data_parallel_index * parallel.world_size + parallel.rank
         seat = Seat(**init_info.seat)
         seat = replace(seat, rank=seat.rank + ours)
-        self._job = SideJob(lambda: self._join(seat), self._job)
+        self._job = SideJob(lambda: self._join(seat), self._job, init_info.signal, self.device)
 
     def find_wanted(self, tensors: list[list[Any]]) -> list[Any]:
         """See `plugin.WorkerExtension.asyncrl_wanted`. Also sets what is staged from now on, until the next call."""
@@ -123,7 +146,7 @@ class TransferEngine(WeightTransferEngine[JoinInfo, LoadInfo]):
         }
         if kind not in jobs:
             return f"unknown job {kind!r}"
-        self._job = SideJob(jobs[kind], self._job)
+        self._job = SideJob(jobs[kind], self._job, payload.get("signal", ()), self.device)
         return ""
 
     def poll(self) -> list[Any]:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 Done = TypeVar("Done")
 
+SERVE_EVERY_S = 0.2
+
 MEET_EVERY_S = 15.0
 """Seconds between collectives of the other ranks while one rank works; less than any process group's timeout."""
 
@@ -30,22 +32,31 @@ def is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def however_long(work: Callable[[], Done], device: torch.device, group: dist.ProcessGroup | None = None) -> Done:
+def however_long(
+    work: Callable[[], Done],
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    serve: Callable[[], None] | None = None,
+) -> Done:
     """Run `work`, which may take longer than the process group's timeout, and return its result. Collective: a rank
     that is done waits for the others; unblocked when they are done, or when one of them dies.
 
     Args:
         group: process group of the collectives, here and below. None is the one that training uses, which a thread
             beside training must not use.
+        serve: called by all ranks together several times a second while one of them works.
     """
+    every_s = MEET_EVERY_S if serve is None else SERVE_EVERY_S
     with ThreadPoolExecutor(1) as pool:
         mine: Future[Done] = pool.submit(work)
         while True:
             with contextlib.suppress(FutureTimeout):
-                mine.exception(timeout=MEET_EVERY_S)
+                mine.exception(timeout=every_s)
             working = torch.tensor([float(not mine.done())], dtype=torch.float64)
             if not sum_over_ranks(working, device, group).item():
                 return mine.result()
+            if serve is not None:
+                serve()
 
 
 def text_of_rank_zero(text: str, device: torch.device, group: dist.ProcessGroup | None = None) -> str:

@@ -85,15 +85,22 @@ class ProvingPublisher:
         middle = time.perf_counter()
         stats = self._publisher.publish(policy_version, tensors, canary)
         stopped = time.perf_counter()
-        held = stopped - started + self._publisher.stats().get("weights/copy_wait_s", 0.0)
+        held = stopped - started + self._publisher.stats().get("weights/wait_s", 0.0)
         self._stats = {"weights/canary_s": middle - started, "weights/learner_stall_s": held}
         return stats
 
-    def wait_copied(self) -> float:
-        return self._publisher.wait_copied()
+    def wait_sent(self) -> float:
+        return self._publisher.wait_sent()
 
-    def copied(self) -> Iterator[Sequence[torch.Tensor]]:
-        return self._publisher.copied()
+    def wait(self) -> float:
+        return self._publisher.wait()
+
+    @property
+    def meets(self) -> bool:
+        return self._publisher.meets
+
+    def serve(self) -> None:
+        self._publisher.serve()
 
     def stats(self) -> dict[str, float]:
         return self._publisher.stats() | self._stats

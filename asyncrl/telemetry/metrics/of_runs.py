@@ -87,8 +87,8 @@ weights/wire_bytes | bytes | - | bytes sent of a version
 weights/wire_s | s | lower | time for sending a version
 weights/delta_s | s | lower | time for computing the difference to the previous version
 weights/update_s | s | lower | time from the beginning of sending until every engine serves the version
-weights/gather_s | s | lower | time for copying (and gathering) a version, beside training
-weights/copy_wait_s | s | lower | time for which the optimizer waited for that copy
+weights/gather_s | s | lower | time that sending a version waited for other learner ranks
+weights/wait_s | s | lower | time for which the optimizer waited until the version was sent
 weights/wait_previous_s | s | lower | time for which a publication waited for earlier ones
 weights/canary_s | s | lower | time in which the learner scored the probe tokens of a version
 weights/learner_stall_s | s | lower | time for which a publication held up the learner

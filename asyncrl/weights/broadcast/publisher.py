@@ -19,7 +19,7 @@ from asyncrl.types import NO_VERSION
 from asyncrl.weights.base import PublisherRendezvous
 from asyncrl.weights.broadcast.door import Door, wanted_of
 from asyncrl.weights.broadcast.forming import ApartError
-from asyncrl.weights.broadcast.group import STRETCH, WeightGroup, publisher_store
+from asyncrl.weights.broadcast.group import WeightGroup, publisher_store
 from asyncrl.weights.broadcast.protocol import (
     POLL_S,
     PROTOCOL,
@@ -31,12 +31,12 @@ from asyncrl.weights.broadcast.protocol import (
     hello_key,
     post,
 )
-from asyncrl.weights.broadcast.sending import SendGroups, send
+from asyncrl.weights.broadcast.sending import IN_USE, SendGroups, send
 from asyncrl.weights.broadcast.wires import Link
 from asyncrl.weights.ipc import machine
 from asyncrl.weights.plan import SendPlan
-from asyncrl.weights.publishing.reading import Rooms
-from asyncrl.weights.publishing.snapshot import Snapshot
+from asyncrl.weights.publishing.buffers import StagingBuffers
+from asyncrl.weights.publishing.version import Buckets, Version
 
 log = logging.getLogger(__name__)
 
@@ -51,12 +51,14 @@ _MAX_ATTEMPTS = 8
 _KEPT_EVENTS = 256
 """Number of events of an epoch that stay in the store. A member that falls further behind, because it stood still or
 its engine was loading, says hello again."""
+LANE_BUCKET = 16 << 20
+"""Limit on a bucket that is for some of the receivers only: three are held at a time."""
 _GRACE_S = 2.0
 """Seconds that a live member has to say hello or accept. A member that misses this returns by itself."""
 
 
 class BroadcastSender:
-    """Implements `snapshot.Sender`.
+    """Implements `publishing.publisher.Sender`.
 
     Args:
         port: port of the store; 0 for any free one.
@@ -80,7 +82,8 @@ class BroadcastSender:
         self._epoch = 0
         self._event = 0
         self._groups: SendGroups | None = None
-        self._rooms = Rooms(link.place, shared=link.backend == "ipc")
+        self._buffers = StagingBuffers(link.place, count=IN_USE, shared=link.backend == "ipc")
+        self._behind = False
         self._members: list[Peer] = []
         self._seats: dict[Peer, int] = {}
         """Member -> its first rank. An engine with several processes takes as many ranks."""
@@ -90,55 +93,55 @@ class BroadcastSender:
         self._stats: dict[str, float] = dict.fromkeys(_STATS, 0.0) | {"sent_version": float(NO_VERSION)}
         self._announce()
 
-    keeps_previous = False
-
     @property
-    def sends_buckets(self) -> bool:
-        return self._groups is None or not self._groups.plan.cuts
+    def behind(self) -> bool:
+        return self._behind
 
-    def send(self, snapshot: Snapshot, previous: Snapshot | None = None) -> None:
+    def send(self, version: Version) -> None:
+        self._behind = False
         if self._groups is not None and (time.monotonic() >= self._asked + self._poll_members_s or self._door.rang):
             live = self._live()
             if not set(self._members) <= set(live) or self._door.waiting(self._members, live):
                 self._dissolve()
         for attempt in range(_MAX_ATTEMPTS):
-            if self._groups is None and not self._form(snapshot):
+            if self._groups is None and not self._form(version):
                 self._stats["engines"] = 0.0
                 return
             broken, gone, said = "", False, self._event
             try:
-                if self._broadcast(snapshot):
+                if self._broadcast(version):
                     return
             except RuntimeError as error:
                 broken, gone = str(error).splitlines()[0], isinstance(error, WeightsGoneError)
+            self._behind = gone
             if gone and self._event == said:
                 return  # nothing of this version was sent and the group is intact: it gets the next version
             if broken:
                 # Not in the `except` block: there the exception's frames hold the group, whose sockets would stay open
                 # and keep the other members waiting for their whole timeout.
-                log.warning("weights: epoch %d broke at version %d: %s", self._epoch, snapshot.policy_version, broken)
+                log.warning("weights: epoch %d broke at version %d: %s", self._epoch, version.policy_version, broken)
                 self._dissolve()
             if gone:
                 return
-            if snapshot.filling.failed:
-                raise WeightsError(f"version {snapshot.policy_version} cannot be sent: {broken}")
+            if version.failure:
+                raise WeightsError(version.failure)
             self._stats["resends"] += 1
-            log.info("weights: version %d is sent again (attempt %d)", snapshot.policy_version, attempt + 2)
-        log.error("weights: version %d was given up after %d attempts", snapshot.policy_version, _MAX_ATTEMPTS)
+            log.info("weights: version %d is sent again (attempt %d)", version.policy_version, attempt + 2)
+        log.error("weights: version %d was given up after %d attempts", version.policy_version, _MAX_ATTEMPTS)
         self._stats["engines"] = 0.0
         self._dissolve()
 
-    def idle(self, newest: Snapshot | None) -> None:
+    def idle(self, newest: Version | None) -> None:
         self._tick()
         due = time.monotonic() >= self._next_look
         if newest is None or not (due or self._door.rang):
             return
-        if newest.reading is not None and newest.reading.gone:
-            return  # the learner is about to write the next version, which goes to all
         self._next_look = time.monotonic() + self._poll_members_s
         waiting = self._door.waiting(self._members, live := self._live())
         self._door.report_absent(live)
-        if waiting:
+        if waiting and newest.gone:
+            self._behind = True  # it is opened again if the learner waits for a batch; else they get the next one
+        elif waiting:
             self._dissolve()
             self.send(newest)
 
@@ -186,7 +189,7 @@ class BroadcastSender:
             time.sleep(POLL_S)
         self._drop(expected)
 
-    def _form(self, snapshot: Snapshot) -> bool:
+    def _form(self, version: Version) -> bool:
         """Form the next epoch with all peers that said hello; return false if there are none. Retries with growing
         delays if the group cannot be formed."""
         peers, tries = self._door.waiting(self._members, self._door.live()), 0
@@ -195,8 +198,8 @@ class BroadcastSender:
             self._event = 0
             hellos = {peer: fetch(self._store, hello_key(*peer)) for peer in peers}
             wanted = [want for hello in hellos.values() for want in wanted_of(hello)]
-            plan = SendPlan.of(snapshot.manifest, wanted, STRETCH)
-            shape = {"world": 1 + len(wanted), "manifest": snapshot.manifest.to_wire(), "plan": plan.to_wire()}
+            plan = SendPlan.of(version.manifest, wanted, LANE_BUCKET)
+            shape = {"world": 1 + len(wanted), "manifest": version.manifest.to_wire(), "plan": plan.to_wire()}
             accepted = self._invite(hellos, shape)
             together = accepted == peers
             post(self._store, f"{self._epoch}/go", together)
@@ -274,22 +277,22 @@ class BroadcastSender:
         if self._groups is not None and time.monotonic() >= self._next_tick:
             self._post_event({"kind": "tick"})
 
-    def _broadcast(self, snapshot: Snapshot) -> bool:
+    def _broadcast(self, version: Version) -> bool:
         """Send all buckets and collect the acknowledgements; return false if a member received other bytes.
 
         Raises:
             WeightsError: an engine refused the version.
         """
         started = time.perf_counter()
-        with snapshot.open():
-            found = self._transmit(snapshot)
+        with version.open() as buckets:
+            found = self._transmit(version, buckets)
         answers = collect(
             self._store, self._members, epoch=self._epoch, event=self._event,
             timeout_s=self._link.timeout_s, live=self._door.live, meanwhile=self._tick,
         )  # fmt: skip
         for (worker, _), (verdict, detail) in zip(self._members, answers, strict=True):
             if verdict == "bad":
-                log.warning("weights: %s received version %d damaged: %s", worker, snapshot.policy_version, detail)
+                log.warning("weights: %s received version %d damaged: %s", worker, version.policy_version, detail)
         served = sum(verdict == "ok" for verdict, _ in answers)
         refused = [i for i, (verdict, _) in enumerate(answers) if verdict in ("fail", "unproven")]
         if refused:
@@ -303,14 +306,14 @@ class BroadcastSender:
         for name in REPORTED:
             values = [float(report[name]) for report in reports if name in report]
             found |= {name: max(values)} if values else {}
-        found |= {"engines": float(served), "bytes": float(snapshot.manifest.nbytes)}
-        found |= {"update_s": time.perf_counter() - started, "sent_version": float(snapshot.policy_version)}
+        found |= {"engines": float(served), "bytes": float(version.manifest.nbytes)}
+        found |= {"update_s": time.perf_counter() - started, "sent_version": float(version.policy_version)}
         complete = served == len(answers)
         if complete:
             self._stats = self._stats | found  # replaced, not updated: the learner may be reading the old one
         return complete
 
-    def _transmit(self, snapshot: Snapshot) -> dict[str, float]:
+    def _transmit(self, version: Version, buckets: Buckets) -> dict[str, float]:
         """Send every bucket, then the fingerprints.
 
         Returns:
@@ -318,10 +321,10 @@ class BroadcastSender:
         """
         groups = self._groups
         assert groups is not None
-        canary = snapshot.canary.to_wire() if snapshot.canary is not None else None
-        snapshot.filling.wait(1)  # before the event, with which the members' deadlines begin
+        canary = version.canary.to_wire() if version.canary is not None else None
+        buckets.take(0)  # before the event, with which the members' deadlines begin
         started = time.perf_counter()
-        self._post_event({"kind": "send", "policy_version": snapshot.policy_version, "canary": canary})
-        nbytes, prints = send(groups, snapshot, self._rooms)
+        self._post_event({"kind": "send", "policy_version": version.policy_version, "canary": canary})
+        nbytes, prints = send(groups, version, buckets, self._link.place, self._buffers)
         post(self._store, f"{self._epoch}/prints/{self._event}", prints)
         return {"wire_s": time.perf_counter() - started, "wire_bytes": float(nbytes)}

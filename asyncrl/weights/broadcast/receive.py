@@ -12,7 +12,7 @@ from asyncrl.weights.broadcast.group import WeightGroup, passed, piece_sizes
 from asyncrl.weights.fingerprint import Fingerprint
 from asyncrl.weights.manifest import Bucket
 from asyncrl.weights.plan import SendPlan
-from asyncrl.weights.publishing.reading import Rooms
+from asyncrl.weights.publishing.buffers import StagingBuffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class BucketReceiver:
     def __init__(self, plan: SendPlan, groups: Mapping[int, WeightGroup], place: torch.device | str) -> None:
         self._plan, self._place = plan, torch.device(place)
         self._groups = [groups.get(lane) for lane in plan.bucket_lanes]
-        self._rooms = Rooms(place, shared=False)
+        self._buffers = StagingBuffers(place, count=2)
         self._bounce = torch.empty(0, dtype=torch.uint8)
         """Pinned host memory for a piece from a device that is not contiguous in staging."""
 
@@ -60,7 +60,8 @@ class BucketReceiver:
             RuntimeError: a member of a group died or fell silent.
         """
         longest = max((max(sizes, default=0) for sizes in self._sizes()), default=0)
-        self._rooms.reserve(longest)
+        if self._place.type != "cpu" or buffer is None:
+            self._buffers.reserve(longest)
         if buffer is None and self._place.type != "cpu" and len(self._bounce) < longest:
             self._bounce = torch.empty(longest, dtype=torch.uint8).pin_memory()
         prints = [Fingerprint() for _ in self._groups]
@@ -96,7 +97,7 @@ class BucketReceiver:
                     )
                 placed = piece is not None
                 if piece is None:
-                    piece = self._rooms.take(count, size)
+                    piece = self._buffers.take(count, size)
                     count += 1
                 yield _Arrived(index, start, piece, placed), group, piece
                 start += size

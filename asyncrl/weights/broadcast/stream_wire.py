@@ -252,7 +252,7 @@ def _why_apart(where: str) -> str:
     return (
         f"no connection to the member before it, at {where}. Over sockets the machines of workers connect to each "
         "other or to the learner's, at any port: weights.interface (or weights.host) must lead to an address that the "
-        "others reach, and firewalls must let it through. Otherwise use weights=pull"
+        "others reach, and firewalls must let it through. Otherwise use weights=files with weights.url"
     )
 
 

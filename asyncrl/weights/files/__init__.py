@@ -1,2 +1,1 @@
-"""Weights as files: written by the learner, and opened in its folder (`files`) or fetched from a server or URL
-(`pull`)."""
+"""Weights as files: written by the learner, and opened in its folder or fetched from a URL."""

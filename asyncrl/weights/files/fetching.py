@@ -11,8 +11,8 @@ import logging
 import queue
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, BinaryIO, Protocol, cast
+from collections.abc import Callable, Iterator
+from typing import BinaryIO, Protocol, cast
 
 import fsspec
 import httpx
@@ -47,18 +47,16 @@ class HttpSource:
     """Implements `Source`.
 
     Args:
-        token: sent to this server; empty sends none.
-        proxies: whether to use the proxies of the environment (HTTPS_PROXY and the like).
         timeout_s: longest wait for a connection or for the next bytes.
     """
 
-    def __init__(self, url: str, token: str = "", timeout_s: float = 60.0, proxies: bool = True) -> None:
+    def __init__(self, url: str, timeout_s: float = 60.0) -> None:
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs a line for every request
-        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        headers = {"Accept-Encoding": "identity"}
         self._url = url.rstrip("/")
         # A connection that is kept open would occupy a slot of the server from one version to the next.
         limits = httpx.Limits(max_keepalive_connections=0)
-        self._client = httpx.Client(headers=headers, timeout=timeout_s, trust_env=proxies, limits=limits)
+        self._client = httpx.Client(headers=headers, timeout=timeout_s, limits=limits)
 
     def blocks(self, item: Item, start: int) -> Iterator[tuple[int, bytes]]:
         headers = {"Range": f"bytes={start}-"} if start else {}
@@ -150,18 +148,13 @@ class Fetcher:
     """Fetches one file after another; the bytes of an interrupted transfer are kept for the next try.
 
     Args:
-        told: the board's entry for the location of the files.
+        url: location of the files.
         stopped: called between two blocks; whether to stop.
     """
 
-    def __init__(self, told: Mapping[str, Any], timeout_s: float, stopped: Callable[[], bool]) -> None:
-        url, token = str(told["url"]), str(told.get("token") or "")
+    def __init__(self, url: str, timeout_s: float, stopped: Callable[[], bool]) -> None:
         web = url.startswith(("http://", "https://"))
-        self._source: Source
-        if web:
-            self._source = HttpSource(url, token, timeout_s, proxies=not told.get("direct"))
-        else:
-            self._source = FsspecSource(url, timeout_s)
+        self._source: Source = HttpSource(url, timeout_s) if web else FsspecSource(url, timeout_s)
         self._stopped = stopped
         self._name = ""
         self._file: BinaryIO | None = None

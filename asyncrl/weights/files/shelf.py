@@ -1,4 +1,4 @@
-"""Storage of published files: the learner's own folder, with or without an HTTP server, or any fsspec URL."""
+"""Storage of published files: the learner's own folder, or any fsspec URL."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import fsspec
 
 from asyncrl.checks.machine import unopenable
 from asyncrl.errors import ConfigError, WeightsError
-from asyncrl.weights.files.server import FilesServer
 
 log = logging.getLogger(__name__)
 _AGAIN_S = 1.0
@@ -30,47 +29,39 @@ class Shelf(Protocol):
         """Store a whole file that was written to the learner's folder. Raises WeightsError."""
         ...
 
-    def drop(self, name: str) -> bool:
-        """Remove a file, if it exists; returns false while it is being read. Never raises."""
+    def drop(self, name: str) -> None:
+        """Remove a published file, if it exists. Never raises."""
+        ...
+
+    def drop_local(self, name: str, *, published: bool) -> None:
+        """The learner needs this file no more; `published`: readers may."""
         ...
 
     def left(self) -> list[str]:
         """Names of files from earlier starts of this run."""
         ...
 
-    def close(self) -> None: ...
-
 
 class FolderShelf:
-    """Implements `Shelf`: the files stay where they were written.
+    """Implements `Shelf`: the files stay where they were written."""
 
-    Args:
-        url: URL from which readers fetch the files, if not from `server`.
-    """
-
-    def __init__(self, folder: Path, server: FilesServer | None = None, url: str = "") -> None:
-        self._folder, self._server = folder, server
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self.told: dict[str, Any] = {"directory": str(folder.resolve())}
-        if server is not None:
-            self.told = {"url": url or server.url, "token": server.token, "direct": not url}
 
     def put(self, path: Path) -> None:
         """Nothing to do: the file is already there."""
 
-    def drop(self, name: str) -> bool:
-        if self._server is not None and self._server.reads(name):
-            return False
+    def drop(self, name: str) -> None:
         with contextlib.suppress(OSError):
             (self._folder / name).unlink(missing_ok=True)
-        return True
+
+    def drop_local(self, name: str, *, published: bool) -> None:
+        if not published:
+            self.drop(name)
 
     def left(self) -> list[str]:
         return _written_in(self._folder)
-
-    def close(self) -> None:
-        """The files stay, so that a late worker on the same disk can catch up."""
-        if self._server is not None:
-            self._server.close()
 
 
 class UrlShelf:
@@ -115,16 +106,18 @@ class UrlShelf:
                     ) from error
                 log.warning("weights: %s could not be written to %s (%s); trying again", path.name, self._url, error)
             time.sleep(_AGAIN_S)
-        path.unlink()
 
-    def drop(self, name: str) -> bool:
+    def drop_local(self, name: str, *, published: bool) -> None:
+        with contextlib.suppress(OSError):
+            (self._folder / name).unlink(missing_ok=True)
+
+    def drop(self, name: str) -> None:
         try:
             (self._folder / name).unlink(missing_ok=True)
             if self._files.exists(f"{self._root}/{name}"):
                 self._files.rm_file(f"{self._root}/{name}")
         except Exception as error:  # seam: each file system has its own errors
             log.warning("weights: %s/%s could not be removed: %s", self._url, name, error)
-        return True
 
     def left(self) -> list[str]:
         mine = f"-{tag_of(self._folder)}-"
@@ -133,9 +126,6 @@ class UrlShelf:
         except Exception:  # seam: each file system has its own errors; nothing was ever stored there
             there = []
         return [name for name in there if mine in name] + _written_in(self._folder)
-
-    def close(self) -> None:
-        """The files stay."""
 
 
 def _written_in(folder: Path) -> list[str]:

@@ -95,7 +95,7 @@ class Staged:
 
 
 class FilesSubscriber(Subscriber):
-    """Subscriber of the transports `files` and `pull`.
+    """Subscriber of the transport `files`.
 
     Args:
         timeout_s: longest wait for bytes; also how long a version that arrives altered from everywhere is requested
@@ -115,7 +115,7 @@ class FilesSubscriber(Subscriber):
         self._timeout_s = timeout_s
         self._staged = Staged()
         self._fetcher: Fetcher | None = None
-        self._told: dict[str, Any] = {}
+        self._url = ""
         self._said = ""
         self._altered_since: tuple[str, float] = "", 0.0
         self._thread.start()
@@ -177,11 +177,11 @@ class FilesSubscriber(Subscriber):
     def _path(self, announced: Mapping[str, Any], item: Item) -> str | Path:
         if "directory" in announced:
             return Path(announced["directory"]) / item.name
-        told = {key: announced[key] for key in ("url", "token", "direct") if key in announced}
-        if self._fetcher is None or told != self._told:
+        url = str(announced["url"])
+        if self._fetcher is None or url != self._url:
             if self._fetcher is not None:
                 self._fetcher.close()
-            self._told, self._fetcher = told, Fetcher(told, self._timeout_s, self._closed.is_set)
+            self._url, self._fetcher = url, Fetcher(url, self._timeout_s, self._closed.is_set)
         before = self._fetcher.received
         try:
             return self._fetcher.fetch(item)

@@ -1,22 +1,11 @@
-"""Copies the learner's weights into a snapshot beside training instead of before it.
-
-    publish(v) --start--> thread: gather, cast, copy        forward, backward of step v + 1 --wait--> optimizer step
-
-Weights change only in the optimizer step, so they can be read until then; the step waits for the copy with `wait`.
-"""
+"""A CUDA stream for copies that run beside training."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from functools import partial
 
 import torch
-
-from asyncrl.background import in_background
-from asyncrl.errors import WeightsError
 
 
 class CopyStream:
@@ -40,60 +29,6 @@ class CopyStream:
                 work()
 
         return on_its_stream
-
-
-class BackgroundCopy:
-    """Runs one copy at a time, each on a thread.
-
-    Args:
-        wait_s: longest wait of `wait`. The copy itself waits only for the other ranks of the gather.
-    """
-
-    def __init__(self, wait_s: float) -> None:
-        self._wait_s = wait_s
-        self._version = 0
-        self._copy: Future[None] | None = None
-        self._stream = CopyStream()
-
-    def start(self, policy_version: int, work: Callable[[], None], device: torch.device | None) -> None:
-        """Run `work` on a thread; the previous copy has been waited for.
-
-        Args:
-            device: the GPU that holds the weights or the snapshot, if any. The copy runs after what is enqueued there
-                until now; what is enqueued later does not wait.
-        """
-        self._version = policy_version
-        self._copy = in_background("weights-copy", partial(self._stream.after_now(device), work))
-
-    @property
-    def running(self) -> bool:
-        return self._copy is not None and not self._copy.done()
-
-    def wait(self) -> float:
-        """Wait until nothing reads the weights any more. Returns the seconds that took.
-
-        Raises:
-            WeightsError: the copy failed, or takes longer than `wait_s`.
-        """
-        if self._copy is None:
-            return 0.0
-        started = time.perf_counter()
-        if wait([self._copy], self._wait_s).not_done:
-            raise WeightsError(
-                f"version {self._version} is still being copied out of the learner after {self._wait_s:.0f} s: "
-                "another learner rank is silent in the gather. See its log, or raise weights.timeout_s."
-            )
-        if failure := self._copy.exception():
-            raise WeightsError(
-                f"version {self._version} could not be copied out of the learner: {failure}"
-            ) from failure
-        self._copy = None
-        return time.perf_counter() - started
-
-    def close(self, wait_s: float) -> None:
-        """Wait at most `wait_s` for the copy to end; never raises."""
-        if self._copy is not None:
-            wait([self._copy], wait_s)
 
 
 @contextmanager

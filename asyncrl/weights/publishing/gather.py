@@ -1,181 +1,202 @@
-"""Gathers sharded parameters into flat buckets on learner rank 0. Collective: every rank calls with the same names."""
+"""Brings one bucket after another together on learner rank 0, out of the ranks' live parameters.
+
+    rank 0    say(PASS)   begin(0)  begin(1) finish(0)  begin(2) finish(1) ...   say(END)
+    others    hear()      begin(0)  begin(1) finish(0) ...                      hear() -> the version is not read again
+
+A shard is cast to the wire dtype on its device before it is gathered: bit-identical to the reverse order, and half the
+bytes for bfloat16.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from asyncrl.weights.fingerprint import Fingerprint
 from asyncrl.weights.manifest import Bucket, Entry, Manifest, build_manifest
-from asyncrl.weights.publishing.filling import Filling
 
-_BLOCK = 1 << 20
-"""Bytes copied at a time, a multiple of the fingerprint's leaves, which are read out of the cache. Shorter blocks cost
-more in calls than they save."""
+PASS, TICK, END = 1, 2, 3
+"""What rank 0 tells the others: gather all buckets once; nothing yet; nobody reads this version any more."""
 
 
-def plan(tensors: Sequence[tuple[str, torch.Tensor]], wire_dtype: torch.dtype, cap_bytes: int) -> Manifest:
+def manifest_of(tensors: Sequence[tuple[str, torch.Tensor]], wire_dtype: torch.dtype, cap_bytes: int) -> Manifest:
     """Return the manifest of `tensors` (global shapes), with floating-point ones in the wire dtype."""
     return build_manifest(
         ((name, tuple(t.shape), wire_dtype if t.is_floating_point() else t.dtype) for name, t in tensors), cap_bytes
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
-    """How the shards are gathered."""
-
-    background: bool
-    """Whether to gather beside training; otherwise on the calling thread, where nothing can overtake it."""
-    group: dist.ProcessGroup | None = None
-    """Process group to use instead of the one that training uses."""
-
-
-def choose_route(tensors: Sequence[tuple[str, torch.Tensor]], timeout_s: float) -> Route:
-    """Choose how to gather. Collective: for a gather beside training the ranks form a process group of their own.
-
-    Two threads enqueue collectives in an order that differs between ranks. gloo allows that in separate groups. nccl
-    may deadlock, and a layout other than FSDP2 is gathered in the groups of its mesh: both gather on the calling
-    thread.
-    """
-    spread = [tensor for _, tensor in tensors if isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1]
-    if not spread:
-        return Route(background=True)
-    mesh, rows = spread[0].device_mesh, _row_dim(spread[0])
-    plain = all(_row_dim(tensor) == rows and tensor.device_mesh == mesh for tensor in spread)
-    if rows is None or not plain or dist.get_backend(mesh.get_group(rows)) != "gloo":
-        return Route(background=False)
-    ranks = dist.get_process_group_ranks(mesh.get_group(rows))
-    own = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True)
-    assert isinstance(own, dist.ProcessGroup)
-    return Route(background=True, group=own)
-
-
-@torch.no_grad()
-def gather_into(
-    manifest: Manifest,
-    tensors: Sequence[tuple[str, torch.Tensor]],
-    buffers: Sequence[torch.Tensor] | None,
-    group: dist.ProcessGroup | None = None,
-    filling: Filling | None = None,
-    hashed: bool = True,
-) -> list[str]:
-    """Fill `buffers` (rank 0; None on other ranks) with the full tensors in the wire dtype.
-
-    The shard is cast before it is gathered: bit-identical to the reverse order, and half the bytes for bfloat16.
+class Gather:
+    """How the ranks that hold these tensors bring them together. Made by all ranks, once for all versions.
 
     Args:
-        group: from `choose_route`.
-        filling: gets the progress of the copy: bytes of buffers on the host, and on other ranks bytes that were read.
-        hashed: whether to compute fingerprints.
+        timeout_s: longest wait for another rank.
 
-    Returns:
-        Fingerprint of every bucket; empty on other ranks, for buffers on a device, and unless `hashed`.
+    Attributes:
+        background: whether the gather may run on a thread beside training. Two threads enqueue collectives in an order
+            that differs between ranks: gloo allows that in separate groups. nccl may deadlock, and a layout other than
+            FSDP2 is gathered in the groups of its mesh: both gather while training stands still.
+        takes_part: whether rank 0 needs something from this rank.
+        device: where rank 0 puts the buckets together; None if it has all tensors whole.
     """
-    by_name = dict(tensors)
-    prints = []
-    before = 0
-    for index, bucket in enumerate(manifest.buckets):
-        buffer = buffers[index] if buffers is not None else None
-        whole = _gather_bucket(bucket, by_name, buffer, group)
-        if buffer is not None and buffer.device.type == "cpu":
-            fingerprint = Fingerprint() if hashed else None
-            for done, last in _fill(bucket, whole, buffer):
-                if fingerprint is not None:
-                    fingerprint.update_bytes(last)
-                if filling is not None:
-                    filling.reach(before + done)
-            prints += [fingerprint.hex()] if fingerprint is not None else []
-        elif buffer is not None:
-            _fill_on_device(bucket, whole, buffer)
-        before += bucket.nbytes
-        if buffer is None and filling is not None:
-            filling.reach(before)  # this rank's part has been sent
-    return prints
+
+    def __init__(self, tensors: Sequence[tuple[str, torch.Tensor]], timeout_s: float) -> None:
+        self.background, self.takes_part = True, True
+        self.device: torch.device | None = None
+        self._words: dist.ProcessGroup | None = None
+        self._rows: dist.ProcessGroup | None = None
+        self._lock = threading.Lock()
+        spread = [tensor for _, tensor in tensors if isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1]
+        if not spread:
+            self.takes_part = not dist.is_initialized() or dist.get_rank() == 0
+            return
+        mesh, rows = spread[0].device_mesh, _row_dim(spread[0])
+        on_gpu = mesh.device_type == "cuda"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        plain = all(_row_dim(tensor) == rows and tensor.device_mesh == mesh for tensor in spread)
+        self.background = rows is not None and plain and dist.get_backend(mesh.get_group(rows)) == "gloo"
+        ranks = dist.get_process_group_ranks(mesh.get_group(rows)) if self.background else None
+        group = dist.new_group(
+            ranks, timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=ranks is not None
+        )
+        assert isinstance(group, dist.ProcessGroup)
+        self._words, self._rows = group, group if self.background else None
+        self.takes_part = ranks is None or 0 in ranks  # a replica of the model has nothing that rank 0 lacks
+
+    @property
+    def shared(self) -> bool:
+        """Whether other ranks take part."""
+        return self._words is not None
+
+    def say(self, word: int) -> None:
+        """Tell the other ranks; called by rank 0, by one thread at a time. Returns once they have it, or at once
+        without any."""
+        if self._words is not None:
+            with self._lock:
+                dist.broadcast(torch.tensor([word]), 0, group=self._words)
+
+    def hear(self) -> int:
+        """Return what rank 0 says next. Waits for it as long as it says something in time."""
+        word = torch.zeros(1, dtype=torch.int64)
+        dist.broadcast(word, 0, group=self._words)
+        return int(word)
+
+    @torch.no_grad()
+    def begin(self, bucket: Bucket, tensors: Mapping[str, torch.Tensor]) -> BucketInTransfer:
+        """Start to gather a bucket. Collective: every rank begins and finishes the same buckets in the same order."""
+        found = BucketInTransfer(bucket, place=self.device)
+        spread: list[Entry] = []
+        for entry in bucket.entries:
+            tensor = tensors[entry.name]
+            if not isinstance(tensor, DTensor):
+                found.whole[entry.name] = tensor
+            elif tensor.device_mesh.size() == 1:
+                found.whole[entry.name] = tensor.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+            elif _row_dim(tensor) is not None:
+                spread.append(entry)
+            else:
+                # Moved to the mesh's device type, since it may be in host memory.
+                cast = tensor.to(tensor.device_mesh.device_type).to(entry.dtype)
+                full = cast.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
+                if dist.get_rank() == 0:
+                    found.whole[entry.name] = full
+        for dtype in dict.fromkeys(entry.dtype for entry in spread):
+            if _of_first_copy(tensors[spread[0].name]):  # rank 0 needs nothing from the ranks of another replica
+                found.rows.append(self._begin_rows([entry for entry in spread if entry.dtype == dtype], tensors))
+        return found
+
+    def _begin_rows(self, entries: list[Entry], tensors: Mapping[str, torch.Tensor]) -> _Rows:
+        """Gather row-sharded tensors of one dtype in one collective.
+
+        Rank r of W holds rows `[r * ceil(n / W), ...)` of each (torch.chunk), padded here to equal sizes.
+        """
+        first = tensors[entries[0].name]
+        assert isinstance(first, DTensor)
+        group = self._rows or first.device_mesh.get_group(_row_dim(first))
+        world = dist.get_world_size(group)
+        chunks = [-(-entry.shape[0] // world) * math.prod(entry.shape[1:]) for entry in entries]
+        local = torch.zeros(sum(chunks), dtype=entries[0].dtype, device=first.device_mesh.device_type)
+        offset = 0
+        for entry, chunk in zip(entries, chunks, strict=True):
+            tensor = tensors[entry.name]
+            assert isinstance(tensor, DTensor)
+            shard = tensor.to_local().reshape(-1)  # pyright: ignore[reportAttributeAccessIssue]
+            local[offset : offset + shard.numel()].copy_(shard.to(local.device))
+            offset += chunk
+        parts = [torch.empty_like(local) for _ in range(world)] if dist.get_rank(group) == 0 else None
+        work = dist.gather(local, parts, dst=dist.get_global_rank(group, 0), group=group, async_op=True)
+        return _Rows(entries=entries, chunks=chunks, local=local, parts=parts, work=work)
+
+    def follow(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take part, on a rank other than 0, until rank 0 says that nobody reads this version any more."""
+        while (word := self.hear()) != END:
+            if word == PASS:
+                for bucket in manifest.buckets:
+                    self.begin(bucket, tensors).finish()
 
 
-def _gather_bucket(
-    bucket: Bucket, tensors: dict[str, torch.Tensor], buffer: torch.Tensor | None, group: dist.ProcessGroup | None
-) -> dict[str, torch.Tensor]:
-    """Gather the row-sharded tensors into `buffer`; returns the other tensors, whole."""
-    whole: dict[str, torch.Tensor] = {}
-    spread: list[Entry] = []
-    for entry in bucket.entries:
-        tensor = tensors[entry.name]
-        if not isinstance(tensor, DTensor):
-            whole[entry.name] = tensor
-        elif tensor.device_mesh.size() == 1:
-            whole[entry.name] = tensor.to_local()  # pyright: ignore[reportAttributeAccessIssue]
-        elif _row_dim(tensor) is not None:
-            spread.append(entry)
-        else:
-            # Moved to the mesh's device type, since it may be in host memory.
-            cast = tensor.to(tensor.device_mesh.device_type, entry.dtype)
-            whole[entry.name] = cast.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
-    views = bucket.views(buffer) if buffer is not None and spread else None
-    for dtype in dict.fromkeys(entry.dtype for entry in spread):
-        if not _of_first_copy(tensors[spread[0].name]):
-            break  # rank 0 needs nothing from the ranks of another replica
-        _gather_rows([entry for entry in spread if entry.dtype == dtype], tensors, views, group)
-    return whole
+@dataclass(slots=True)
+class _Rows:
+    entries: list[Entry]
+    chunks: list[int]
+    local: torch.Tensor
+    parts: list[torch.Tensor] | None
+    work: Any
+
+    def into(self, views: Mapping[str, torch.Tensor]) -> None:
+        offset = 0
+        for entry, chunk in zip(self.entries, self.chunks, strict=True):
+            flat, done = views[entry.name].view(-1), 0
+            for part in self.parts or ():
+                take = min(chunk, flat.numel() - done)
+                flat[done : done + take] = part[offset : offset + take]
+                done += take
+            offset += chunk
 
 
-def _fill(bucket: Bucket, whole: dict[str, torch.Tensor], buffer: torch.Tensor) -> Iterator[tuple[int, memoryview]]:
-    """Copy the `whole` tensors to their places in blocks; yields how many bytes of `buffer` are final, and the latest
-    of them."""
-    memory = buffer.numpy().data
-    done = 0
-    for end, targets, sources in _blocks(bucket, whole, buffer):
-        # One call, so that the interpreter lock is passed on once a block.
-        torch._foreach_copy_(targets, sources)
-        yield end, memory[done:end]
-        done = end
-    yield len(buffer), memory[done:]
+@dataclass(slots=True)
+class BucketInTransfer:
+    """A bucket whose shards are on their way to rank 0."""
+
+    bucket: Bucket
+    whole: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Tensors that this rank has whole: the live parameters themselves, or gathered ones."""
+    rows: list[_Rows] = field(default_factory=list)
+    place: torch.device | None = None
+    """Where rank 0 puts the bucket together; None: the live parameters are all that is needed."""
+
+    @torch.no_grad()
+    def finish(self) -> BucketContents:
+        """Wait for the shards; rank 0 puts them together."""
+        for rows in self.rows:
+            if rows.work is not None:
+                rows.work.wait()
+        if self.place is None or dist.get_rank() != 0:
+            return BucketContents(tensors=self.whole)
+        place = self.place
+        buffer = torch.zeros(self.bucket.nbytes, dtype=torch.uint8, device=place)
+        views = self.bucket.views(buffer)
+        for rows in self.rows:
+            rows.into(views)
+        for name, tensor in self.whole.items():
+            views[name].copy_(tensor.to(place).view(views[name].shape))
+        self.rows, self.whole = [], {}
+        return BucketContents(tensors=views, buffer=buffer)
 
 
-def _blocks(
-    bucket: Bucket, whole: dict[str, torch.Tensor], buffer: torch.Tensor
-) -> Iterator[tuple[int, list[torch.Tensor], list[torch.Tensor]]]:
-    """Divide what has to be copied into blocks of about `_BLOCK` bytes: end in the buffer, targets, sources. They end
-    at multiples of `_BLOCK`, so that the fingerprint gets whole leaves. A tensor on a device is in one piece."""
-    targets, sources = list[torch.Tensor](), list[torch.Tensor]()
-    begun = end = 0
-    for entry in bucket.entries:
-        if entry.name not in whole:
-            continue  # already in place
-        source = whole[entry.name].reshape(-1)
-        target = buffer[entry.offset : entry.offset + entry.nbytes].view(entry.dtype)
-        cuts = _cuts(entry) if source.device.type == "cpu" else [target.numel()]
-        end = entry.offset
-        for here, there in zip(target.split(cuts), source.split(cuts), strict=True):
-            targets.append(here)
-            sources.append(there)
-            end += here.nbytes
-            if end // _BLOCK > begun // _BLOCK:
-                yield end, targets, sources
-                targets, sources, begun = [], [], end
-    if targets:
-        yield end, targets, sources
-
-
-def _cuts(entry: Entry) -> list[int]:
-    """Lengths of the parts of a tensor that lie between two multiples of `_BLOCK` in the buffer."""
-    step, count = _BLOCK // entry.dtype.itemsize, entry.nbytes // entry.dtype.itemsize
-    first = min(-entry.offset % _BLOCK // entry.dtype.itemsize, count)
-    blocks, rest = divmod(count - first, step)
-    return [size for size in (first, *[step] * blocks, rest) if size]
-
-
-def _fill_on_device(bucket: Bucket, whole: dict[str, torch.Tensor], buffer: torch.Tensor) -> None:
-    for name, view in bucket.views(buffer).items():
-        if name in whole:
-            view.copy_(whole[name].view(view.shape))
+@dataclass(frozen=True, slots=True)
+class BucketContents:
+    tensors: Mapping[str, torch.Tensor]
+    """By name: whole, and not necessarily in the wire dtype or contiguous."""
+    buffer: torch.Tensor | None = None
+    """The bucket [nbytes] uint8 in the wire dtype, of which the tensors are views; None for live parameters."""
 
 
 def _row_dim(tensor: DTensor) -> int | None:
@@ -193,41 +214,3 @@ def _of_first_copy(tensor: torch.Tensor) -> bool:
     assert isinstance(tensor, DTensor)
     coordinate, rows = tensor.device_mesh.get_coordinate() or (), _row_dim(tensor)
     return not any(place for dim, place in enumerate(coordinate) if dim != rows)
-
-
-def _gather_rows(
-    entries: list[Entry],
-    tensors: dict[str, torch.Tensor],
-    views: dict[str, torch.Tensor] | None,
-    group: dist.ProcessGroup | None,
-) -> None:
-    """Gather all row-sharded tensors of a bucket in one collective, in `group` or the group of their mesh.
-
-    Rank r of W holds rows `[r * ceil(n / W), ...)` of each (torch.chunk), padded here to equal sizes.
-    """
-    first = tensors[entries[0].name]
-    assert isinstance(first, DTensor)
-    rows = _row_dim(first)
-    group = group or first.device_mesh.get_group(rows)
-    world = dist.get_world_size(group)
-    chunks = [-(-entry.shape[0] // world) * math.prod(entry.shape[1:]) for entry in entries]
-    local = torch.zeros(sum(chunks), dtype=entries[0].dtype, device=first.device_mesh.device_type)
-    offset = 0
-    for entry, chunk in zip(entries, chunks, strict=True):
-        tensor = tensors[entry.name]
-        assert isinstance(tensor, DTensor)
-        shard = tensor.to_local().reshape(-1)  # pyright: ignore[reportAttributeAccessIssue]
-        local[offset : offset + shard.numel()] = shard
-        offset += chunk
-    parts = [torch.empty_like(local) for _ in range(world)] if dist.get_rank(group) == 0 else None
-    dist.gather(local, parts, dst=dist.get_global_rank(group, 0), group=group)
-    if views is None or parts is None:
-        return
-    offset = 0
-    for entry, chunk in zip(entries, chunks, strict=True):
-        flat, done = views[entry.name].view(-1), 0
-        for part in parts:
-            take = min(chunk, flat.numel() - done)
-            flat[done : done + take] = part[offset : offset + take]
-            done += take
-        offset += chunk

@@ -30,8 +30,3 @@ def box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of the tensor, sharing memory with it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def memory_of(tensor: torch.Tensor) -> int:
-    """Address of the memory that holds this rank's part: the same for all views of one storage."""
-    return local(tensor).untyped_storage().data_ptr()

@@ -380,7 +380,7 @@ def test_the_longest_row_is_found_and_what_becomes_of_it_said(
         ),
         (["learner.copy_to=nosuch://x"], ["learner.copy_to=nosuch://x is not a URL that fsspec can open here"]),
         (
-            ["weights.transport=pull", "weights.url=nosuch://x"],
+            ["weights.transport=files", "weights.url=nosuch://x"],
             ["weights.url=nosuch://x is not a URL that fsspec can open here"],
         ),
         (["ray.gpus_per_worker=1"], ["ray.gpus_per_worker=1", "this machine has 0"]),

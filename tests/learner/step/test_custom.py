@@ -232,7 +232,7 @@ class ReadWeights(KeptWeights):
         self._live = dict(tensors)
         return super().publish(policy_version, self._live.items(), canary)
 
-    def wait_copied(self) -> float:
+    def wait(self) -> float:
         live, self._live = self._live, {}
         if live:
             self.alike.append(all(torch.equal(tensor, self.newest[name]) for name, tensor in live.items()))

@@ -174,7 +174,7 @@ ELSEWHERE = {
         "data/passed_over",
     ),
     "tests/weights/test_files.py": ("weights/sent_version",),
-    "tests/weights/test_snapshot.py": ("weights/copy_wait_s",),
+    "tests/weights/test_version.py": ("weights/wait_s",),
     "tests/integration/test_loop.py": ("idle/replay", "machine/memory_free", "machine/clock_skew_s"),
     "tests/integration/test_truncated_sampling.py": ("completion/support_mean",),
 }  # fmt: skip

@@ -1,32 +1,31 @@
-"""Weights by `pull`: the way to the newest version, broken or altered transfers, and what is kept."""
+"""Weights as files at a URL: the way to the newest version, broken or altered transfers, and what is kept."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import socket
+import os
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
 import fsspec
-import httpx
 import pytest
 import torch
 
 from asyncrl.errors import ConfigError, WeightsError
-from asyncrl.weights.files import server as files_server
 from asyncrl.weights.files import shelf as shelves
 from asyncrl.weights.files import subscriber as subscribing
 from asyncrl.weights.files.fetching import AlteredError, Fetcher, UnreachableError
 from asyncrl.weights.files.items import Item, way
 from asyncrl.weights.files.sender import LONGEST, FilesSender
-from asyncrl.weights.files.server import FilesServer
-from asyncrl.weights.files.shelf import FolderShelf, UrlShelf
+from asyncrl.weights.files.shelf import UrlShelf
 from asyncrl.weights.files.subscriber import FilesSubscriber
-from asyncrl.weights.publishing.snapshot import BackgroundPublisher
+from asyncrl.weights.publishing.publisher import WeightPublisher
 from tests.waiting import until
 from tests.weights.board import Board, WorkerRendezvous
 
@@ -72,17 +71,51 @@ def closed() -> Iterator[None]:
         OPEN.pop().close()
 
 
-class Learner:
-    """A publisher over HTTP, or at a URL; `send` returns when the version is announced."""
+class Ranges(SimpleHTTPRequestHandler):
+    """A web server of a folder that can start in the middle of a file."""
 
-    def __init__(self, board: Board, folder: Path, url: str = "", delta: str = "always") -> None:
+    def log_message(self, *_: object) -> None: ...
+
+    def do_GET(self) -> None:
+        path, asked = self.translate_path(self.path), self.headers.get("Range", "")
+        if not asked or not os.path.isfile(path):
+            return super().do_GET()
+        start, data = int(asked.removeprefix("bytes=").rstrip("-")), Path(path).read_bytes()
+        if start >= len(data):
+            return self.send_error(416)
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+        self.send_header("Content-Length", str(len(data) - start))
+        self.end_headers()
+        self.wfile.write(data[start:])
+
+
+@contextmanager
+def web_server(folder: Path) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), lambda *given: Ranges(*given, directory=str(folder)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+class Learner:
+    """A publisher at a URL; `send` returns when the version is announced."""
+
+    def __init__(self, board: Board, folder: Path, url: str = "", delta: str = "always", read_url: str = "") -> None:
         self.board, self.folder = board, folder
         folder.mkdir(exist_ok=True)
-        self.server = None if url else FilesServer(folder, "127.0.0.1", idle_s=60.0)
-        shelf = UrlShelf(url, folder, within_s=0.0) if url else FolderShelf(folder, self.server)
+        self.url = url or f"file://{folder}-there"
+        shelf = UrlShelf(self.url, folder, read_url=read_url, within_s=0.0)
         self.sender = FilesSender(board, folder, delta=delta, shelf=shelf)
-        self.publisher = BackgroundPublisher(self.sender, wire_dtype=torch.float32, bucket_bytes=1 << 20, wait_s=60)
+        self.publisher = WeightPublisher(self.sender, wire_dtype=torch.float32, bucket_bytes=1 << 20, wait_s=60)
         OPEN.append(self.publisher)
+
+    def there(self) -> list[str]:
+        """Names of the files at the URL."""
+        files, root = fsspec.core.url_to_fs(self.url)
+        files.invalidate_cache()
+        return [str(path).rpartition("/")[2] for path in files.ls(root, detail=False)]
 
     def send(self, version: int, weights: torch.Tensor) -> dict:
         self.publisher.publish(version, [("w", weights.clone())])
@@ -117,13 +150,20 @@ class Worker:
 
 
 @pytest.fixture(params=["http", "memory"])
-def place(request, tmp_path) -> Iterator[str]:
-    yield "" if request.param == "http" else f"memory://{tmp_path.name}"
+def place(request, tmp_path) -> Iterator[tuple[str, str]]:
+    """Where the learner writes, and where workers read."""
+    if request.param == "memory":
+        yield f"memory://{tmp_path.name}", ""
+        return
+    folder = tmp_path / "there"
+    folder.mkdir()
+    with web_server(folder) as url:
+        yield f"file://{folder}", url
 
 
 def test_full_versions_and_deltas_reach_a_worker_and_a_second_start_of_the_learner_goes_on(tmp_path, place):
     board, weights = Board(), torch.arange(float(SIZE))
-    learner, worker = Learner(board, tmp_path / "weights", place), Worker(board)
+    learner, worker = Learner(board, tmp_path / "weights", place[0], read_url=place[1]), Worker(board)
     for version in range(3):
         weights[version] += 1
         announced = learner.send(version, weights)
@@ -137,39 +177,29 @@ def test_full_versions_and_deltas_reach_a_worker_and_a_second_start_of_the_learn
     orphan = tmp_path / "weights" / f"v00000009-{shelves.tag_of(tmp_path / 'weights')}-0.partial"
     orphan.write_bytes(b"half")
     weights[0] = -7
-    again = Learner(board, tmp_path / "weights", place)
+    again = Learner(board, tmp_path / "weights", place[0], read_url=place[1])
     again.send(2, weights)
     worker.serves(2, weights)
     weights[1] = -8
     again.send(3, weights)
     worker.serves(3, weights)
     late.serves(3, weights)
-    names = [path.name for path in (tmp_path / "weights").iterdir()]
-    if place:
-        files, root = fsspec.core.url_to_fs(place)
-        names += [str(path).rpartition("/")[2] for path in files.ls(root, detail=False)]
     kept = {each["name"] for each in board.view()[1]["weights"]["items"]}
-    left = {name for name in names if name != "tag"}
-    assert left == kept, "nothing of the first start"
+    assert set(again.there()) == kept, "nothing of the first start"
+    (base,) = {path.name for path in (tmp_path / "weights").iterdir()} - {"tag"}
+    assert base.startswith("v00000003-"), "the next delta is computed from it"
 
 
-def test_a_new_full_version_comes_in_time_and_old_ones_go_but_not_under_a_reader(tmp_path):
+def test_a_new_full_version_comes_in_time_and_old_ones_go(tmp_path):
     board, weights = Board(), torch.zeros(SIZE)
     learner = Learner(board, tmp_path / "weights")
-    assert learner.server is not None
     first = learner.send(0, weights)["items"][0]["name"]
-    with learner.server.reading(first):
-        for version in range(1, 4 * LONGEST):
-            weights[version] = 1
-            items = learner.send(version, weights)["items"]
-            assert len(way([Item.from_wire(each) for each in items], items[-1]["fingerprint"], "")) <= LONGEST
-        assert (learner.folder / first).exists()
-    full = [path for path in learner.folder.glob("v*.safetensors") if ".delta" not in path.name]
-    assert len(full) == 4, "three, and the one that is being read"
-    learner.server.idle_s = 0.0
-    weights[0] = 1
-    learner.send(4 * LONGEST, weights)
-    assert not (learner.folder / first).exists()
+    for version in range(1, 4 * LONGEST):
+        weights[version] = 1
+        items = learner.send(version, weights)["items"]
+        assert len(way([Item.from_wire(each) for each in items], items[-1]["fingerprint"], "")) <= LONGEST
+    full = [name for name in learner.there() if ".delta" not in name]
+    assert len(full) == 3 and first not in full
 
 
 def test_weights_that_stay_the_same_are_not_written_again(tmp_path):
@@ -182,69 +212,13 @@ def test_weights_that_stay_the_same_are_not_written_again(tmp_path):
 
 
 @pytest.fixture
-def served(tmp_path) -> Iterator[tuple[FilesServer, Item, bytes]]:
+def served(tmp_path) -> Iterator[tuple[str, Path, Item, bytes]]:
     data = bytes(range(256)) * 64
     name = "v00000001-a-b.safetensors"
     (tmp_path / name).write_bytes(data)
-    (tmp_path / "secret").write_text("not published")
-    server = FilesServer(tmp_path, "127.0.0.1")
     digest = hashlib.sha256(data).hexdigest()
-    yield server, Item(name=name, nbytes=len(data), digest=digest, fingerprint="x"), data
-    server.close()
-
-
-def told(server: FilesServer) -> dict:
-    return FolderShelf(server.folder, server).told
-
-
-def test_the_server_gives_published_files_to_whoever_has_the_token(served):
-    server, item, data = served
-    key = {"Authorization": f"Bearer {server.token}"}
-    with httpx.Client(base_url=server.url, trust_env=False) as client:
-        assert client.get(f"/{item.name}").status_code == 401
-        assert client.get(f"/{item.name}", headers={"Authorization": "Bearer no"}).status_code == 401
-        assert [client.get(path, headers=key).status_code for path in ("/", "/secret", "/../x", f"//{item.name}")] == [
-            404
-        ] * 4
-        assert client.get(f"/{item.name}", headers=key).content == data
-        part = client.get(f"/{item.name}", headers=key | {"Range": "bytes=100-"})
-        assert (part.status_code, part.content) == (206, data[100:])
-        assert client.get(f"/{item.name}", headers=key | {"Range": f"bytes={len(data)}-"}).status_code == 416
-    assert not server.reads("another") and server.reads(item.name)
-
-
-def test_a_body_does_not_wait_until_its_head_has_arrived(served, monkeypatch):
-    server, item, _ = served
-    at_once: list[int] = []
-    said = files_server._Answers.send_response
-
-    def answer(self, code: int) -> None:
-        at_once.append(self.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-        said(self, code)
-
-    monkeypatch.setattr(files_server._Answers, "send_response", answer)
-    key = {"Authorization": f"Bearer {server.token}"}
-    assert httpx.get(f"{server.url}/{item.name}", headers=key, trust_env=False).status_code == 200
-    assert len(at_once) == 1 and at_once[0]
-
-
-def test_who_sends_one_byte_at_a_time_holds_no_place(tmp_path):
-    server = FilesServer(tmp_path, "127.0.0.1", idle_s=0.3)
-    began = time.monotonic()
-    with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as slow, pytest.raises(OSError):
-        while time.monotonic() - began < 60:
-            slow.sendall(b"G")
-            time.sleep(0.05)
-    server.close()
-
-
-def test_workers_that_all_come_at_once_wait_for_no_second_try(tmp_path, monkeypatch):
-    monkeypatch.setattr(FilesServer, "serve_forever", lambda self, poll_interval: None)  # it is busy
-    server = FilesServer(tmp_path, "127.0.0.1")
-    with contextlib.ExitStack() as stack:
-        for _ in range(64):
-            stack.enter_context(socket.create_connection(("127.0.0.1", server.server_port), timeout=60))
-    server.server_close()
+    with web_server(tmp_path) as url:
+        yield url, tmp_path / name, Item(name=name, nbytes=len(data), digest=digest, fingerprint="x"), data
 
 
 class Breaking:
@@ -266,14 +240,13 @@ class Breaking:
 
 
 def test_a_broken_transfer_goes_on_where_it_broke_and_an_altered_file_is_asked_for_anew(served):
-    server, item, data = served
-    fetcher = Fetcher(told(server), 60.0, lambda: False)
+    url, path, item, data = served
+    fetcher = Fetcher(url, 60.0, lambda: False)
     fetcher._source = breaking = Breaking(fetcher._source)  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(UnreachableError):
         fetcher.fetch(item)
     assert Path(fetcher.fetch(item)).read_bytes() == data
     assert breaking.asked == [0, 1000] and fetcher.received == len(data)
-    path = server.folder / item.name
     for wrong in (data[:-1] + b"!", data[:500], data + b"more"):
         fetcher.end()
         path.write_bytes(wrong)
@@ -288,7 +261,7 @@ def test_a_broken_transfer_goes_on_where_it_broke_and_an_altered_file_is_asked_f
 def test_a_disk_without_room_for_a_file_ends_no_worker_and_is_asked_again(size, monkeypatch):
     data = bytes(range(250)) * (size // 250)
     item = Item(name="v00000001-a-b.safetensors", nbytes=size, digest=hashlib.sha256(data).hexdigest(), fingerprint="x")
-    fetcher = Fetcher({"url": "http://127.0.0.1:1"}, 60.0, lambda: False)
+    fetcher = Fetcher("http://127.0.0.1:1", 60.0, lambda: False)
     source = SimpleNamespace(blocks=lambda item, start: [(start, data[start:])], close=lambda: None)
     fetcher._source = source  # pyright: ignore[reportAttributeAccessIssue]
     for place, said in (("/dev/full", "No space left"), ("/dev/full", "No space left"), ("/nowhere/x", "No such file")):
@@ -315,7 +288,7 @@ def test_a_version_that_stays_altered_ends_the_worker_with_the_reason_and_one_th
     board.announce({"weights": bad})
     until(lambda: worker.subscriber.stats()["weights/nacks"] >= 3)
     worker.subscriber.check()
-    (tmp_path / "weights" / item["name"]).write_bytes(bytes(item["nbytes"]))
+    (tmp_path / "weights-there" / item["name"]).write_bytes(bytes(item["nbytes"]))
     until(lambda: worker.subscriber._altered_since[0] == "1")
     worker.subscriber.check()
     worker.subscriber._altered_since = "1", time.monotonic() - 61
