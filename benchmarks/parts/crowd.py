@@ -20,7 +20,7 @@ from asyncrl.weights.broadcast.publisher import BroadcastSender
 from asyncrl.weights.broadcast.staging import Seat
 from asyncrl.weights.broadcast.subscriber import BroadcastSubscriber
 from asyncrl.weights.broadcast.wires import Link
-from asyncrl.weights.fingerprint import bucket_fingerprint
+from asyncrl.weights.fingerprint import Fingerprint
 from asyncrl.weights.publishing.publisher import WeightPublisher
 from benchmarks.parts.board import TIMEOUT_S, Member, View
 
@@ -52,7 +52,7 @@ class Receives:
     def join(self, seat: Seat) -> None: ...
 
     def receive(self, event: Mapping[str, Any]) -> list[str]:
-        return [bucket_fingerprint(WEIGHT.view(torch.uint8))]
+        return [Fingerprint().hex()]
 
     def staged(self) -> dict[str, torch.Tensor]:
         return {}

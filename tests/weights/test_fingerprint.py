@@ -9,6 +9,7 @@ import torch
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.weights.fingerprint import LEAF, Fingerprint, bucket_fingerprint, leaves_on_device
 
@@ -80,3 +81,21 @@ def test_the_words_that_carry_nowhere_and_everywhere_agree_too(bytes_of):
 def test_leaves_in_another_order_make_another_one():
     one, other = drawn(LEAF, 1), drawn(LEAF, 2)
     assert bucket_fingerprint(torch.cat([one, other])) != bucket_fingerprint(torch.cat([other, one]))
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("leaves", [1, 64])
+def test_a_piece_is_hashed_on_its_device_in_sixty_operations_whatever_its_size(leaves: int):
+    """Each is a launch, with the interpreter lock held, in the process that generates."""
+    with Operations() as operations:
+        leaves_on_device(torch.zeros(leaves * LEAF, dtype=torch.uint8))
+    assert operations.count <= 60

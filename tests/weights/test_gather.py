@@ -114,13 +114,30 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _late_engines(model: nn.Module, reference: dict[str, torch.Tensor], rank: int) -> None:
-    """All ranks wait for a batch when the first engine comes: it gets the version that was published before."""
+    """All ranks wait for a batch when the first engine comes: it gets the version that was published before. So does
+    its successor, while no batch can be generated without one (`max_staleness=0`)."""
     sender = KeepingSender() if rank == 0 else None
     publisher = WeightPublisher(sender, wire_dtype=torch.float32, bucket_bytes=64, wait_s=120.0)
     publisher.publish(0, [(name, p.detach()) for name, p in model.named_parameters()])
+    _until_served(publisher, sender, late_s=1.0)
+    if sender is not None:
+        assert [version for version, _ in sender.sent] == [0]
+        sender.sent.clear()  # the only engine is killed, and another one comes
+    _until_served(publisher, sender, late_s=0.0)
+    if sender is not None:
+        (version, tensors), *_ = sender.sent
+        assert version == 0
+        assert all(torch.equal(tensors[name], parameter) for name, parameter in reference.items())
+    publisher.wait()
+    dist.barrier()
+    publisher.close()
+
+
+def _until_served(publisher: WeightPublisher, sender: KeepingSender | None, late_s: float) -> None:
+    """What ranks do while they wait for a batch, until an engine that comes late has its weights."""
     began, served = time.monotonic(), False
     while not served:
-        if sender is not None and time.monotonic() - began > 1.0:
+        if sender is not None and time.monotonic() - began >= late_s:
             sender.newcomers.set()
         if publisher.meets:
             publisher.serve()
@@ -129,13 +146,6 @@ def _late_engines(model: nn.Module, reference: dict[str, torch.Tensor], rank: in
         served = bool(found.item())
         assert time.monotonic() - began < 120
         time.sleep(0.05)
-    if sender is not None:
-        (version, tensors), *_ = sender.sent
-        assert version == 0
-        assert all(torch.equal(tensors[name], parameter) for name, parameter in reference.items())
-    publisher.wait()
-    dist.barrier()
-    publisher.close()
 
 
 def _beside_training(model: nn.Module, reference: dict[str, torch.Tensor], rank: int) -> None:

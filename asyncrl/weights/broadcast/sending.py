@@ -73,6 +73,7 @@ def send(
         (bucket, sending.groups[lane]) for bucket, lane in zip(plan.manifest.buckets, plan.bucket_lanes, strict=True)
     ]
     place = torch.device(place)
+    as_they_are = not plan.cuts and version.gathered_on == place and not buffers.shared
 
     def filled() -> Iterator[tuple[int, WeightGroup, FilledPiece]]:
         count = 0
@@ -81,7 +82,7 @@ def send(
             blame.stood_s = 0.0
             with blame.waiting():
                 contents = buckets.take(source)
-            whole = contents.buffer if not plan.cuts else None
+            whole = contents.buffer if as_they_are else None
             tensors = {
                 entry.name: contents.tensors[plan.parts[entry.name][0]][slices(plan.parts[entry.name][1])]
                 for entry in bucket.entries
@@ -90,7 +91,7 @@ def send(
             for size in piece_sizes(group, bucket.nbytes):
                 if start and start % STRETCH == 0:
                     blame.stood_s = 0.0
-                if whole is not None and whole.device == place:
+                if whole is not None:
                     yield index, group, as_it_is(whole[start : start + size])
                 else:
                     yield index, group, buffers.fill(count, size, bucket, start, tensors)
@@ -112,7 +113,7 @@ def send(
         return None, group, piece
 
     longest = max((size for bucket, group in ways for size in piece_sizes(group, bucket.nbytes)), default=0)
-    if plan.cuts or version.gathered_on != place:
+    if not as_they_are:
         buffers.reserve(longest, version.device)
     with blame.corrected():
         for _ in passed(pieces()):

@@ -22,7 +22,7 @@ class StagingBuffers:
     """
 
     def __init__(self, device: torch.device | str, *, count: int, shared: bool = False) -> None:
-        self._device, self._shared = torch.device(device), shared
+        self._device, self.shared = torch.device(device), shared
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * count
         self._pinned = False
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -36,13 +36,13 @@ class StagingBuffers:
         """
         from_gpu = source is not None and source.type == "cuda" and self._device.type == "cpu"
         if nbytes > len(self._buffers[0]) or (from_gpu and not self._pinned):
-            self._pinned = from_gpu and not self._shared
+            self._pinned = from_gpu and not self.shared
             self._buffers = [self._made(max(nbytes, len(self._buffers[0]))) for _ in self._buffers]
         if from_gpu and len(self._scratch) < nbytes:
             self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=source)
 
     def _made(self, nbytes: int) -> torch.Tensor:
-        if self._shared and self._device.type == "cpu":
+        if self.shared and self._device.type == "cpu":
             return shared_bytes(nbytes)
         made = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return made.pin_memory() if self._pinned else made
