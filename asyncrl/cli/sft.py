@@ -123,7 +123,7 @@ def memory_of(config: Config) -> list[str]:
     """Estimate the memory of a rank, and say whether it fits its GPU. `auto` is resolved for the GPUs that are here."""
     config = with_dtypes(config, learner=kind_to_plan(config, config.learner.device))
     model = sizes_of(config)
-    return [*learner_memory(config, model), *fitting_lines(config, model, "learner")]
+    return [*learner_memory(config, model), *fitting_lines(config, model, "sft")]
 
 
 def rendered(looked: Looked, encoder: Encoder) -> Text:

@@ -60,7 +60,7 @@ def rank_fit(config: Config, model: ModelSize | None, command: str) -> Fit | Non
 
     Args:
         model: the sizes of its models (`sizes_of`), if they are known.
-        command: `local` or `learner`. `asyncrl sft`, which has no engines beside its learner, is like `learner`.
+        command: `local`, `learner`, or `sft`, which has no engines.
     """
     if model is None or kind_to_plan(config, config.learner.device) != "cuda":
         return None
@@ -133,15 +133,16 @@ def share_of(config: Config, command: str) -> float:
     return min((rank.memory for rank in placement_of(config, len(gpus_to_plan(config))).learner), default=WHOLE_SHARE)
 
 
-def taken(config: Config, model: ModelSize, memory: int) -> float:
+def taken(config: Config, model: ModelSize, memory: int, *, sends: bool = True) -> float:
     """Bytes that rank 0 takes, including buckets of weights that are being sent.
 
     Args:
         memory: bytes that a rank has, which decide what `learner.reduce_gradients=auto` means.
+        sends: whether there are engines that get the weights.
     """
     learner = config.learner
     trained = model.trained(config.model.lora_rank, config.model.lora_targets) // learner.tensor_parallel
     shards = policy_held(config, model).total
     each = reduces_each(learner.reduce_gradients, shards=shards, trained=trained, memory=memory)
     config = replace(config, learner=replace(learner, reduce_gradients="each" if each else "last"))
-    return rank_bytes(config, model) + buckets_bytes(config, model)
+    return rank_bytes(config, model) + (buckets_bytes(config, model) if sends else 0)

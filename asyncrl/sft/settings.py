@@ -19,7 +19,6 @@ from asyncrl.schema import (
     RunConfig,
     SinkSettings,
     TelemetryConfig,
-    WeightsConfig,
 )
 
 
@@ -115,6 +114,5 @@ def learner_config(given: SftConfig) -> Config:
         rollout=RolloutConfig(group_size=1, max_new_tokens=0),  # no sequence shares its prompt with another
         engine=EngineConfig(device="cpu"),  # there are no engines, so every GPU can be used by a rank
         learner=LearnerConfig(**learner, steps=1),
-        weights=WeightsConfig(copies="none"),  # none are sent
         telemetry=TelemetryConfig(**asdict(given.telemetry)),
     )

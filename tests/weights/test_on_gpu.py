@@ -116,7 +116,8 @@ def test_weights_pass_from_gpu_to_gpu_and_no_piece_waits_for_training_or_generat
                 assert place_of(tensor) is None and torch.equal(tensor, wanted[: len(tensor)]), (version, name)
         publisher.close()
         subscriber.close()
-        assert sum(pinned) == staging.nbytes, "or the engine would be paused for longer"
+        casting = sum(map(len, sender._buffers._buffers)) if backend == "sockets" else 0
+        assert sum(pinned) == staging.nbytes + casting, "or the engine would be paused for longer"
     assert {device for device, _ in Communicator.took} == ({LEARNER, ENGINE} if backend == "nccl" else set())
     assert DEFAULT not in {stream for _, stream in Communicator.took} | set(hashed)
     assert bool(hashed) == (backend == "nccl")

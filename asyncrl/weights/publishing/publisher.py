@@ -203,16 +203,17 @@ class WeightPublisher:
         """Wait until nothing reads the weights; see `Version.wait`."""
         if self._newest is not None:
             return self._newest.wait(to_write=True)
+        if self._following is None:
+            return 0.0
         started = time.perf_counter()
-        if self._following is not None:
-            try:
-                self._following.result(self._wait_s + 2 * _GATHER_S)
-            except FutureTimeout:
-                raise WeightsError(
-                    f"rank 0 still sends the weights after {self._wait_s + 2 * _GATHER_S:.0f} s, or is silent. See its "
-                    "log, or raise weights.timeout_s."
-                ) from None
-            self._following = None
+        try:
+            self._following.result(self._wait_s + 2 * _GATHER_S)
+        except FutureTimeout:
+            raise WeightsError(
+                f"rank 0 still sends the weights after {self._wait_s + 2 * _GATHER_S:.0f} s, or is silent. See its "
+                "log, or raise weights.timeout_s."
+            ) from None
+        self._following = None
         return time.perf_counter() - started
 
     def _main(self) -> None:
