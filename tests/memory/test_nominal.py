@@ -58,7 +58,7 @@ def test_every_recipe_fits_the_gpus_that_its_head_names(path: Path, gpu_gb: int)
     placement = placement_of(config, gpus)
     assert len(placement.learner) == config.learner.ranks
     room = min((rank.memory for rank in placement.learner), default=WHOLE_SHARE) * gpu_gb * 1e9
-    assert taken(config, model, "local", int(room)) <= room
+    assert taken(config, model, int(room)) <= room
     an_engine = placement.engine_memory * gpu_gb * 1e9 * config.engine.tensor_parallel
     assert engine_bytes(config, model) <= an_engine
 
