@@ -154,8 +154,8 @@ def _beside_training(model: nn.Module, reference: dict[str, torch.Tensor], rank:
     if sender is not None:
         sender.newcomers.set()
     publisher = WeightPublisher(sender, wire_dtype=torch.float32, bucket_bytes=64, wait_s=120.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    optimizer.register_step_pre_hook(lambda *_: publisher.wait() and None)
+    optimizer, waited = torch.optim.SGD(model.parameters(), lr=1.0), list[float]()
+    optimizer.register_step_pre_hook(lambda *_: waited.append(publisher.wait()))
     for version in range(8):
         publisher.publish(version, [(name, p.detach()) for name, p in model.named_parameters()])
         for _ in range(version):
