@@ -114,7 +114,8 @@ class FilesSender:
         def write() -> _Written:
             return self._write(version, header, with_delta=with_delta)
 
-        written = self._on_disk(self._folder / _FULL, version.manifest.nbytes, write)
+        path = self._folder / f"{self._name_of(version)}.safetensors"
+        written = self._on_disk(path, version.manifest.nbytes, write)
         found = {"delta_s": written.delta_s, "wire_bytes": 0.0}
         if written.fingerprint != self._fingerprint:
             new = self._publish_files(version, written)
@@ -189,7 +190,7 @@ class FilesSender:
 
     def _publish_files(self, version: Version, written: _Written) -> list[Item]:
         """Publish a delta if there is one and it is smaller, the full version if that is due, or both."""
-        items, whole, name = [], version.manifest.nbytes, f"v{version.policy_version:08d}{self._name_end}"
+        items, whole, name = [], version.manifest.nbytes, self._name_of(version)
         if written.headers is not None:
             # Deltas that save less than half are not worth their cost: `auto` then pauses for a while.
             self._delta.sent_delta(0.0, 2.0 * written.delta_bytes)
@@ -226,7 +227,7 @@ class FilesSender:
                     file.write(memoryview(part))
                 return file.end()
 
-        size, digest = self._on_disk(self._folder / _DELTA, written.delta_bytes, write)
+        size, digest = self._on_disk(path, written.delta_bytes, write)
         shutil.move(self._folder / _DELTA, path)
         self._shelf.put(path)
         self._shelf.drop_local(name, published=True)
@@ -242,6 +243,9 @@ class FilesSender:
             raise WeightsError(
                 f"weights could not be written to {path}: {error}. Free space, or fix its rights."
             ) from error
+
+    def _name_of(self, version: Version) -> str:
+        return f"v{version.policy_version:08d}{self._name_end}"
 
     def _full(self) -> list[int]:
         """Indices of the full versions among the items."""
