@@ -19,9 +19,8 @@ from asyncrl.evaluator.loop import EvalPlan, Evaluator
 from asyncrl.rollout.rewards.factory import make_rewards
 from asyncrl.rollout.rewards.watch import RewardWatch
 from asyncrl.rollout.worker.concurrency import prompts_that_fill
-from asyncrl.rollout.worker.end_watch import EndWatch
-from asyncrl.rollout.worker.loop_watch import LoopWatch
 from asyncrl.rollout.worker.report import WorkerReport
+from asyncrl.rollout.worker.watchdog import EndWatch, LoopWatch
 from asyncrl.rollout.worker.wiring import environment_of, evaluation_sampling, load_texts, make_runner
 from asyncrl.schema import Config
 from asyncrl.types import Completion

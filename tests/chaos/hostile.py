@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from asyncrl.rewards.pool import RewardPool
 from asyncrl.sandbox.level import Level
 from asyncrl.sandbox.limits import Outcome
 from asyncrl.sandbox.running import GRACE_S, run, unavailable
-from asyncrl.utils.process_tree import command_of, descendants, is_alive, process_at
+from asyncrl.utils.process_tree import command_of, descendants, is_alive, marked, process_at
 from tests.chaos.hostile_tools import misuse_functions, misuse_server
 from tests.chaos.verdict import Verdict
 
@@ -46,6 +47,8 @@ TIMEOUT_S = 3.0
 HONEST_S = 60.0
 """Deadline of an honest program in seconds, longer because a busy machine may delay it."""
 SECRET = "the canary sings at dawn"
+ATTACK = "ASYNCRL_TEST_ATTACK"
+"""Environment variable of everything that an attack starts, by which its orphans are found."""
 REWARDS = Path(__file__).parents[1] / "rewards" / "reward_functions.py"
 PREAMBLE = "import ctypes, glob, mmap, os, signal, socket, subprocess, sys, threading, time\n"
 
@@ -292,8 +295,10 @@ async def misbehave(verdict: Verdict, count: int, seed: int) -> None:
 
 
 def left(before: set[psutil.Process]) -> list[str]:
-    """Return the child processes that are not in `before`, and every process with a user id that only a sandbox has."""
-    found = [process for process in descendants(os.getpid()) - before if is_alive(process)]
+    """Return the child processes that are not in `before`, those that were orphaned, and every process with a user id
+    that only a sandbox has."""
+    started = (descendants(os.getpid()) | marked(os.environ.get(ATTACK, ""), ATTACK)) - {psutil.Process()}
+    found = [process for process in started - before if is_alive(process)]
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if 1_000_000_000 <= folder.stat().st_uid < 2_000_000_000:
@@ -304,6 +309,7 @@ def left(before: set[psutil.Process]) -> list[str]:
 def main(count: int, seed: int, level: Level, at_once: int) -> Verdict:
     verdict = Verdict()
     before = descendants(os.getpid())
+    os.environ[ATTACK] = uuid.uuid4().hex
     spoken: list[str] = []
 
     def listening(program: str, **settings: Any) -> Outcome:

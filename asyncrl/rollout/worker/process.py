@@ -32,7 +32,7 @@ from asyncrl.errors import (
 from asyncrl.plain_text import make_streams_plain
 from asyncrl.replay.net.malloc import keep_heap
 from asyncrl.rollout.host import EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, WorkerSpec
-from asyncrl.rollout.worker.end_watch import EndWatch
+from asyncrl.rollout.worker.watchdog import EndWatch
 from asyncrl.rollout.worker.wiring import run_worker
 from asyncrl.schema import Config
 from asyncrl.storage.full_disk import FULL

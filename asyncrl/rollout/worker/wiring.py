@@ -39,8 +39,6 @@ from asyncrl.rollout.rewards.parts import RewardParts
 from asyncrl.rollout.rewards.watch import RewardWatch
 from asyncrl.rollout.worker.concurrency import slots_per_worker
 from asyncrl.rollout.worker.copies import SameCopies
-from asyncrl.rollout.worker.end_watch import EndWatch
-from asyncrl.rollout.worker.loop_watch import LoopWatch
 from asyncrl.rollout.worker.report import WorkerReport
 from asyncrl.rollout.worker.tokenizer import (
     check_vocabulary,
@@ -49,6 +47,7 @@ from asyncrl.rollout.worker.tokenizer import (
     make_encode,
     stop_token_ids,
 )
+from asyncrl.rollout.worker.watchdog import EndWatch, LoopWatch
 from asyncrl.rollout.worker.worker import Evaluate, RolloutWorker
 from asyncrl.schema import Config, EnvironmentConfig, EvalConfig, RewardConfig, RolloutConfig
 from asyncrl.types import SamplingParams

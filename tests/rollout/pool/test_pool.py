@@ -19,7 +19,7 @@ from asyncrl.rollout.pool.log_tail import last_line
 from asyncrl.rollout.pool.pool import RolloutPool, pool_number, restart_delay_s, run_pool
 from asyncrl.rollout.pool.specs import worker_specs
 from asyncrl.rollout.worker import process
-from asyncrl.rollout.worker.end_watch import EndWatch
+from asyncrl.rollout.worker.watchdog import EndWatch
 from asyncrl.schema import Config, DataConfig, EvalConfig, ModelConfig, RewardConfig, RolloutConfig, RunConfig
 from asyncrl.utils.restart_policy import Restarts
 

@@ -17,8 +17,8 @@ from asyncrl.data.local_tokenizer import tokenizer_digest
 from asyncrl.errors import ConfigError
 from asyncrl.quickstart.byte_tokenizer import CHAT_TEMPLATE, EOS_ID, VOCAB_SIZE, save_byte_tokenizer
 from asyncrl.rollout.worker import wiring
-from asyncrl.rollout.worker.end_watch import EndWatch
 from asyncrl.rollout.worker.tokenizer import check_vocabulary, load_tokenizer, make_encode, stop_token_ids
+from asyncrl.rollout.worker.watchdog import EndWatch
 
 
 def folder(path, vocabulary: int) -> str:
