@@ -20,7 +20,7 @@ from asyncrl.learner.optimizer.update import NonFiniteGuard, apply_update, learn
 from asyncrl.learner.parallel.collectives import sum_over_data, text_of_rank_zero
 from asyncrl.learner.roles import Roles
 from asyncrl.learner.step.gradients import summed
-from asyncrl.learner.step.metrics import Measured, Told
+from asyncrl.learner.step.metrics import Measured, MicroBatchMetrics
 from asyncrl.learner.step.step import NO_UPDATE, of_an_update
 from asyncrl.losses.diagnostics import Sums
 from asyncrl.replay.protocol import Lease
@@ -100,12 +100,12 @@ def accumulate(model: PolicyModel, batches: Sequence[MicroBatch], tokens: float)
     Returns:
         This rank's share of the loss, and its statistics.
     """
-    told: list[Told] = []
+    told: list[MicroBatchMetrics] = []
 
     def loss_of(batch: MicroBatch) -> Tensor:
         with span("forward"):
             logprobs, entropy = model(batch, 1.0)
-        told.append(Told(Sums(means={"policy/entropy": (entropy.sum(), batch.loss_mask.sum())})))
+        told.append(MicroBatchMetrics(Sums(means={"policy/entropy": (entropy.sum(), batch.loss_mask.sum())})))
         return -logprobs.sum() / tokens  # the log-prob is 0 at all other positions
 
     return summed(model, batches, loss_of), Measured.of(*told)

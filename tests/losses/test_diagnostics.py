@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.learner.step.metrics import Measured, Told
+from asyncrl.learner.step.metrics import Measured, MicroBatchMetrics
 from asyncrl.losses import LossInputs, policy_loss, preset
 from asyncrl.losses.diagnostics import MAX_AGES, ess_lr_scale
 from tests.losses.batches import random_batch, to_inputs
@@ -93,8 +93,8 @@ def test_the_staleness_table_resolves_the_edge_by_age() -> None:
 def test_every_token_is_in_one_bin_of_the_ratios_of_its_age_and_bins_add_up_over_ranks() -> None:
     batch = random_batch(5, noise=1.0, proximal=False)
     sums = policy_loss(to_inputs(batch), preset("ppo")).sums
-    measured = Measured.of(Told(sums))
-    measured.add(Measured.of(Told(sums)))
+    measured = Measured.of(MicroBatchMetrics(sums))
+    measured.add(Measured.of(MicroBatchMetrics(sums)))
     found = measured.histograms()
     ages = np.unique(batch.age[batch.mask])
     assert set(found) == {f"histogram/ratio/age_{age}" for age in ages}
@@ -103,7 +103,7 @@ def test_every_token_is_in_one_bin_of_the_ratios_of_its_age_and_bins_add_up_over
         expected, _ = np.histogram((batch.cur - batch.mu)[(batch.age == age) & batch.mask], edges)
         assert list(2 * expected) == counts and sum(counts) > 0
     far = dataclasses.replace(to_inputs(batch), behavior_logprobs=to_inputs(batch).behavior_logprobs - 1e6)
-    for _, counts in Measured.of(Told(policy_loss(far, preset("ppo")).sums)).histograms().values():
+    for _, counts in Measured.of(MicroBatchMetrics(policy_loss(far, preset("ppo")).sums)).histograms().values():
         assert sum(counts[:-1]) == 0 < counts[-1]
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError
-from asyncrl.learner.step.metrics import Measured, Told
+from asyncrl.learner.step.metrics import Measured, MicroBatchMetrics
 from asyncrl.losses import PRESETS, Denominators, LossInputs, policy_loss, preset
 from asyncrl.losses.kept import first_pass
 from asyncrl.settings.loss.meaning import needs_first_pass, proximal_source
@@ -86,7 +86,7 @@ def test_metrics_of_micro_batches_reduce_to_those_of_the_whole() -> None:
     pieces = [policy_loss(to_inputs(take(batch, np.flatnonzero(batch.seq % 2 == k))), preset("ppo")) for k in (0, 1)]
     measured = Measured()
     for piece in pieces:
-        measured.add(Measured.of(Told(piece.sums)))
+        measured.add(Measured.of(MicroBatchMetrics(piece.sums)))
     merged = measured.row()
     assert set(merged) == set(whole.metrics) - set(whole.parts)
     for name, value in merged.items():

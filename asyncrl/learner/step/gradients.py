@@ -12,7 +12,7 @@ from asyncrl.learner.batch.micro_batch import MicroBatch
 from asyncrl.learner.model.packed import PackedModel, set_gradient_sync
 from asyncrl.learner.model.policy import PolicyModel
 from asyncrl.learner.parallel.collectives import data_ranks, gather_over_data
-from asyncrl.learner.step.metrics import Measured, Told
+from asyncrl.learner.step.metrics import Measured, MicroBatchMetrics
 from asyncrl.learner.step.scoring import anchor_of, score_with_topk
 from asyncrl.losses import Denominators, LossInputs, policy_loss
 from asyncrl.losses.inputs import Bounds, Kept
@@ -29,7 +29,7 @@ class Accumulated:
     loss: Tensor
     """This rank's share of the loss."""
     measured: Measured = field(default_factory=Measured)
-    told: list[Told] = field(default_factory=list)
+    told: list[MicroBatchMetrics] = field(default_factory=list)
     """Numbers still on the device that belong into `measured`."""
 
 
@@ -69,7 +69,7 @@ def add_gradients(
         out.sums.means["loss/zero_gradient_share"] = ((gradient == 0) & batch.loss_mask).sum(), batch.loss_mask.sum()
     if model.replay is not None and (choices := model.replay.told()) is not None:
         out.sums.means["router/changed"] = choices
-    sums.told.append(Told(out.sums, out.parts))
+    sums.told.append(MicroBatchMetrics(out.sums, out.parts))
     sequences = float(len(batch.packing.lengths)) if len(batch.loss_positions) else 0.0
     known = {"completion/truncated": (float(batch.truncated), sequences)}
     if batch.support is not None:

@@ -24,7 +24,7 @@ Bins = tuple[list[float], list[float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class MicroBatchMetrics:
     """Numbers of one micro-batch that are still on the device: reading them waits for all work queued there."""
 
     sums: Sums
@@ -63,7 +63,7 @@ class Measured:
     """Stem -> (sum, sum of squares, count), each summed; the metrics are `<stem>mean` and `<stem>std`."""
 
     @classmethod
-    def of(cls, *told: Told) -> Measured:
+    def of(cls, *told: MicroBatchMetrics) -> Measured:
         """Combine them, with a single transfer from the device."""
         everything = [each.parts() for each in told]
         tensors = [tensor for parts in everything for part in parts.values() for tensor in part.values()]

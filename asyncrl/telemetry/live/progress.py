@@ -22,7 +22,7 @@ from rich.text import Text
 from asyncrl.telemetry.live.console import LiveView, facts, say
 from asyncrl.telemetry.live.tails import MetricsTail, RewardWarnings, Row
 from asyncrl.telemetry.metrics.alarms import STALL, Stall
-from asyncrl.telemetry.metrics.evaluations import Course, evaluations, is_evaluation
+from asyncrl.telemetry.metrics.evaluations import EvaluationHistory, evaluations, is_evaluation
 from asyncrl.telemetry.metrics.log import METRICS_FILE
 from asyncrl.telemetry.metrics.printed import clock, failed_rewards, format_line, who_waits
 from asyncrl.telemetry.metrics.raised import ALARMS_FILE, Raised
@@ -35,7 +35,7 @@ BY_AGE = re.compile(r".*_age_\d+|staleness/hist_\d+")
 """Metrics that a row lacks if there is nothing of that age; an earlier row's values must not be shown instead."""
 
 
-class Spark:
+class Sparkline:
     """A curve in one line of text: each letter's height is the mean of some consecutive values, relative to the range
     of these means."""
 
@@ -89,8 +89,8 @@ class RunView(LiveView):
         """Durations of the last steps in seconds, from the rows. The differences of their times would include the pause
         before a resume."""
         self._latest: dict[str, Any] = {}
-        self._evaluations: dict[str, Course] = {}
-        self._rewards, self._evaluated = Spark(), dict[str, Spark]()
+        self._evaluations: dict[str, EvaluationHistory] = {}
+        self._rewards, self._evaluated = Sparkline(), dict[str, Sparkline]()
         self._state = "starting"
 
     def refresh(self, state: str = "") -> None:
@@ -130,9 +130,9 @@ class RunView(LiveView):
         for raised in self._stall.row(row, time.monotonic()):
             self.say(str(raised))
         for name, evaluation in evaluations(row).items():
-            self._evaluations.setdefault(name, Course()).add(evaluation, row["step"])
+            self._evaluations.setdefault(name, EvaluationHistory()).add(evaluation, row["step"])
             if evaluation.mean is not None:
-                self._evaluated.setdefault(name, Spark()).add(evaluation.mean)
+                self._evaluated.setdefault(name, Sparkline()).add(evaluation.mean)
         if not is_evaluation(row):
             if row["step"] < self._latest.get("step", 0):
                 self._recent.clear()  # a resume went back, and may have another pace
@@ -180,7 +180,7 @@ class RunView(LiveView):
         rows = (
             ("reward", [_cell(row, "reward/mean", "{:.3f}"), self._drawn(self._rewards)]),
             ("loss", [] if "reward/mean" in row else [_cell(row, "loss/total", "{:.4f}")]),
-            *((f"eval {name}", [str(course)]) for name, course in self._evaluations.items()),
+            *((f"eval {name}", [str(history)]) for name, history in self._evaluations.items()),
             *(("", [self._drawn(spark)]) for spark in self._evaluated.values() if len(self._evaluated) == 1),
             (
                 "staleness",
@@ -212,7 +212,7 @@ class RunView(LiveView):
         )
         return facts((label, "  ".join(cell for cell in cells if cell)) for label, cells in rows)
 
-    def _drawn(self, spark: Spark) -> str:
+    def _drawn(self, spark: Sparkline) -> str:
         """Return the curve; empty if the terminal cannot show its letters."""
         return str(spark) if "utf" in self._console.encoding.lower() else ""
 

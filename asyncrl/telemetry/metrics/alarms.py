@@ -30,7 +30,7 @@ FREE_BYTES = "disk/free_bytes"
 
 
 @dataclass(slots=True)
-class Told:
+class ActiveAlarm:
     """A reported alarm that is not over: the step at which it began, the last at which it held, and the rows since."""
 
     first: int
@@ -53,7 +53,7 @@ class Point:
 
 
 @dataclass(slots=True)
-class Course:
+class RunHistory:
     """The history of a run that alarms need: its first rows, its last ones, its evaluations."""
 
     first: list[Row] = field(default_factory=list)
@@ -121,33 +121,33 @@ class Threshold:
     limit: float
     said: str = f"{{metric}} is {{value:.3g}} over the last {WINDOW} steps, {{side}} {{limit:g}}"
 
-    def __call__(self, course: Course) -> str:
-        value = self._value(course)
+    def __call__(self, history: RunHistory) -> str:
+        value = self._value(history)
         if value is None or not (value > self.limit if self.side == "above" else value < self.limit):
             return ""
         return self.said.format(
             metric=self.metric, value=value, side=self.side, limit=self.limit, gib=value / 2**30, steps=WINDOW
         )
 
-    def _value(self, course: Course) -> float | None:
+    def _value(self, history: RunHistory) -> float | None:
         if self.of == MEAN:
-            return course.now(self.metric)
+            return history.now(self.metric)
         if self.of == NEWEST:
-            return course.last[-1].get(self.metric) if course.last else None
-        return course.grew(self.metric, kept=self.of == GROWTH_OF_RUN)
+            return history.last[-1].get(self.metric) if history.last else None
+        return history.grew(self.metric, kept=self.of == GROWTH_OF_RUN)
 
 
-def entropy_collapse(course: Course) -> str:
-    began, now = course.began("policy/entropy"), course.now("policy/entropy")
-    explores = course.now("reward/mean") is not None  # supervised rows have nothing to explore
+def entropy_collapse(history: RunHistory) -> str:
+    began, now = history.began("policy/entropy"), history.now("policy/entropy")
+    explores = history.now("reward/mean") is not None  # supervised rows have nothing to explore
     if began is None or now is None or began <= 0 or now >= 0.02 * began or not explores:
         return ""
     return f"the policy's entropy is {now:.3g} nats; it was {began:.3g} in the first {WINDOW} steps"
 
 
-def length_runaway(course: Course) -> str:
-    was, length = course.began("completion/length_mean"), course.now("completion/length_mean")
-    earned, reward = course.began("reward/mean"), course.now("reward/mean")
+def length_runaway(history: RunHistory) -> str:
+    was, length = history.began("completion/length_mean"), history.now("completion/length_mean")
+    earned, reward = history.began("reward/mean"), history.now("reward/mean")
     if was is None or length is None or earned is None or reward is None:
         return ""
     if length < 2 * was or reward > earned + 0.01:
@@ -155,14 +155,14 @@ def length_runaway(course: Course) -> str:
     return f"completions have {length:.0f} tokens on average, up from {was:.0f}, without a higher reward"
 
 
-def reward_hacking(course: Course) -> str:
+def reward_hacking(history: RunHistory) -> str:
     """Holds if the last two evaluations are clearly below the best one before, and the batches' reward rose."""
-    for name, points in course.evaluations.items():
+    for name, points in history.evaluations.items():
         if len(points) < 3:
             continue
         best = max(points[:-2], key=lambda point: point.value)
         if best.reward is None:  # evaluated before a whole window of steps: use the first steps
-            best = Point(best.value, best.low, best.high, *reward_of(course.first))
+            best = Point(best.value, best.low, best.high, *reward_of(history.first))
         last = points[-1]
         if all(fell(best, point) for point in points[-2:]) and rose(best, last):
             return (
@@ -185,9 +185,9 @@ def rose(before: Point, now: Point) -> bool:
     return now.reward - before.reward > 2 * math.hypot(before.error, now.error)
 
 
-def no_workers(course: Course) -> str:
-    workers = course.last[-1].get("replay/workers") if course.last else None
-    return "no rollout worker is connected" if workers == 0 and course.served else ""
+def no_workers(history: RunHistory) -> str:
+    workers = history.last[-1].get("replay/workers") if history.last else None
+    return "no rollout worker is connected" if workers == 0 and history.served else ""
 
 
 GREW = "{metric} grew by {value:g} over the last {steps} steps"
@@ -198,7 +198,7 @@ class Alarm:
     name: str
     meaning: str
     advice: str
-    holds: Callable[[Course], str]
+    holds: Callable[[RunHistory], str]
     """Returns a description of the condition if it holds; empty otherwise."""
 
 
@@ -358,20 +358,20 @@ class Alarms:
                 f"{', '.join(alarm.name for alarm in ALARMS)}"
             )
         self._ignored = ignored
-        self._course = Course()
-        self._known: dict[str, Told] = {}
+        self._history = RunHistory()
+        self._known: dict[str, ActiveAlarm] = {}
         self._patience: dict[str, int] = {}
         """Number of rows without its condition after which an alarm is over. Doubles each time it is reported."""
         self._step = 0
 
     def row(self, row: Row) -> list[Raised]:
         """Note a row. Returns the alarms that have begun or are over."""
-        self._course.add(row)
+        self._history.add(row)
         self._step = max(self._step, row["step"])
-        found = ((alarm, alarm.holds(self._course)) for alarm in ALARMS)
-        return [raised for alarm, said in found if (raised := self._told(alarm, said))]
+        found = ((alarm, alarm.holds(self._history)) for alarm in ALARMS)
+        return [raised for alarm, said in found if (raised := self._report(alarm, said))]
 
-    def _told(self, alarm: Alarm, said: str) -> Raised | None:
+    def _report(self, alarm: Alarm, said: str) -> Raised | None:
         """Return what to report of an alarm; None unless it begins to hold, or is over."""
         if alarm.name in self._ignored:
             return None
@@ -381,11 +381,11 @@ class Alarms:
         if known:
             known.last, known.quiet = self._step, 0
             return None
-        self._known[alarm.name] = Told(self._step, self._step)
+        self._known[alarm.name] = ActiveAlarm(self._step, self._step)
         self._patience[alarm.name] = 2 * self._patience.get(alarm.name, WINDOW // 2)
         return Raised(alarm.name, self._step, said, alarm.advice)
 
-    def _over(self, alarm: Alarm, known: Told) -> Raised | None:
+    def _over(self, alarm: Alarm, known: ActiveAlarm) -> Raised | None:
         known.quiet += 1
         if known.quiet <= self._patience[alarm.name]:
             return None

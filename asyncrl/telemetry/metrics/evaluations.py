@@ -97,7 +97,7 @@ def by_step(rows: Iterable[Row]) -> list[Row]:
 
 
 @dataclass(slots=True)
-class Course:
+class EvaluationHistory:
     """The evaluations of one set so far, for one line of text."""
 
     last: Evaluation | None = None

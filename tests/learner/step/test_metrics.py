@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from asyncrl.learner.step.metrics import Measured, Told, plan_histograms, plan_metrics
+from asyncrl.learner.step.metrics import Measured, MicroBatchMetrics, plan_histograms, plan_metrics
 from asyncrl.losses.diagnostics import Sums
 from tests.learner.feed import make_step
 
@@ -60,9 +60,9 @@ def test_the_explained_variance_is_one_minus_that_of_the_residual() -> None:
 
 def test_scalars_of_a_micro_batch_keep_their_kind_and_an_unused_name_is_absent() -> None:
     one = torch.tensor(1.0)
-    made = Measured.of(Told(Sums(means={"r": (one, 2 * one)}, maxima={"m": 3 * one}), {"p": 4 * one}))
+    made = Measured.of(MicroBatchMetrics(Sums(means={"r": (one, 2 * one)}, maxima={"m": 3 * one}), {"p": 4 * one}))
     assert (made.ratios, made.maxima, made.per_update) == ({"r": (1.0, 2.0)}, {"m": 3.0}, {"p": 4.0})
-    assert not Measured.of(Told(Sums())).row() and math.isfinite(made.row()["p"])
+    assert not Measured.of(MicroBatchMetrics(Sums())).row() and math.isfinite(made.row()["p"])
 
 
 def test_histograms_hold_every_episode_trajectory_and_token_of_a_batch() -> None:

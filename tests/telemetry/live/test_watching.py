@@ -27,7 +27,7 @@ from asyncrl.storage.full_disk import BOARD_FILE, disk_full, make_board
 from asyncrl.storage.occupancy import lived_in, living_in
 from asyncrl.telemetry.live.console import PlainConsole
 from asyncrl.telemetry.live.over import ENDS_FILE
-from asyncrl.telemetry.live.progress import Spark
+from asyncrl.telemetry.live.progress import Sparkline
 from asyncrl.telemetry.live.tails import MetricsTail
 from asyncrl.telemetry.live.watching import WatchView, in_run, sample_cells
 from asyncrl.utils.process_tree import process_at
@@ -132,17 +132,17 @@ def test_the_board_shows_curves_queue_and_ages_and_how_long_the_run_still_takes(
 
 
 def test_a_curve_of_one_line_keeps_its_shape_however_long_or_large_it_is() -> None:
-    huge = Spark()
-    for value in (-1.7e308, 0.0, *[1.7e308] * (Spark.WIDE - 2)):
+    huge = Sparkline()
+    for value in (-1.7e308, 0.0, *[1.7e308] * (Sparkline.WIDE - 2)):
         huge.add(value)
     assert str(huge)[0] < str(huge)[1] < str(huge)[2] == str(huge)[-1] == "█"
-    spark = Spark()
+    spark = Sparkline()
     assert str(spark) == ""
     spark.add(0.5)
     assert str(spark) == "▁"
     for step in range(100_000):
         spark.add(float(step))
-    assert len(str(spark)) == Spark.WIDE and list(str(spark)) == sorted(str(spark)) and str(spark)[0::39] == "▁█"
+    assert len(str(spark)) == Sparkline.WIDE and list(str(spark)) == sorted(str(spark)) and str(spark)[0::39] == "▁█"
 
 
 def test_who_waits_is_on_a_small_terminal_whatever_else_there_is_to_show(

@@ -18,7 +18,7 @@ from asyncrl.learner.model.flops import speed
 from asyncrl.learner.publishing.canary import ProvingPublisher
 from asyncrl.learner.reporting.step_row import evaluation_metrics
 from asyncrl.learner.step.counterfactual import SUMS, estimates
-from asyncrl.learner.step.metrics import Measured, Told
+from asyncrl.learner.step.metrics import Measured, MicroBatchMetrics
 from asyncrl.losses import PRESETS, policy_loss
 from asyncrl.losses.kept import first_pass
 from asyncrl.replay.core.live.workers import KEPT
@@ -111,7 +111,7 @@ def of_losses() -> Iterator[str]:
             config = resolve(LossConfig(preset=preset, **change))
             kept = first_pass([inputs], config) if needs_first_pass(config) else None
             out = policy_loss(inputs, config, kept=kept)
-            yield from Measured.of(Told(out.sums, out.parts)).row()
+            yield from Measured.of(MicroBatchMetrics(out.sums, out.parts)).row()
 
 
 def of_a_run(folder: Path) -> Iterator[str]:
