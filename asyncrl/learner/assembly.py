@@ -25,7 +25,7 @@ from asyncrl.learner.checkpoints.errands import Errands
 from asyncrl.learner.checkpoints.resume import Start, begin, highest_version
 from asyncrl.learner.checkpoints.sealing import refuse_unshared
 from asyncrl.learner.hook import Hook
-from asyncrl.learner.model.building import said_of_attention
+from asyncrl.learner.model.building import describe_attention
 from asyncrl.learner.parallel.collectives import choice_of_rank_zero
 from asyncrl.learner.parallel.place import Place
 from asyncrl.learner.processes.out_of_memory import heed_note
@@ -104,7 +104,7 @@ def open_checkpoints(config: Config, place: Place, opened: ExitStack, *, run_dir
 def settle_how(config: Config, roles: Roles, place: Place, backend: Backend | None) -> None:
     """Settle how the models are computed, and say so. Collective."""
     if place.rank == 0:
-        log_of_start.info("attention: %s", said_of_attention(roles.policy, config.model))
+        log_of_start.info("attention: %s", describe_attention(roles.policy, config.model))
     agree_on_reduction(roles, config.learner, backend)
 
 

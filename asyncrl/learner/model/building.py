@@ -176,7 +176,7 @@ def _put(model: nn.Module, name: str, buffer: Tensor) -> None:
     model.get_submodule(where)._buffers[own] = buffer
 
 
-def said_of_attention(model: PackedModel, settings: ModelConfig) -> str:
+def describe_attention(model: PackedModel, settings: ModelConfig) -> str:
     """What attention is computed with, and why."""
     if model.layout is not Layout.PACKED:
         return "transformers' own, each sequence in a row"

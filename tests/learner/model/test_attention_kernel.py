@@ -20,7 +20,7 @@ from asyncrl.learner.model.attention_kernel import (
     choose,
     widest_head,
 )
-from asyncrl.learner.model.building import said_of_attention
+from asyncrl.learner.model.building import describe_attention
 from asyncrl.learner.model.layout import Layout
 from asyncrl.learner.model.policy import build_model
 from asyncrl.schema import Config, ModelConfig
@@ -76,6 +76,6 @@ def test_the_widest_head_is_that_of_queries_keys_or_values():
 def test_a_model_on_a_cpu_says_that_rows_of_like_length_go_together(tmp_path: Path):
     config = Config(model=ModelConfig(path=str(tiny_checkpoint(tmp_path))))
     model = build_model(config, torch.device("cpu"), None)
-    assert "rows of similar length: the device is cpu" in said_of_attention(model, config.model)
+    assert "rows of similar length: the device is cpu" in describe_attention(model, config.model)
     model.layout = Layout.ROWS
-    assert "transformers' own" in said_of_attention(model, config.model)
+    assert "transformers' own" in describe_attention(model, config.model)
