@@ -20,6 +20,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,11 @@ def shown(row: dict[str, Any], name: str) -> str:
     return f"{100 * mean:.1f} ({100 * low:.1f}–{100 * high:.1f})"
 
 
+def counted(totals: list[float]) -> float:
+    """Return the last value of a counter that starts at 0 again whenever the run was resumed."""
+    return sum(before for before, after in pairwise([*totals, 0.0]) if after < before)
+
+
 def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the line of a run."""
     evaluated = [row for row in found if f"eval/{next(iter(SETS))}/accuracy" in row]
@@ -100,7 +106,7 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
         **{f"{name}, after": shown(evaluated[-1], name) for name in SETS},
         "mean staleness": round(sum(row["staleness/mean"] for row in trained) / len(trained), 2),
         "largest staleness": round(max(row["staleness/max"] for row in trained)),
-        "trained tokens": round(trained[-1]["goodput/trained_tokens"]),
+        "trained tokens": round(counted([row["goodput/trained_tokens"] for row in trained])),
         "steps": len(trained),
     }
 
