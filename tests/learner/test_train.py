@@ -17,7 +17,7 @@ from asyncrl.learner.processes.stop import Asked, never
 from asyncrl.learner.reporting.step_clock import StepClock
 from asyncrl.learner.reporting.step_row import evaluation_metrics, write_evaluations
 from asyncrl.learner.train import Training
-from asyncrl.replay.protocol import TrainedReply
+from asyncrl.replay.protocol import Lease, TrainedReply
 from asyncrl.schema import Config, EvalConfig
 from asyncrl.settings.replay import ReplayConfig
 from asyncrl.storage.checkpoints import trained_in
@@ -200,12 +200,20 @@ def test_training_raises_the_probability_of_rewarded_tokens(tmp_path: Path):
     assert rows.rows[-1]["loss/policy"] < rows.rows[0]["loss/policy"]
 
 
+class CutOffReplay(FedReplay):
+    """A replay whose connection breaks after its last step: a learner ends without saving, as if it had died."""
+
+    def lease(self, *, step: int, rank: int, world: int, wait_s: float) -> Lease:
+        if step >= self._steps:
+            raise ConnectionResetError("cut off")
+        return super().lease(step=step, rank=rank, world=world, wait_s=wait_s)
+
+
 def test_a_resumed_run_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path):
     undisturbed, _ = run(make_config(tmp_path / "a"), FedReplay())
     config = make_config(tmp_path / "b")
-    replay = FedReplay(steps=5)
-    with pytest.raises(NoProgress):
-        run(config, replay)
+    with pytest.raises(ConnectionResetError):
+        run(config, CutOffReplay(steps=5))
     again = FedReplay()
     again.next_version = 6
     resumed, rows = run(config, again, resume=True)

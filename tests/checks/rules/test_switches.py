@@ -32,7 +32,12 @@ GIVEN = {
     "learner.keep_best_by": "min",
     "learner.hook_args": "{a: 1}",
 }
-OFF = {"rollout.host": "process", "replay.durability": "memory", "weights.transport": "files"}
+OFF = {
+    "model.activation_checkpointing": "false",
+    "rollout.host": "process",
+    "replay.durability": "memory",
+    "weights.transport": "files",
+}
 """Switches that are on unless they are turned off."""
 
 
