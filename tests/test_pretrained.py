@@ -104,4 +104,5 @@ def test_an_export_renders_stops_and_computes_as_its_source(exported: Path, fold
     with torch.no_grad():
         logits = [model(torch.from_numpy(ids)[None]).logits for model in models]
     assert torch.equal(*logits)
-    assert models[0].get_output_embeddings().weight is models[0].get_input_embeddings().weight, "a tied head"
+    head = models[0].get_output_embeddings()
+    assert head is not None and head.weight is models[0].get_input_embeddings().weight, "a tied head"

@@ -149,7 +149,7 @@ class PlannedFor:
 def nominal_of(overrides: Sequence[str], billions: float) -> PlannedFor | None:
     """Return what to plan for if the model is not here: of the given size, or that in the name of the recipe's model.
     None if the model is a folder here, or of unknown size."""
-    given = dict(text.partition("=")[::2] for text in overrides if "=" in text)
+    given = {key: value for key, _, value in (text.partition("=") for text in overrides if "=" in text)}
     recipe = config_dir() / "experiment" / f"{given.get('experiment', '')}.yaml"
     settings = header_settings(recipe) if recipe.is_file() else {}
     path = given.get("model.path") or settings.get("model.path", "")

@@ -114,7 +114,9 @@ def record(folder: Path, *, finished: bool) -> None:
         log.samples(step + 1, [{"prompt": f"p{step}", "completion": "c", "reward": step / 3}])
     log.close()
     if finished:
-        export_hf(roles.policy, ModelConfig(path=str(folder.parent)), folder / "hf", 0)
+        model = folder.parent / "model"
+        tiny_model(seed=0).save_pretrained(model)
+        export_hf(roles.policy, ModelConfig(path=str(model)), folder / "hf", 0)
         core.finish()
         run.journal.close()
     else:

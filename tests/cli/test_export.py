@@ -174,13 +174,6 @@ def test_two_exports_into_one_folder_come_one_after_the_other(run: Path, capfd: 
     verify_export(run / "exports" / "step_1" / "hf")
 
 
-def test_a_run_is_not_said_to_wait_for_the_disk_of_an_export_elsewhere(run: Path, monkeypatch: pytest.MonkeyPatch):
-    boards = []
-    monkeypatch.setattr(export, "export_hf", lambda *given, **_: boards.append(given[4].board))
-    assert main(["export", str(run)]) == main(["export", str(run), "--to", str(run.with_name("away"))]) == 0
-    assert boards == [run / "logs" / "waiting", None]
-
-
 def test_a_file_system_without_locks_is_exported_to(run: Path, monkeypatch: pytest.MonkeyPatch):
     def refuses(handle: int, kind: int) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")

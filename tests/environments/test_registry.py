@@ -119,9 +119,9 @@ def test_a_cut_prompt_is_read_by_its_tokens_alone_and_refused_where_messages_are
             else pytest.raises(ConfigError, match="first request from the whole row")
         ):
             check_environment(made, overlong="truncate_left")
-    with pytest.raises(ConfigError, match="reads the row's first request from the whole row"):
+    with pytest.raises(ConfigError, match="makes its first request from the whole row"):
         make_environment(game, overlong="truncate_left")
-    with pytest.raises(ConfigError, match="reads the row's first request from the whole row"):
+    with pytest.raises(ConfigError, match="makes its first request from the whole row"):
         check_environment(game, overlong="truncate_right")
     for fine in (sound, EnvironmentConfig()):
         make_environment(fine, overlong="truncate_left")

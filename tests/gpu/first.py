@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torch.cuda import nccl
 
 from asyncrl.checks.placement import DEVICES, NVIDIA, VISIBLE, unplaced_gpus, visible_gpus
 from benchmarks.parts.answer import ROOT, commit, machine
@@ -64,9 +65,9 @@ def facts(device: torch.device) -> Found:
         "torch sees": torch.cuda.device_count(),
     }
     if device.type == "cuda":
-        found |= {"nccl": torch.cuda.nccl.version(), "name": torch.cuda.get_device_name(device)}
+        found |= {"nccl": nccl.version(), "name": torch.cuda.get_device_name(device)}
         torch.cuda.current_device()
-        found["context after current_device"] = torch._C._cuda_hasPrimaryContext(0)
+        found["context after current_device"] = torch._C._cuda_hasPrimaryContext(0)  # pyright: ignore[reportAttributeAccessIssue]
     if problem := unplaced_gpus(torch.cuda.device_count()):
         raise RuntimeError(problem)
     return found
@@ -93,7 +94,9 @@ def collectives(device: torch.device) -> Found:
     began = time.perf_counter()
     try:
         with joined(backend, store, 2, 5.0):
-            dist.broadcast(piece, 0, async_op=True).wait()
+            work = dist.broadcast(piece, 0, async_op=True)
+            assert work is not None
+            work.wait()
         raise AssertionError("a broadcast to a peer that never came ended well")
     except RuntimeError:  # DistBackendError, DistStoreError
         waited = time.perf_counter() - began

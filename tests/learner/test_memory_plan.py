@@ -286,7 +286,7 @@ def test_a_sender_is_planned_four_buckets_of_the_largest_tensor_at_least_and_no_
     assert model is not None
     config = Config(model=ModelConfig(path=str(tmp_path)), weights=WeightsConfig(wire_dtype="bfloat16"))
     assert buckets_bytes(config, model) == 4 * 2 * hf.num_parameters(), "one bucket"
-    whole = replace(model, shapes={"embed": (1 << 20, 512)}, parameters=1 << 30)
+    whole = replace(model, shapes={"model.embed_tokens.weight": (1 << 20, 512)}, parameters=1 << 30)
     assert buckets_bytes(config, whole) == 4 * 2 * (1 << 20) * 512
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from transformers import PretrainedConfig
 
-from asyncrl.checks.dtypes import dtype_on
+from asyncrl.checks.dtypes import dtype_on, recomputed_on
 from asyncrl.errors import ConfigError
 from asyncrl.learner.memory_plan import ROOM
 from asyncrl.learner.model.packed import Layout
@@ -49,7 +49,7 @@ def too_many_scores(config: Config, hf: PretrainedConfig, memory: int) -> str:
     prompt, new = config.data.max_prompt_tokens, config.rollout.max_new_tokens
     longest, tokens = prompt + new, config.learner.max_tokens_per_microbatch
     rows = max(1, min(config.learner.attention_budget // longest, (tokens - prompt) // new))
-    recomputed = config.model.activation_checkpointing
+    recomputed = recomputed_on(config.model.activation_checkpointing, "cuda")
     needed = score_bytes(heads, kv_heads, layers, longest, rows, recomputed=recomputed)
     if needed <= ROOM * memory:
         return ""

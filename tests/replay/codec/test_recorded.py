@@ -203,6 +203,6 @@ def test_what_announces_no_routers_is_none(said: object) -> None:
 def test_a_worker_that_records_them_finds_them_missing(recorded, good, missing: str) -> None:
     parts = RewardParts.of(AdvantageConfig(), SamplingParams(temperature=1.0, max_new_tokens=4, **recorded))
     first, _ = group(Door().order, [0]).trajectories
-    assert parts.complete([replace(first, extras=good(first))], None)
+    parts.check([replace(first, extras=good(first))])
     with pytest.raises(EpisodeError, match=rf"trajectory 0: extras has no {missing}"):
-        parts.complete([replace(first, extras={})], None)
+        parts.check([replace(first, extras={})])

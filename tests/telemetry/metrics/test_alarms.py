@@ -13,7 +13,6 @@ from rich.console import Console
 
 from asyncrl.cli.alarms import as_markdown
 from asyncrl.cli.main import main
-from asyncrl.cli.starting.folder_check import examine
 from asyncrl.config import LOG_DIR
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Config, RunConfig
@@ -287,4 +286,3 @@ def test_a_resume_looks_past_damaged_lines(tmp_path: Path) -> None:
         view = RunView(tmp_path, 9, Console(), resumed)
         view.refresh("training")
         assert not view.alarmed
-    assert [problem for problem in examine(tmp_path).notes if ALARMS_FILE in problem]
