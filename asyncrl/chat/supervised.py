@@ -96,8 +96,9 @@ def by_template(
     """Use the chat template alone: a turn is the text that it writes after the beginning of an assistant's turn.
 
     Prompt and turns are tokenized separately, as they are when the turns are sampled. A turn that the template does not
-    end with a token of its own is ended with the tokenizer's EOS, as a sampled one is. Behind a marker of several
-    tokens, at which rollouts stop, the EOS stands in the last turn alone, for engines that stop at tokens only.
+    end with a token of its own, nor with the header of the next turn, is ended with the tokenizer's EOS, as a sampled
+    one is. Behind a marker of several tokens, at which rollouts stop, the EOS stands in the last turn alone, for
+    engines that stop at tokens only.
 
     Raises:
         ChatError: the template changes a turn once others follow, or does not begin it with its generation prompt.
@@ -146,6 +147,8 @@ def _pieces(
                 "model (model.renderer)"
             )
         body, closes = _closed(whole[len(head) : len(through)], messages[number], special)
+        if closes and (end := _end_behind(whole[len(through) :], ends.tokens)):
+            body, closes = whole[len(head) : len(through) + end], False
         closes &= number == len(messages) - 1 or not any(body.endswith(text) for text in ends.texts)
         yield whole[place : len(head)], False, False
         yield body, True, closes
@@ -160,6 +163,14 @@ def _going_on(through: str, whole: str, special: Collection[str]) -> str:
         return through
     shorter = (through.removesuffix(token) for token in special if token and through.endswith(token))
     return next((text for text in shorter if whole.startswith(text) and _is_same_end(text, whole, special)), through)
+
+
+def _end_behind(text: str, tokens: Collection[str]) -> int:
+    """Length of the end that the template writes once the conversation goes on: with the next header, or as that (GLM).
+    With the EOS in front of it, earlier turns would have two ends, as no prompt of a rollout has."""
+    bare = text.lstrip()
+    end = max((token for token in tokens if token and bare.startswith(token)), key=len, default="")
+    return len(text) - len(bare) + len(end) if end else 0
 
 
 def _is_same_end(text: str, whole: str, special: Collection[str]) -> bool:

@@ -51,11 +51,14 @@ def turn_end(tokenizer: Templated, markers: Mapping[str, int], options: Mapping[
     closing = _after(_rendered(tokenizer, [USER, _reply()], options), REPLY)
     following = _after(_rendered(tokenizer, [USER, _reply(), {**USER, "content": NEXT}], options), REPLY)
     marker = first_marker(closing, markers)
-    if marker is None and not closing.strip():
+    by_header = marker is None and not closing.strip()
+    if by_header:
         # The last turn is left open, or turns end with the header of the next one (GLM): both end a turn.
         marker = first_marker(following.partition(NEXT)[0], markers)
     if marker is not None:
-        called = _call_end(tokenizer, markers, options)
+        called = _call_end(tokenizer, markers, options) or (
+            _result_header(tokenizer, markers, options) if by_header else []
+        )
         return TurnEnd(token_ids=tuple(dict.fromkeys(markers[each] for each in (marker, *called))))
     text = closing
     for each in markers:
@@ -90,6 +93,16 @@ def _call_end(tokenizer: Templated, markers: Mapping[str, int], options: Mapping
         return []
     last = max((each for each in markers if each and one.rstrip().endswith(each)), key=len, default=None)
     return [] if last is None or (two and one.count(last) != two.count(last)) else [last]
+
+
+def _result_header(tokenizer: Templated, markers: Mapping[str, int], options: Mapping[str, Any]) -> list[str]:
+    """The marker in front of what a tool answered, where the next header ends a turn."""
+    options = {**options, "tools": [TOOL]}
+    result = {"role": "tool", "name": "look_up", "content": NEXT, "tool_call_id": "call00000"}
+    called = _rendered(tokenizer, [USER, _calls(1)], options)
+    answered = _rendered(tokenizer, [USER, _calls(1), result], options)
+    found = first_marker(answered.removeprefix(called), markers) if called and answered.startswith(called) else None
+    return [] if found is None else [found]
 
 
 def _reply() -> Message:

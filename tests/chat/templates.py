@@ -81,6 +81,13 @@ STYLES: dict[str, Style] = {
         "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
         ends=("<|user|>",),
     ),
+    "glm_calls": Style(
+        template="[gMASK]<sop>{% for m in messages %}"
+        "{{ '<|observation|>' if m.role == 'tool' else '<|' + m.role + '|>' }}\n{{ m.content }}"
+        + _calls("<tool_call>", "</tool_call>")
+        + "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+        ends=("<|user|>", "<|observation|>"),
+    ),
     "open_last_turn": Style(
         template="{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if not loop.last %}<|im_end|>\n"
         "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_end|>\n<|im_start|>assistant\n{% endif %}",

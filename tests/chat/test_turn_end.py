@@ -87,6 +87,30 @@ def test_a_turn_that_ended_by_itself_is_ended_once_when_the_conversation_goes_on
     assert reply.content.strip() == "TWO"
 
 
+@pytest.mark.parametrize("style", ["glm", "glm_calls", "open_last_turn"])
+def test_a_turn_that_the_next_header_ends_is_taught_that_end_and_no_eos(style: str) -> None:
+    """With the EOS in front of it, earlier turns had two ends, as no prompt has that this template renders."""
+    chat = chat_of(style)
+    talk = [*TALK, MORE, TALK[1]]
+    found = chat.supervise(talk, learned=(False, True, False, True))
+    learned = [token for token, mask in zip(found.token_ids, found.loss_mask, strict=True) if mask]
+    assert chat.decode(learned) == f"TWO{STYLES[style].ends[0]}TWO<|eos|>"
+    assert list(found.token_ids) == [*chat.render(talk[:3]), *chat.encode("TWO<|eos|>", add_special_tokens=False)]
+
+
+def test_a_call_that_the_header_of_its_result_ends_is_taught_that_end() -> None:
+    """Otherwise nothing ends a call but the EOS, and the model goes on with more calls or makes up their results."""
+    chat = chat_of("glm_calls")
+    call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": {"a": 1}}}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "content": "2", "tool_call_id": "call00000"}
+    found = chat.supervise([TALK[0], called, result, TALK[1]], learned=(False, True, False, True))
+    learned = [token for token, mask in zip(found.token_ids, found.loss_mask, strict=True) if mask]
+    assert chat.decode(learned) == (
+        '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call><|observation|>TWO<|eos|>'
+    )
+
+
 def test_an_end_of_several_tokens_is_taught_with_the_eos_behind_the_last_turn_alone() -> None:
     chat = chat_of("several_tokens")
     found = chat.supervise([*TALK, MORE, TALK[1]], learned=(False, True, False, True))
