@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from asyncrl.errors import ConfigError, RewardError
-from asyncrl.quickstart.byte_tokenizer import PAD_ID, save_byte_tokenizer
+from asyncrl.quickstart.byte_tokenizer import EOS_ID, PAD_ID, save_byte_tokenizer
 from asyncrl.rewards import reward_model
 from asyncrl.rewards.call import Call
 from asyncrl.rewards.forms import adapt_reward
@@ -128,6 +128,25 @@ def test_without_a_pad_token_texts_are_scored_one_at_a_time(tmp_path: Path) -> N
     tokenizer.save_pretrained(path)
     got = RewardModel(path)([prompt for prompt, _ in TEXTS], [answer for _, answer in TEXTS])
     assert got == pytest.approx(one_by_one(model, False), abs=1e-4)
+
+
+@pytest.mark.parametrize("own", [None, EOS_ID])
+def test_a_text_is_read_at_the_eos_unless_the_model_says_it_is_padding(own: int | None, tmp_path: Path) -> None:
+    """The tokenizer pads with the EOS, as many do, and texts end with it: plain transformers reads a single text so."""
+    settings = tiny()
+    settings.pad_token_id = own
+    torch.manual_seed(0)
+    model = Qwen2ForSequenceClassification(settings).eval()
+    tokenizer = AutoTokenizer.from_pretrained(save(model, tmp_path))
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(tmp_path)
+    with torch.no_grad():
+        alone = [
+            model(input_ids=torch.tensor([[*(prompt + answer).encode(), EOS_ID]])).logits[0, 0].item()
+            for prompt, answer in TEXTS
+        ]
+    got = RewardModel(str(tmp_path))([prompt for prompt, _ in TEXTS], [f"{answer}<|eos|>" for _, answer in TEXTS])
+    assert got == pytest.approx(alone, abs=1e-4)
 
 
 def test_a_conversation_goes_through_the_chat_template(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ class RewardModel:
         except (OSError, ValueError) as error:
             raise ConfigError(f"reward.model={path} cannot be loaded with its tokenizer: {error}") from error
         self._per_token = check_kind(path, settings) == "ForTokenClassification"
+        self._own_pad = settings.get_text_config().pad_token_id
         self._model = load_model(path, settings, self._tokenizer.pad_token_id).to(self._device)
         embeddings: Any = self._model.get_input_embeddings()
         self._longest = getattr(settings, "max_position_embeddings", None)
@@ -108,13 +109,23 @@ class RewardModel:
         return self._tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
 
     def _score(self, rows: Sequence[list[int]]) -> list[float]:
-        ids, attention = pad_rows(rows, self._tokenizer.pad_token_id or 0)
+        pad = self._padding(rows)
+        set_padding(self._model, pad)
+        ids, attention = pad_rows(rows, pad or 0)
         ids, attention = ids.to(self._device), attention.to(self._device)
         logits: Tensor = self._model(input_ids=ids, attention_mask=attention).logits
         if self._per_token:
             last = attention.sum(1) - 1
             logits = logits[torch.arange(len(rows), device=self._device), last]
         return logits[:, 0].float().tolist()
+
+    def _padding(self, rows: Sequence[list[int]]) -> int | None:
+        """The token to pad `rows` with: the tokenizer's, unless that is a token of the texts (often the EOS), for which
+        the model's own settings do not say that it is padding: it would be scored in front of it."""
+        pad, used = self._tokenizer.pad_token_id, {token for row in rows for token in row}
+        if pad is None or pad == self._own_pad or pad not in used:
+            return pad
+        return next((token for token in range(self._vocabulary) if token not in used), pad)
 
 
 def check_kind(path: str, settings: PretrainedConfig) -> str:
@@ -143,11 +154,15 @@ def load_model(path: str, settings: PretrainedConfig, pad_token_id: int | None) 
         refuse_unequal(type(model).__name__, (), report["unexpected_keys"])
     except ValueError as error:
         raise ConfigError(f"reward.model={path}: {error}") from error
-    # A sequence classifier finds the last token of a padded row by this id; one that also sees looks for it in the
-    # settings of its decoder.
+    set_padding(model, pad_token_id)
+    return model.eval()
+
+
+def set_padding(model: Any, pad_token_id: int | None) -> None:
+    """Set the id by which a sequence classifier finds the last token of a padded row; one that also sees looks for it
+    in the settings of its decoder."""
     for each in (model.config, model.config.get_text_config()):
         each.pad_token_id = pad_token_id
-    return model.eval()
 
 
 def batches(lengths: Sequence[int], *, padded: bool) -> Iterator[list[int]]:
