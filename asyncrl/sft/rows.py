@@ -12,7 +12,17 @@ from numpy.typing import NDArray
 from asyncrl.chat.base import Message, ToolSpec
 from asyncrl.checks.sources import Source, sources
 from asyncrl.data.rows.base import Row
-from asyncrl.data.rows.messages import MEDIA, TOOLS, from_json_text, messages_of, refuse_halves, refuse_media, tools_of
+from asyncrl.data.rows.messages import (
+    MEDIA,
+    OPTIONS,
+    TOOLS,
+    from_json_text,
+    messages_of,
+    refuse_halves,
+    refuse_media,
+    refuse_options,
+    tools_of,
+)
 from asyncrl.data.rows.opening import open_rows
 from asyncrl.data.rows.view import SourceRows, dug
 from asyncrl.errors import DataError
@@ -91,10 +101,11 @@ class SftRows(SourceRows):
         data = self._data
         wanted = {data.messages_column, self.source.prompt_column, data.completion_column, TOOLS, *COMPLETIONS}
         wanted |= {SHAREGPT, SYSTEM} if self._talks_in == SHAREGPT else set()
-        wanted |= set(MEDIA)
+        wanted |= {*MEDIA, OPTIONS}
         for row, columns in enumerate(self.scan(sorted({name.partition(".")[0] for name in wanted if name}))):
             refuse_media(columns, self.where(row))
-            self._form(columns, row)
+            if isinstance(self._form(columns, row), Conversation):
+                refuse_options(columns, self.where(row))
 
     def _form(self, columns: Row, row: int) -> Conversation | Texts:
         tools = tools_of(columns, self.where(row))
@@ -123,7 +134,7 @@ class SftRows(SourceRows):
         if isinstance(prompt, str) and isinstance(completion, str) and not data.chat:
             for column, text in ((self.source.prompt_column, prompt), (name, completion)):
                 refuse_halves(text, column, where)
-                if not text:
+                if not text or (column == name and not text.strip()):
                     raise DataError(f"{where}: `{column}` is empty. Remove the row")
             return Texts(prompt=prompt, completion=completion)
         before = _messages(_as_messages(prompt, "user"), self.source.prompt_column, where)
@@ -151,7 +162,8 @@ class SftRows(SourceRows):
             )
         learned = {turns[-1]} if self._data.learn == "last" else set(turns)
         for number in learned:
-            if not any(messages[number].get(part) for part in ("content", "tool_calls", "reasoning_content")):
+            parts = [messages[number].get(part) for part in ("content", "tool_calls", "reasoning_content")]
+            if not any(part.strip() if isinstance(part, str) else part for part in parts):
                 raise DataError(
                     f"{self.where(row)}: message {number}, an assistant's, is empty: the model would learn to say "
                     "nothing. Remove the row, or give the message `weight: 0`"

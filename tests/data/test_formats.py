@@ -378,3 +378,28 @@ def test_messages_that_are_stored_as_json_text_are_messages(tmp_path: Path) -> N
     (tmp_path / "d.jsonl").write_text(json.dumps({"prompt": json.dumps(said)}) + "\n")
     assert opened(tmp_path / "d.jsonl")[0]["prompt"] == said
     assert [checked_prompt(text, "prompt", "row") for text in texts] == texts
+
+
+def test_tools_and_their_parameters_may_each_be_json_text() -> None:
+    """Stored so where Arrow would unify them; a template would quote them."""
+    (wanted,) = tools = (tool("add", {"a": 1, "b": 2}),)
+    inner = {**wanted["function"], "parameters": json.dumps(wanted["function"]["parameters"])}
+    for given in ([{**wanted, "function": inner}], [json.dumps(wanted)], json.dumps([{**wanted, "function": inner}])):
+        assert tools_of({"tools": given}, "row") == tools
+    assert tools_of({"tools": [inner]}, "row") == (wanted["function"],)
+    with pytest.raises(DataError, match=r"row: the `parameters` of a tool in `tools` must be an object .*got 'a: int'"):
+        tools_of({"tools": [{"name": "f", "parameters": "a: int"}]}, "row")
+
+
+def test_a_row_s_own_options_of_the_chat_template_are_refused_not_ignored(tmp_path: Path) -> None:
+    said = {"prompt": [{"role": "user", "content": "hi"}]}
+    made = [{**said, "chat_template_kwargs": each} for each in (None, {}, {"enable_thinking": False})]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made[:2]))
+    opened(tmp_path / "d.jsonl").check()
+    pq.write_table(pa.Table.from_pylist([made[0], made[2]]), tmp_path / "d.parquet")
+    with pytest.raises(
+        DataError, match=r"\[1\] has .*'enable_thinking': False.*set model\.chat\.NAME=VALUE for all rows"
+    ):
+        opened(tmp_path / "d.parquet").check()
+    (tmp_path / "t.jsonl").write_text(json.dumps({**made[2], "prompt": "text"}) + "\n")
+    opened(tmp_path / "t.jsonl").check()

@@ -187,3 +187,18 @@ def test_a_mixture_needs_no_path_and_its_sources_are_filtered_and_named(tmp_path
     given.data.mixture = {"b": {"path": str(tmp_path / "b.jsonl"), "prompt_column": "q", "where": {"level": [2, 3]}}}
     rows = rows_of(given)
     assert len(rows) == 2 and rows.form(0) == Texts(prompt="x", completion="y")
+
+
+def test_a_conversation_s_own_options_of_the_template_are_refused(tmp_path: Path) -> None:
+    row = {"messages": [USER, ANSWER]}
+    rows = opened(tmp_path, [row, {**row, "chat_template_kwargs": {"enable_thinking": False}}])
+    with pytest.raises(DataError, match=r"rows\.jsonl:2 .*column `chat_template_kwargs`.*model\.chat"):
+        rows.check()
+
+
+@pytest.mark.parametrize(
+    "row", [{"messages": [USER, {**ANSWER, "content": " \n"}]}, {"prompt": "q>", "completion": " \n"}]
+)
+def test_an_answer_of_white_space_alone_is_an_empty_one(tmp_path: Path, row: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: .* is empty"):
+        opened(tmp_path, [row]).check()

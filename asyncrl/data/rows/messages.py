@@ -65,19 +65,43 @@ def messages_of(given: Any, column: str, where: str) -> list[dict[str, Any]]:
 
 
 def tools_of(row: Mapping[str, Any], where: str) -> tuple[ToolSpec, ...]:
-    """The tools in the row's column `tools`, a list or JSON text. Raises DataError naming the row."""
+    """The tools in the row's column `tools`. That list, each tool and its parameters may be JSON text, as it is stored
+    where each tool has other fields. Raises DataError naming the row."""
     given = row.get(TOOLS)
     if not given:
         return ()
     try:
-        found = json.loads(given) if isinstance(given, str) else given
+        found = _decoded(given)
+        found = [_decoded(tool) for tool in found] if isinstance(found, list) else found
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: `{TOOLS}` is text, but not valid JSON ({error}). {_OWN_TOOLS}") from error
     if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
         said = f"{where}: `{TOOLS}` must be a list of tools, as in OpenAI's API; got {found!r:.80}"
         raise DataError(f"{said}. {_OWN_TOOLS}")
     refuse_halves(found, TOOLS, where)
-    return tuple(dict(tool) for tool in found)
+    return tuple(_with_parameters(tool, where) for tool in found)
+
+
+def _decoded(given: Any) -> Any:
+    return json.loads(given) if isinstance(given, str) else given
+
+
+def _with_parameters(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Decode parameters that are JSON text: a template would quote them."""
+    if isinstance(inner := tool.get("function"), Mapping):
+        return {**tool, "function": _with_parameters(inner, where)}
+    if not isinstance(given := tool.get("parameters"), str):
+        return dict(tool)
+    try:
+        found = json.loads(given)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, Mapping):
+        raise DataError(
+            f"{where}: the `parameters` of a tool in `{TOOLS}` must be an object (a JSON schema) or its JSON text, got "
+            f"{given!r:.80}"
+        )
+    return {**tool, "parameters": found}
 
 
 _OWN_TOOLS = (
@@ -99,6 +123,23 @@ def refuse_media(row: Mapping[str, Any], where: str) -> None:
                 "without it. Give rows of text alone, leave such rows out with data.where, or rename the column if "
                 "only your reward or environment reads it"
             )
+
+
+OPTIONS = "chat_template_kwargs"
+"""Column of a row's own options of the chat template, as TRL and unsloth take them."""
+
+
+def refuse_options(row: Mapping[str, Any], where: str) -> None:
+    """Raises DataError naming the row if it has options of the chat template of its own."""
+    given = row.get(OPTIONS)
+    if isinstance(given, Mapping):
+        given = {name: option for name, option in given.items() if option is not None}
+    if given and given != "{}":
+        raise DataError(
+            f"{where} has {given!r:.80} in its column `{OPTIONS}`, but all rows are rendered with the options of "
+            "model.chat, so the row's own would be ignored. Remove the column, and set model.chat.NAME=VALUE for all "
+            "rows"
+        )
 
 
 def _has_content(value: Any) -> bool:

@@ -12,7 +12,17 @@ from asyncrl.checks.conditions import Condition
 from asyncrl.checks.hints import nearest
 from asyncrl.checks.sources import Source
 from asyncrl.data.rows.base import Row, Rows
-from asyncrl.data.rows.messages import MEDIA, TOOLS, from_json_text, messages_of, refuse_halves, refuse_media, tools_of
+from asyncrl.data.rows.messages import (
+    MEDIA,
+    OPTIONS,
+    TOOLS,
+    from_json_text,
+    messages_of,
+    refuse_halves,
+    refuse_media,
+    refuse_options,
+    tools_of,
+)
 from asyncrl.errors import DataError
 
 PROMPT = "prompt"
@@ -121,9 +131,11 @@ class PromptRows(SourceRows):
         """
         first = type(self[0][PROMPT])
         found: dict[str, str] = {}
-        for row, columns in enumerate(self.scan([self.source.prompt_column, DATA_SOURCE, TOOLS, *MEDIA])):
+        for row, columns in enumerate(self.scan([self.source.prompt_column, DATA_SOURCE, TOOLS, OPTIONS, *MEDIA])):
             refuse_media(columns, self.where(row))
             prompt = self._checked(columns, row)
+            if not isinstance(prompt, str):
+                refuse_options(columns, self.where(row))
             if type(prompt) is not first:
                 kinds = {str: "text", list: "a list of messages"}
                 raise DataError(
