@@ -69,7 +69,7 @@ def write(folder: Path) -> list[str]:
 def measured(run_dir: Path) -> list[dict[str, Any]]:
     """Return the rows of the run's metrics, one per step; empty before the first."""
     file = run_dir / "metrics.jsonl"
-    return by_step([json.loads(line) for line in file.read_text().splitlines()]) if file.exists() else []
+    return [dict(row) for row in by_step(map(json.loads, file.read_text().splitlines()))] if file.exists() else []
 
 
 def finished(found: list[dict[str, Any]], steps: int) -> bool:
