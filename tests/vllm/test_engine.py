@@ -223,7 +223,9 @@ def test_an_engine_of_two_processes_does_not_outlive_a_killed_worker(tmp_path):
     assert worker.stdout is not None and worker.stdout.readline() == "up\n"
     family = psutil.Process(worker.pid).children(recursive=True)
     shared = shared_by([each.pid for each in family], MEMORY)
-    assert any(name.startswith("vllm_dist_") for name in shared)
+    # Without AVX-512 vLLM's kernels have no communicator over shared memory, and its ranks use gloo.
+    communicator = "avx512f" in Path("/proc/cpuinfo").read_text()
+    assert any(name.startswith("vllm_dist_") for name in shared) or (shared and not communicator)
     assert len([child for child in family if "spawn_main" in " ".join(child.cmdline())]) == 3
     worker.kill()
     worker.wait()
