@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import uuid
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,10 +29,12 @@ from types import ModuleType
 from typing import Any, BinaryIO
 
 from asyncrl.errors import AsyncRLError, ConfigError, UserCodeError
-from asyncrl.utils.process_tree import describe_exit, die_with_parent
+from asyncrl.utils.process_tree import describe_exit, die_with_parent, kill, marked
 
 IMPORT_S = 120.0
 """How long importing user code may take in a process that only tries it."""
+MARK = "ASYNCRL_TRIAL"
+"""Environment variable of a trial and of everything that it starts."""
 FINE = b"\0"
 
 
@@ -308,7 +311,7 @@ def answer(arguments: list[str], trial: Callable[[dict[str, Any]], None]) -> Non
 
 def ask_process(module: str, question: bytes, doing: str, timeout_s: float, way_out: str = "") -> bytes:
     """Run `python -m MODULE ANSWER_FD PARENT_PID` with the question as its input, and return its answer. Its output is
-    not shown.
+    not shown, and what it started ends with it: an environment may start a sandbox when it is made.
 
     Args:
         doing: what it does, for the errors.
@@ -317,6 +320,7 @@ def ask_process(module: str, question: bytes, doing: str, timeout_s: float, way_
     Raises:
         ConfigError: it took too long, or ended without an answer.
     """
+    mark = uuid.uuid4().hex
     with tempfile.TemporaryFile() as answers:  # not a pipe: a child of the import may keep the other end open
         try:
             ended = subprocess.run(
@@ -327,9 +331,13 @@ def ask_process(module: str, question: bytes, doing: str, timeout_s: float, way_
                 stderr=subprocess.DEVNULL,
                 timeout=timeout_s,
                 check=False,
+                env={**os.environ, MARK: mark},
             )
         except subprocess.TimeoutExpired as error:
             raise ConfigError(f"{doing} took more than {timeout_s:g} s") from error
+        finally:
+            for process in marked(mark, MARK):
+                kill(process)
         answers.seek(0)
         said = answers.read()
     if not said:

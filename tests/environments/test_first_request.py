@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from asyncrl.chat.base import Message
@@ -103,3 +105,26 @@ def test_an_environment_is_asked_for_its_first_request_before_the_start(name: st
         "silent": (EnvironmentConfig(name=f"{tmp_path}/own.py:Silent"), []),
     }[name]
     assert first_requests(config, ModelConfig(path=str(tmp_path)), [ROW]) == expected
+
+
+def test_what_an_environment_starts_for_its_first_request_ends_with_it(tmp_path: Path) -> None:
+    save(tmp_path, template=QWEN3)
+    (tmp_path / "own.py").write_text(
+        "import pathlib, subprocess, sys\n"
+        "from asyncrl.environments.chat import ChatEnvironment\n"
+        "class Boxed(ChatEnvironment):\n"
+        "    def __init__(self):\n"
+        "        command = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
+        "        box = subprocess.Popen(command, start_new_session=True)\n"
+        "        pathlib.Path(__file__).with_name('pid').write_text(str(box.pid))\n"
+        "    async def episode(self, chat, row):\n"
+        "        await chat.reply()\n"
+        "        return 1.0\n"
+    )
+    config = EnvironmentConfig(name=f"{tmp_path}/own.py:Boxed")
+    assert len(first_requests(config, ModelConfig(path=str(tmp_path)), [ROW])) == 1
+    box = int((tmp_path / "pid").read_text())
+    until = time.monotonic() + 30.0
+    while psutil.pid_exists(box) and psutil.Process(box).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < until, "it outlived the environment"
+        time.sleep(0.05)
