@@ -29,7 +29,7 @@ from types import ModuleType
 from typing import Any, BinaryIO
 
 from asyncrl.errors import AsyncRLError, ConfigError, UserCodeError
-from asyncrl.utils.process_tree import describe_exit, die_with_parent, kill, marked
+from asyncrl.utils.process_tree import describe_exit, die_with_parent, kill_marked
 
 IMPORT_S = 120.0
 """How long importing user code may take in a process that only tries it."""
@@ -336,8 +336,7 @@ def ask_process(module: str, question: bytes, doing: str, timeout_s: float, way_
         except subprocess.TimeoutExpired as error:
             raise ConfigError(f"{doing} took more than {timeout_s:g} s") from error
         finally:
-            for process in marked(mark, MARK):
-                kill(process)
+            kill_marked(mark, MARK)
         answers.seek(0)
         said = answers.read()
     if not said:

@@ -201,6 +201,18 @@ def marked(mark: str, name: str = MARK) -> set[psutil.Process]:
     return found
 
 
+def kill_marked(mark: str, name: str) -> None:
+    """Kill the processes that `marked` finds, and those that they start meanwhile.
+
+    waits for: their ends; unblocked by: those, or REAP_S.
+    """
+    end = time.monotonic() + REAP_S
+    while (left := marked(mark, name)) and time.monotonic() < end:
+        for process in left:
+            kill(process)
+        time.sleep(0.05)
+
+
 def describe_exit(code: int | None) -> str:
     """`exit code 3` or `signal SIGSEGV`."""
     if code is None:
